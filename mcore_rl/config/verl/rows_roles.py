@@ -21,6 +21,7 @@ QAT = "not yet: nothing is quantised in training"
 MTP = "not yet: layers for more than the next token are left out"
 ROUTING = "not yet in a run"
 MUON = "AdamW alone is here"
+REMOTE = "code of a checkpoint is never run: families are written here (docs/models.md)"
 FLOAT32 = "main weights, gradients and Adam's moments are float32"
 FSDP = "Megatron shards by `parallel`: mcore-rl plan --search finds a layout"
 UPDATES = "optimizer steps, where verl counts steps of the run: times minibatches and epochs of a step"
@@ -89,7 +90,8 @@ def optimizer(verl: str, ours: str) -> list[Row]:
         Row(f"{verl}.optimizer", (), MUON, adam, absent=True),
         gone(f"{verl}.{{optimizer_impl,zero_indexed_step}}", "Megatron's AdamW"),
         gone(f"{verl}.muon_*", "read with optimizer=dist_muon alone, which is not here"),
-        absent(f"{verl}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,use_precision_aware_optimizer}}", FLOAT32),
+        gone(f"{verl}.use_precision_aware_optimizer", FLOAT32),
+        absent(f"{verl}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype}}", FLOAT32),
         absent(f"{verl}.use_layer_wise_distributed_optimizer", "the distributed optimizer shards every tensor"),
         gone(f"{verl}.override_optimizer_config", "an empty group"),
         to(f"{verl}.override_optimizer_config.adam_eps", f"{ours}.eps"),
@@ -99,7 +101,7 @@ def optimizer(verl: str, ours: str) -> list[Row]:
             "{optimizer_cpu_offload,optimizer_offload_fraction,overlap_cpu_optimizer_d2h_h2d}",
             f"AdamW steps on the devices; {BY_ITSELF}",
         ),
-        absent(f"{verl}.override_optimizer_config.use_precision_aware_optimizer", FLOAT32),
+        gone(f"{verl}.override_optimizer_config.use_precision_aware_optimizer", FLOAT32),
         absent(f"{verl}.override_optimizer_config.*", "fields of Megatron's OptimizerConfig are not passed on"),
     ]  # fmt: skip
 
@@ -228,7 +230,7 @@ def model(verl: str, ours: str) -> list[Row]:
         gone(f"{verl}.{{use_remove_padding,use_fused_kernels,use_liger}}", PACKED),
         gone(f"{verl}.{{fused_kernel_options,tiled_mlp}}.*", "layers are Transformer Engine's where it is installed"),
         gone(f"{verl}.use_shm", "the files are mapped"),
-        absent(f"{verl}.trust_remote_code", "code of a checkpoint is never run"),
+        gone(f"{verl}.trust_remote_code", REMOTE),
         absent(f"{verl}.external_lib", "no module is imported for a model"),
         absent(f"{verl}.custom_chat_template", "the tokenizer's folder has the template: change it in your copy"),
         absent(f"{verl}.hf_config_path", "config.json beside the weights is read; model.config_overrides changes fields"),
@@ -250,6 +252,7 @@ MODEL_ROWS = [
     to("actor_rollout_ref.model.path", "model.path"),
     to("actor_rollout_ref.model.tokenizer_path", "model.tokenizer_path"),
     to("actor_rollout_ref.model.override_config.model_config.*", "model.config_overrides", note="fields of config.json"),
+    to("actor_rollout_ref.model.override_config.*", "model.config_overrides", note="fields of config.json"),
     *model("actor_rollout_ref.model", "actor"),
 ]
 
@@ -304,6 +307,7 @@ CRITIC_ROWS = [
     to("critic.model.path", "critic.path", note="left out: the actor's"),
     gone("critic.model.tokenizer_path", "the policy's"),
     *model("critic.model", "critic"),
+    absent("critic.model.override_config.*", "the critic has the policy's config.json"),
     gone("critic.model.fsdp_config.*", FSDP),
     *trained("critic", "critic"),
     to("critic.cliprange_value", "critic.cliprange_value"),

@@ -69,6 +69,7 @@ ROLLOUT_ROWS = [
     gone(f"{ROLLOUT}.agent.num_workers", VLLM),
     gone(f"{ROLLOUT}.engine_kwargs.{{vllm,sglang,trtllm}}", "an empty group"),
     gone(f"{ROLLOUT}.engine_kwargs.{{sglang,trtllm}}.*", "engines are vLLM's"),
+    gone(f"{ROLLOUT}.engine_kwargs.vllm.{{disable_mm_preprocessor_cache,swap_space}}", "text alone is sampled; vLLM's choice"),
     absent(f"{ROLLOUT}.engine_kwargs.vllm.*", ENGINE),
     absent(f"{ROLLOUT}.disaggregation.enabled", "an engine prefills and decodes"),
     gone(f"{ROLLOUT}.disaggregation.{{bootstrap_port,decode_replicas,decode_tensor_model_parallel_size,ib_device,"

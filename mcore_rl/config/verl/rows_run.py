@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
-from mcore_rl.config.verl.rows_roles import KL, NO_SUCH_KL
+from mcore_rl.config.verl.rows_roles import KL, NO_SUCH_KL, REMOTE
 
 TOOLS = "not yet: one answer to one prompt"
 COLUMN = "rows with images, videos or sounds are refused"
@@ -39,7 +39,7 @@ DATA_ROWS = [
     gone("data.{image_key,video_key,audio_key,image_patch_size,mm_processor_kwargs,return_multi_modal_inputs}", COLUMN),
     gone("data.{return_raw_chat,return_raw_input_ids,return_full_prompt}", "rows stay with their samples"),
     gone("data.{filter_overlong_prompts_workers,dataloader_num_workers,use_shm,validation_shuffle}", "prompts are read at the start"),
-    absent("data.trust_remote_code", "code of a checkpoint is never run"),
+    gone("data.trust_remote_code", REMOTE),
     absent("data.custom_cls.{path,name}", OWN_DATASET),
     absent("data.{sampler.class_path,sampler.class_name,datagen.path,datagen.name}", OWN_DATASET),
     absent("data.{tool_config_path,function_tool_path}", TOOLS),

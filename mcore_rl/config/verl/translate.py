@@ -6,7 +6,7 @@ are written too where they decide what is trained and ours are others, so that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -15,12 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
+from mcore_rl.config.verl.facts import MEGATRON, keys_of, versions
 from mcore_rl.config.verl.row import NotHereError, Row, same
 from mcore_rl.config.verl.rules import PER_ROLE, ROLES, RULES, Answer, Entry, Kind, ModelFacts, Setting
 from mcore_rl.config.verl.table import row_for, rows_of
 from mcore_rl.config.verl.written import Verl
 from mcore_rl.errors import ConfigError, Violation
 
+ALONE = ("aggregation", "estimator", "loss")  # rules whose answer follows from one key alone
 EMPTY = (None, False, 0, "", "null", "None")
 NOT_READ = "is not read: "
 DOCUMENT_END = "...\n"  # after a value alone, as yaml writes it
@@ -54,7 +56,9 @@ class Translation:
 def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     """``verl`` in our keys.  model: what is known of the model that it trains."""
     answer = Answer(verl, model or ModelFacts())
-    answer.entries += [Entry(Kind.unknown, text, "", text=why) for text, why in verl.unread]
+    for text, why in verl.unread:
+        needless = (row := row_for(text.partition("=")[0].lstrip("+~"), verl.program)) and not row.ours and not row.absent
+        answer.entries.append(Entry(Kind.dropped if needless else Kind.unknown, text, "", text=row.note if row and needless else why))
     idle = _idle_groups(verl)
     rows = [row for row in rows_of(verl.program) if not any(_is_of(row, group) for group in idle)]
     for key in verl.written:
@@ -78,11 +82,50 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations)
 
 
-def hint(key: str, value: str = "") -> str:
-    """What to write in the place of a key of verl's that somebody wrote for ours; "" if it is none of verl's."""
-    row = row_for(key)
-    if row is None:
-        return ""
+def hint(key: str, value: str, known: Collection[str]) -> str:
+    """What to write in the place of a key that is none of ours; "" if nobody can say.
+
+    It is taken for a key of verl's, or for the end of one, or for one that ends as keys of ours or verl's do.
+    known: ours.
+    """
+    for whole in (key, f"actor_rollout_ref.{key}"):
+        if row := row_for(whole):
+            return _meant_of(row, whole, value)
+    parts = key.split(".")
+    for place in range(len(parts)):
+        end = ".".join(parts[place:])
+        if "." not in end and place:
+            break  # the last name alone says too little
+        if rows := _ending_in(end):
+            same_ours = {row.ours for row in rows}
+            return _meant_of(rows[0], "", value) if len(same_ours) == 1 else _any_of(rows)
+        if near := sorted(each for each in known if each.endswith(f".{end}")):
+            return f"Did you mean {' or '.join(near[:4])}?"
+    return ""
+
+
+def _ending_in(end: str) -> list[Row]:
+    """The rows of keys of verl's that end in ``end``."""
+    ending = sorted(key for key in keys_of(MEGATRON) if key.endswith(f".{end}"))
+    return list(dict.fromkeys(row for key in ending if (row := row_for(key))))
+
+
+def _any_of(rows: list[Row]) -> str:
+    ours = sorted({each for row in rows for each in row.ours})
+    return f"Of verl's keys that end so, here are {', '.join(ours)}" if ours else _meant_of(rows[0], "", "")
+
+
+def _meant_of(row: Row, key: str, value: str) -> str:
+    """What to write in the place of a key that ``row`` is about.  key: verl's; "": one of several."""
+    if row.rule in ALONE and key and value:
+        alone = Answer(Verl("train", MEGATRON, versions()[-1], {key: _plain(value)}))
+        if row.rule in RULES:
+            RULES[row.rule](alone.verl, alone)
+        for role in ROLES if row.rule in PER_ROLE else ():
+            PER_ROLE[row.rule](alone.verl, alone, role)
+        came = [f"{ours}={shown(each.value)}" for ours, each in alone.settings.items() if key in each.sources]
+        if came:
+            return f"It is verl's; write {came[0]}"
     if row.ours and not row.rule and "*" not in row.verl:
         try:
             ours = row.convert(_plain(value))
@@ -141,9 +184,9 @@ def _aside(row: Row) -> str:
 
 
 def _plain(value: str) -> Any:
-    from mcore_rl.config.verl.written import _value
+    from mcore_rl.config.verl.written import value_of
 
-    return _value(f"key={value}", value) if value else value
+    return value_of(f"key={value}", value) if value else value
 
 
 def _idle_groups(verl: Verl) -> dict[str, str]:

@@ -85,14 +85,14 @@ def of_overrides(module: str, words: Sequence[str], version: str = "") -> Verl:
             continue
         key, equals, text = word.partition("=")
         if not equals:
-            if not word.startswith("-"):
+            if word.strip(" \\") and not word.startswith("-"):
                 unread.append((word, "is no override"))
         elif UNKNOWN in word:
             unread.append((word.replace(UNKNOWN, "..."), "only a run of the script would tell: write its value"))
         elif not text:
             unread.append((word, "has no value: a variable of the script is not set"))
         else:
-            written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else _value(word, text)))
+            written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else value_of(word, text)))
     program = MODULES.get(module.rpartition(".")[2] if not module.endswith(".py") else module.rpartition("/")[2][:-3], "train")
     if config not in PROGRAM:
         config = MEGATRON if str(written.get("model_engine")).startswith("megatron") else config_of(program, set(written))
@@ -117,7 +117,7 @@ def _names_megatron(written: Mapping[str, Any]) -> bool:
     return any(".megatron." in key or (key.endswith(".strategy") and value == "megatron") for key, value in written.items())
 
 
-def _value(word: str, text: str) -> Any:
+def value_of(word: str, text: str) -> Any:
     """What hydra, which verl reads its command line with, takes an override for."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
