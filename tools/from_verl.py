@@ -57,10 +57,17 @@ def table(section: Section) -> str:
     """The heading and the table of a section."""
     prefix = f" (`{section.prefix}`)" if section.prefix else ""
     program = "" if section.program == "train" else f": `mcore-rl {section.program}`"
-    lines = [f"## {section.title}{program}", "", f"| verl{prefix} | here | what is different, or why | verl's versions |"]
+    lines = [
+        f"## {section.title}{program}",
+        "",
+        f"| verl{prefix} | here | what is different, or why | verl's versions |",
+    ]
     lines += ["|---|---|---|---|", *(line(row, section) for row in section.rows if not is_shared(row, section))]
     if section.title == "Critic":
-        lines += ["", "`critic.megatron.*` and `critic.optim.*` are as the actor's, with `critic.` in the place of `actor.`."]
+        lines += [
+            "",
+            "`critic.megatron.*` and `critic.optim.*` are as the actor's, with `critic.` in the place of `actor.`.",
+        ]
     return "\n".join(lines)
 
 

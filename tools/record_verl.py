@@ -1,6 +1,6 @@
 """Record facts of verl from a clone of it: its keys with their defaults, and what its published scripts ask for.
 
-python tools/record_verl.py CLONE            # writes mcore_rl/config/verl/keys.json and tests/config/verl/published.json
+python tools/record_verl.py CLONE            # writes keys.json and published.json
 python tools/record_verl.py CLONE --check    # exits with 1 where they are out of date, or where our reader of scripts
                                              # reads one of all of verl's scripts otherwise than bash does
 
@@ -29,20 +29,27 @@ OUT = ROOT / "mcore_rl" / "config" / "verl" / "keys.json"
 PUBLISHED = ROOT / "tests" / "config" / "verl" / "published.json"
 SCRIPTS = {
     "0.4.1": (
-        "examples/grpo_trainer/run_qwen2-7b_math_megatron.sh", "examples/grpo_trainer/run_qwen2-7b_seq_balance_math_megatron.sh",
-        "examples/grpo_trainer/run_moonlight16b_math_megatron.sh", "examples/tuning/32b/qwen2_32B_grpo_8_h20_megatron_vllm.sh",
-        "examples/grpo_trainer/run_deepseek671b_math_megatron.sh", "examples/ppo_trainer/run_qwen2-7b_math_gsm8k_megatron.sh",
+        "examples/grpo_trainer/run_qwen2-7b_math_megatron.sh",
+        "examples/grpo_trainer/run_qwen2-7b_seq_balance_math_megatron.sh",
+        "examples/grpo_trainer/run_moonlight16b_math_megatron.sh",
+        "examples/tuning/32b/qwen2_32B_grpo_8_h20_megatron_vllm.sh",
+        "examples/grpo_trainer/run_deepseek671b_math_megatron.sh",
+        "examples/ppo_trainer/run_qwen2-7b_math_gsm8k_megatron.sh",
     ),
     "0.7.0": (
-        "examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh", "examples/grpo_trainer/run_qwen2_5-7b_math_megatron_diff_tp.sh",
-        "examples/grpo_trainer/run_qwen2-7b_math_megatron_lora.sh", "recipe/dapo/test_dapo_7b_math_megatron.sh",
+        "examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh",
+        "examples/grpo_trainer/run_qwen2_5-7b_math_megatron_diff_tp.sh",
+        "examples/grpo_trainer/run_qwen2-7b_math_megatron_lora.sh",
+        "recipe/dapo/test_dapo_7b_math_megatron.sh",
     ),
     "0.9.0": (
-        "examples/grpo_trainer/run_qwen3_8b_megatron.sh", "examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh",
-        "examples/grpo_trainer/run_deepseek_v3_671b_megatron.sh", "examples/ppo_trainer/run_qwen3_8b_megatron.sh",
+        "examples/grpo_trainer/run_qwen3_8b_megatron.sh",
+        "examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh",
+        "examples/grpo_trainer/run_deepseek_v3_671b_megatron.sh",
+        "examples/ppo_trainer/run_qwen3_8b_megatron.sh",
         "examples/gspo_trainer/run_qwen3_30b_a3b_megatron.sh",
     ),
-}  # fmt: skip
+}
 ENVIRONMENT = {"HOME": "/home/me", "PWD": "/home/me/verl"}
 # No command is found but bash's own; the module's arguments are written down, and the script ends.
 STUB = """
@@ -99,7 +106,9 @@ def ranges(clone: Path, name: str) -> dict[str, Ranges]:
 def recorded(clone: Path) -> str:
     """The text of the file."""
     megatron, fsdp = (ranges(clone, name) for name in TRAINERS)
-    other: dict[str, Any] = {key: fsdp.get(key) for key in sorted({*megatron, *fsdp}) if fsdp.get(key) != megatron.get(key)}
+    other: dict[str, Any] = {
+        key: fsdp.get(key) for key in sorted({*megatron, *fsdp}) if fsdp.get(key) != megatron.get(key)
+    }
     tables = {TRAINERS[0]: megatron, TRAINERS[1]: other} | {name: ranges(clone, name) for name in OTHERS}
     lines = []
     for name, keys in tables.items():
@@ -117,6 +126,7 @@ def as_bash_reads(script: str) -> list[str] | None:
         command = ["/bin/bash", "--norc", "--noprofile", "-c", text]
         subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=60, check=False)
         words = told.read_text(encoding="utf-8").split("\0")[:-1] if told.exists() else []
+        words = [word.replace(folder, ENVIRONMENT["PWD"]) for word in words]  # bash is where it is
     modules = [place for place, word in enumerate(words) if word.startswith("verl.")]
     return words[modules[0] + 1 :] if modules else None
 
@@ -136,7 +146,12 @@ def misread(clone: Path) -> list[str]:
     """The scripts of verl's that our reader reads otherwise than bash, in all versions."""
     wrong = []
     for version in VERSIONS:
-        listing = subprocess.run(["git", "-C", str(clone), "ls-tree", "-r", "--name-only", f"v{version}"], capture_output=True, text=True, check=True)  # fmt: skip
+        listing = subprocess.run(
+            ["git", "-C", str(clone), "ls-tree", "-r", "--name-only", f"v{version}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         for path in (each for each in listing.stdout.split() if each.endswith(".sh") and "tests/" not in each):
             script = shown(clone, version, path)
             words = as_bash_reads(script) if "verl." in script else None

@@ -7,7 +7,8 @@
     mcore-rl train --check recipe=my_recipes/qwen2.yaml                      and: does it begin
 
 SOURCE is a shell script, which is read and never run (its variables take their values from your environment, as in
-NNODES=4 mcore-rl from-verl run.sh); a yaml file; a file of key=value words; a command in quotes; or - for standard input.
+NNODES=4 mcore-rl from-verl run.sh), a yaml file, a file of key=value words, a command in quotes, or - for standard
+input.
 Read are verl 0.4 to 0.9, with Megatron or FSDP: main_ppo becomes a recipe of train, main_generation of generate,
 main_eval of evaluate.  The newest version is taken that has all keys, unless --version says another.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +35,7 @@ from mcore_rl.config.options import typed
 from mcore_rl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
-    from mcore_rl.config.verl.rules import Entry, ModelFacts
+    from mcore_rl.config.verl.answer import Entry, ModelFacts
     from mcore_rl.config.verl.translate import Translation
     from mcore_rl.config.verl.written import Verl
 
@@ -45,14 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See ``mcore_rl.cli.Command``."""
     parser.description = __doc__
     parser.add_argument("source", metavar="SOURCE", help="a file, a command in quotes, or - for standard input")
-    parser.add_argument("--out", type=typed(OutputFile), metavar="FILE", help="the yaml file to write (default: printed)")
+    parser.add_argument(
+        "--out", type=typed(OutputFile), metavar="FILE", help="the yaml file to write (default: printed)"
+    )
     parser.add_argument("--version", default="", help="of verl, such as 0.6.1 (default: the newest that has all keys)")
 
 
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``."""
     from mcore_rl.config.verl.facts import versions
-    from mcore_rl.config.verl.translate import translate, yaml_of
+    from mcore_rl.config.verl.translate import translate
+    from mcore_rl.config.verl.yaml_text import yaml_of
 
     if options.version and options.version not in versions():
         remedy = f"Write one of {', '.join(versions())}"
@@ -60,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     verl = read(options.source, options.version)
     translation = translate(verl, model_facts(str(verl["actor_rollout_ref.model.path"] or "")))
     head = f"Made by mcore-rl from-verl of verl {verl.version}, {verl.config}."
-    text = yaml_of(translation, head)
+    text = yaml_of(translation.program, translation.algorithm, translation.settings, head)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
@@ -75,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
 
 def read(source: str, version: str) -> Verl:
     """verl's configuration of a file, a command, or standard input."""
-    from mcore_rl.config.verl.shell import UnclosedError, arguments
+    from mcore_rl.config.verl.shell import arguments
+    from mcore_rl.config.verl.shell_words import UnclosedError
     from mcore_rl.config.verl.written import of_overrides, of_tree
     from mcore_rl.config.yaml_files import read_limited, read_yaml
 
@@ -103,7 +109,7 @@ def _nothing(source: str, problem: str) -> ConfigError:
 def model_facts(path: str) -> ModelFacts:
     """What is known of the model at ``path``: of its config.json if it is there, else of its name."""
     from mcore_rl.config.resources import MODEL_CONFIGS
-    from mcore_rl.config.verl.rules import ModelFacts
+    from mcore_rl.config.verl.answer import ModelFacts
     from mcore_rl.families.checkpoints import known_checkpoints, published_config
     from mcore_rl.families.config_json import CONFIG, read_config
     from mcore_rl.families.registry import model_of
@@ -111,11 +117,12 @@ def model_facts(path: str) -> ModelFacts:
     known = known_checkpoints(MODEL_CONFIGS).values()
     name = Path(path).name.lower()
     checkpoint = next((each for each in known if name in (each.name, each.hf_id.rpartition("/")[2].lower())), None)
+    alike = checkpoint or next((each for each in known if plain(each.name) == plain(name)), None)
     try:
         if (Path(path) / CONFIG).is_file():
             config = read_config(Path(path))
-        elif checkpoint is not None:
-            config = published_config(checkpoint, MODEL_CONFIGS)
+        elif alike is not None:
+            config = published_config(alike, MODEL_CONFIGS)
         else:
             return ModelFacts()
         model = model_of(config)[1]
@@ -124,10 +131,15 @@ def model_facts(path: str) -> ModelFacts:
     return ModelFacts(model.num_layers, model.moe is not None, checkpoint.name if checkpoint else "")
 
 
+def plain(name: str) -> str:
+    """The name of a checkpoint without what it was tuned for: its layers are those of its relatives."""
+    return re.sub(r"-(?:base|instruct|chat|it)(?=-v\d|$)", "", name)
+
+
 def show(console: Console, translation: Translation) -> None:
     """The list, under its headings."""
+    from mcore_rl.config.verl.answer import Kind
     from mcore_rl.config.verl.facts import versions_with
-    from mcore_rl.config.verl.rules import Kind
 
     verl, lines = translation.verl, list[str]()
     known = versions_with(verl.config, verl.written)
@@ -147,8 +159,8 @@ def show(console: Console, translation: Translation) -> None:
 
 def said(entries: list[Entry]) -> list[str]:
     """The lines of entries of which the same is said."""
-    from mcore_rl.config.verl.rules import Kind
-    from mcore_rl.config.verl.translate import shown
+    from mcore_rl.config.verl.answer import Kind
+    from mcore_rl.config.verl.yaml_text import shown
 
     first = entries[0]
     if first.kind is Kind.default:
@@ -162,5 +174,5 @@ def said(entries: list[Entry]) -> list[str]:
 def next_step(program: str, out: Path) -> str:
     """The command that takes the yaml file."""
     if program == "train":
-        return f"Written: {out}.  Next: mcore-rl plan recipe={out} cluster=nvidia_h100; mcore-rl train --check recipe={out}"
+        return f"Written: {out}.  Next: mcore-rl plan recipe={out} cluster=nvidia_h100"
     return f"Written: {out}.  Next: mcore-rl {program} --check --config-dir {out.parent} --config-name {out.stem}"

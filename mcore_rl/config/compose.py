@@ -196,7 +196,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
 def _instead(key: str, value: str, known: list[str], schema: type[Any]) -> str:
     """The remedy for a key that is not there: of verl's table, if it may be verl's, else the nearest key of ours."""
     from mcore_rl.config.run import RunConfig  # which imports this room, too
-    from mcore_rl.config.verl.translate import hint
+    from mcore_rl.config.verl.hints import hint
 
     remedy = hint(key, value, known) if schema is RunConfig else ""
     return remedy or meant(key, known, "mcore-rl train --cfg shows all keys")

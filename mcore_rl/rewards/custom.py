@@ -185,10 +185,12 @@ def _demand_taken(module: ModuleType, custom: CustomRewardFunction) -> None:
                 untaken -= set(_taken(inspect.signature(function), custom.reward_kwargs))
     given = sorted(custom.reward_kwargs.keys() & {*_ARGUMENTS, _MESSAGES, "prompts", COMPLETIONS})
     problems = {name: f"{' and '.join(names)} in {custom.path} has no such argument" for name in sorted(untaken)}
-    problems |= {name: "is what a response is graded by" for name in given}
+    problems |= dict.fromkeys(given, "is what a response is graded by")
     refuse_if_any(
         [
-            Violation(f"custom_reward_function.reward_kwargs.{name}", custom.reward_kwargs[name], problem, "Leave it out")
+            Violation(
+                f"custom_reward_function.reward_kwargs.{name}", custom.reward_kwargs[name], problem, "Leave it out"
+            )
             for name, problem in problems.items()
         ]
     )

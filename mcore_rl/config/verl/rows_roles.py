@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import (
-    Row,
-    absent,
-    gone,
-    of_names,
-    part,
-    to,
+from mcore_rl.config.verl.row import Row, absent, gone, of_names, part, to
+from mcore_rl.config.verl.rows_engine import (
+    ENTROPY,
+    FILES,
+    FSDP,
+    PACKED,
+    engine,
+    megatron,
+    optimizer,
+    profiler,
+    quantisation,
+    router_replay,
 )
 
-FILES = "the Hugging Face files are read in any layout"
-PACKED = "always packed, without padding"
-BY_ITSELF = "weights, gradients and optimizer states leave the devices by themselves while engines have them"
 RESUME = "a checkpoint has everything that a bitwise resume needs"
 LORA = "not yet: all weights are trained"
 VISION = "not yet: text alone is trained"
-QAT = "not yet: nothing is quantised in training"
 MTP = "not yet: layers for more than the next token are left out"
-ROUTING = "not yet in a run"
-MUON = "AdamW alone is here"
 REMOTE = "code of a checkpoint is never run: families are written here (docs/models.md)"
-FLOAT32 = "main weights, gradients and Adam's moments are float32"
-FSDP = "Megatron shards by `parallel`: mcore-rl plan --search finds a layout"
-UPDATES = "optimizer steps, where verl counts steps of the run: times minibatches and epochs of a step"
-ENTROPY = "entropies are always measured, piece by piece"
 MICROBATCHES = (
     "one budget of tokens for each context-parallel group, which packed sequences fill; log-probs and the reference "
     "take the actor's. With use_dynamic_bsz: ppo_max_token_len_per_gpu times context_parallel_size. Without: what "
     "ppo_micro_batch_size_per_gpu of the longest sequences have. The numbers of a run do not depend on it"
 )
-PIPELINE = "layers of every chunk, in order; from-verl writes them if it knows the model, by its name or its folder"
 
 
 def trained(verl: str, ours: str) -> list[Row]:
@@ -42,13 +36,23 @@ def trained(verl: str, ours: str) -> list[Row]:
         to(f"{verl}.shuffle", f"{ours}.shuffle", note="before the second and later epochs"),
         part(
             f"{verl}.{{use_dynamic_bsz,ppo_max_token_len_per_gpu,ppo_micro_batch_size_per_gpu,ppo_micro_batch_size}}",
-            f"{ours}.microbatch_tokens", "microbatches", MICROBATCHES,
+            f"{ours}.microbatch_tokens",
+            "microbatches",
+            MICROBATCHES,
         ),
-        part(f"{verl}.loss_agg_mode", f"{ours}.loss_agg_mode", "aggregation",
-             "`seq-mean-token-sum-norm` is `sum_over_constant`; over the whole minibatch, however it is cut (verl until "
-             "0.6 took means of micro batches)"),
-        part(f"{verl}.loss_scale_factor", f"{ours}.loss_agg_constant", "aggregation",
-             "None is `data.max_response_length` in both"),
+        part(
+            f"{verl}.loss_agg_mode",
+            f"{ours}.loss_agg_mode",
+            "aggregation",
+            "`seq-mean-token-sum-norm` is `sum_over_constant`; over the whole minibatch, however it is cut (verl until "
+            "0.6 took means of micro batches)",
+        ),
+        part(
+            f"{verl}.loss_scale_factor",
+            f"{ours}.loss_agg_constant",
+            "aggregation",
+            "None is `data.max_response_length` in both",
+        ),
         gone(f"{verl}.data_loader_seed", "data.seed is the seed of the data"),
         gone(f"{verl}.rollout_n", "rollout.n is there once"),
         gone(f"{verl}.strategy", "Megatron trains"),
@@ -62,137 +66,7 @@ def trained(verl: str, ours: str) -> list[Row]:
         to(f"{verl}.ulysses_sequence_parallel_size", f"{ours}.parallel.cp", note="context parallelism; verl's of FSDP"),
         to(f"{verl}.grad_clip", f"{ours}.optim.clip_grad", note="verl's of FSDP"),
         *profiler(verl),
-    ]  # fmt: skip
-
-
-def optimizer(verl: str, ours: str) -> list[Row]:
-    """The rows of a role's optimizer: Megatron's and FSDP's."""
-    verl, ours = f"{verl}.optim", f"{ours}.optim"
-    adam = of_names({"adam": None, "AdamW": None, "adamw": None, "Adam": None}, MUON)
-    return [
-        to(f"{verl}.lr", f"{ours}.lr"),
-        to(f"{verl}.betas", f"{ours}.betas"),
-        to(f"{verl}.weight_decay", f"{ours}.weight_decay", note="biases and norms are exempt, as in Megatron; FSDP decays all"),
-        to(f"{verl}.clip_grad", f"{ours}.clip_grad"),
-        part(f"{verl}.{{lr_warmup_steps,lr_warmup_steps_ratio}}", f"{ours}.lr_warmup_steps {ours}.warmup_ratio", "warmup",
-             f"{UPDATES}; a share of the run stays one"),
-        part(f"{verl}.{{lr_decay_style,warmup_style,lr_scheduler_type}}", f"{ours}.lr_schedule", "decay",
-             "`constant`, `linear`, `cosine`; `WSD` and `inverse-square-root` are not here. Megatron's was `linear` by "
-             "default in 0.4.1"),
-        part(f"{verl}.{{lr_decay_steps,total_training_steps}}", f"{ours}.total_steps", "decay",
-             f"{UPDATES}; left out, it follows from the run"),
-        part(f"{verl}.{{min_lr,min_lr_ratio}}", f"{ours}.min_lr_ratio", "decay", "a share of `lr`: min_lr / lr"),
-        absent(f"{verl}.lr_warmup_init", "warm-up begins at lr / lr_warmup_steps"),
-        gone(f"{verl}.{{lr_wsd_decay_style,lr_wsd_decay_steps}}", "read with lr_decay_style=WSD alone, which is not here"),
-        absent(f"{verl}.num_cycles", "a cosine is half a cycle"),
-        gone(f"{verl}.weight_decay_incr_style", "verl begins and ends with the same weight decay: it changes nothing"),
-        gone(f"{verl}.use_checkpoint_opt_param_scheduler", "rates follow from the configuration and the step, resumed or not"),
-        Row(f"{verl}.optimizer", (), MUON, adam, absent=True),
-        gone(f"{verl}.{{optimizer_impl,zero_indexed_step}}", "Megatron's AdamW"),
-        gone(f"{verl}.muon_*", "read with optimizer=dist_muon alone, which is not here"),
-        gone(f"{verl}.use_precision_aware_optimizer", FLOAT32),
-        absent(f"{verl}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype}}", FLOAT32),
-        absent(f"{verl}.use_layer_wise_distributed_optimizer", "the distributed optimizer shards every tensor"),
-        gone(f"{verl}.override_optimizer_config", "an empty group"),
-        to(f"{verl}.override_optimizer_config.adam_eps", f"{ours}.eps"),
-        part(f"{verl}.override_optimizer_config.{{adam_beta1,adam_beta2}}", f"{ours}.betas", "betas"),
-        gone(
-            f"{verl}.override_optimizer_config."
-            "{optimizer_cpu_offload,optimizer_offload_fraction,overlap_cpu_optimizer_d2h_h2d}",
-            f"AdamW steps on the devices; {BY_ITSELF}",
-        ),
-        gone(f"{verl}.override_optimizer_config.use_precision_aware_optimizer", FLOAT32),
-        absent(f"{verl}.override_optimizer_config.*", "fields of Megatron's OptimizerConfig are not passed on"),
-    ]  # fmt: skip
-
-
-def layout(verl: str, ours: str) -> list[Row]:
-    """The rows of a role's parallel axes."""
-    return [
-        to(f"{verl}.tensor_model_parallel_size", f"{ours}.parallel.tp", note="always with sequence parallelism"),
-        to(f"{verl}.pipeline_model_parallel_size", f"{ours}.parallel.pp"),
-        part(f"{verl}.virtual_pipeline_model_parallel_size", f"{ours}.parallel.vpp", "chunks", "chunks of a stage, in both"),
-        to(f"{verl}.context_parallel_size", f"{ours}.parallel.cp"),
-        to(f"{verl}.expert_model_parallel_size", f"{ours}.parallel.ep"),
-        part(f"{verl}.expert_tensor_parallel_size", f"{ours}.parallel.etp", "experts",
-             "None is Megatron's tensor_model_parallel_size, and 1 here; from-verl writes it with ep above 1"),
-    ]  # fmt: skip
-
-
-def engine(verl: str) -> list[Row]:
-    """The rows of Megatron's engine that need nothing here, or are not here."""
-    return [
-        gone(f"{verl}.sequence_parallel", "always, with parallel.tp"),
-        gone(f"{verl}.{{param_offload,grad_offload,optimizer_offload}}", BY_ITSELF),
-        gone(f"{verl}.use_distributed_optimizer", "always"),
-        gone(
-            f"{verl}.{{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_path,dist_checkpointing_prefix,"
-            "dist_ckpt_optim_fully_reshardable,distrib_optim_fully_reshardable_mem_efficient}",
-            FILES,
-        ),
-        gone(f"{verl}.forward_only", "follows from the role"),
-        gone(f"{verl}.{{use_remove_padding,pad_bshd_to_minibatch_max,pad_to_length,pad_to_length_bucket}}", PACKED),
-        absent(f"{verl}.dynamic_context_parallel", "one context-parallel size for the whole run"),
-        gone(f"{verl}.max_seqlen_per_dp_cp_rank", "read with dynamic_context_parallel alone"),
-        absent(f"{verl}.use_megatron_fsdp", "not yet"),
-        *quantisation(verl),
-        *router_replay(verl),
-        gone(f"{verl}.{{entropy_from_logits_chunk_size,entropy_from_logits_with_chunking}}", ENTROPY),
     ]
-
-
-def quantisation(verl: str) -> list[Row]:
-    """The rows of a group ``qat``."""
-    return [absent(f"{verl}.qat.enable", QAT), gone(f"{verl}.qat.{{activation_observer,group_size,ignore_patterns,mode,quantization_config_path}}", "read with qat.enable alone")]  # fmt: skip
-
-
-def router_replay(verl: str) -> list[Row]:
-    """The rows of a group ``router_replay``."""
-    mode = of_names({"disabled": None}, f"router replay is {ROUTING}")
-    return [Row(f"{verl}.router_replay.mode", (), f"router replay is {ROUTING}", mode, absent=True), gone(f"{verl}.router_replay.{{record_file,replay_file}}", "read with router_replay.mode alone")]  # fmt: skip
-
-
-def megatron(verl: str, ours: str) -> list[Row]:
-    """The rows of the group ``megatron`` of a role that is trained."""
-    fields = f"{verl}.override_transformer_config"
-    precision = of_names({"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"},
-                         "bfloat16 and float32 are here")  # fmt: skip
-    return [
-        *layout(verl, ours),
-        *engine(verl),
-        to(f"{verl}.seed", f"{ours}.seed", note="of weights that no checkpoint has", keeps=True),
-        to(f"{verl}.dtype", f"{ours}.precision", precision),
-        part(f"{fields}.{{recompute_granularity,recompute_method,recompute_num_layers,recompute_modules}}",
-             f"{ours}.recompute", "recompute", "`none`, `selective` (core attention), `full` (each layer)"),
-        part(
-            f"{fields}.{{num_layers_in_first_pipeline_stage,num_layers_in_last_pipeline_stage,"
-            "account_for_embedding_in_pipeline_split,account_for_loss_in_pipeline_split,pipeline_model_parallel_layout}",
-            f"{ours}.parallel.pipeline_layers", "pipeline", PIPELINE,
-        ),
-        part(f"{fields}.{{moe_token_dispatcher_type,moe_enable_deepep,moe_flex_dispatcher_backend}}",
-             f"{ours}.moe.dispatcher {ours}.moe.flex_backend", "dispatcher",
-             "`allgather`, `alltoall`, or `flex` with DeepEP or HybridEP"),
-        to(f"{fields}.moe_permute_fusion", f"{ours}.moe.permute_fusion", note="where Transformer Engine is, by itself"),
-        part(f"{fields}.{{moe_aux_loss_coeff,moe_router_load_balancing_type}}", f"{ours}.moe.aux_loss {ours}.moe.aux_loss_coeff",
-             "balance", "over each sequence or the whole batch; Megatron's over a micro batch depends on the layout", differs=True),
-        to(f"{fields}.moe_z_loss_coeff", f"{ours}.moe.z_loss_coeff"),
-        part(f"{fields}.gradient_accumulation_fusion", f"{ours}.gradient_accumulation_fusion", "transformer_field",
-             "by itself where Apex is installed; false switches it off"),
-        part(f"{fields}.tp_comm_overlap", f"{ours}.tp_comm_overlap", "transformer_field"),
-        part(f"{fields}.*", f"{ours}.megatron", "transformer_field",
-             "fields that change no number; others follow from a key of ours, or are refused with the reason"),
-        part(fields, f"{ours}.megatron", "transformer_field", "an empty group"),
-        to(f"{verl}.override_ddp_config.overlap_grad_reduce", f"{ours}.overlap_grad_reduce", note="on accelerators by itself"),
-        gone(f"{verl}.override_ddp_config", "an empty group"),
-        gone(f"{verl}.override_ddp_config.*", "gradients are reduced in float32, in buckets of Megatron's size"),
-        absent(f"{verl}.override_mcore_model_config", "config.json says what the model is"),
-        absent(f"{verl}.override_mcore_model_config.*", "config.json says what the model is"),
-    ]  # fmt: skip
-
-
-def profiler(verl: str) -> list[Row]:
-    """The rows of a role's profilers."""
-    return [gone(f"{verl}.{{profile,profiler}}.*", "trainer.profile_steps traces steps of the trainer with torch's profiler")]
 
 
 def adapters(verl: str) -> list[Row]:
@@ -219,12 +93,18 @@ def model(verl: str, ours: str) -> list[Row]:
     """The rows of a group ``model``.  ours: the role that recomputes."""
     return [
         *adapters(verl),
-        part(f"{verl}.enable_gradient_checkpointing", f"{ours}.recompute", "recompute",
-             "`full` with FSDP; Megatron's workers read override_transformer_config.recompute_* instead"),
+        part(
+            f"{verl}.enable_gradient_checkpointing",
+            f"{ours}.recompute",
+            "recompute",
+            "`full` with FSDP; Megatron's workers read override_transformer_config.recompute_* instead",
+        ),
         part(
             f"{verl}.gradient_checkpointing_kwargs.{{activations_checkpoint_granularity,activations_checkpoint_method,"
             "activations_checkpoint_num_layers}",
-            f"{ours}.recompute", "recompute", "Megatron's in 0.4",
+            f"{ours}.recompute",
+            "recompute",
+            "Megatron's in 0.4",
         ),
         gone(f"{verl}.enable_activation_offload", "recompute frees the memory of activations"),
         gone(f"{verl}.{{use_remove_padding,use_fused_kernels,use_liger}}", PACKED),
@@ -233,33 +113,57 @@ def model(verl: str, ours: str) -> list[Row]:
         gone(f"{verl}.trust_remote_code", REMOTE),
         absent(f"{verl}.external_lib", "no module is imported for a model"),
         absent(f"{verl}.custom_chat_template", "the tokenizer's folder has the template: change it in your copy"),
-        absent(f"{verl}.hf_config_path", "config.json beside the weights is read; model.config_overrides changes fields"),
+        absent(
+            f"{verl}.hf_config_path", "config.json beside the weights is read; model.config_overrides changes fields"
+        ),
         gone(f"{verl}.override_config", "an empty group"),
         gone(f"{verl}.override_config.model_config", "an empty group"),
         absent(f"{verl}.override_config.moe_config.freeze_moe_router", "not yet: all weights are trained"),
-    ]  # fmt: skip
+    ]
 
 
 ACTOR = "actor_rollout_ref.actor"
 CLIP = "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 unless written, and clip_ratio if they are null"
-KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "low_var_kl", "low_var_kl": "low_var_kl",
-      "kl+": "k1_plus", "k1+": "k1_plus", "k3+": "k3_plus", "low_var_kl+": "k3_plus", "mse+": "k2", "k2+": "k2", "full": "full"}  # fmt: skip
+KL = {
+    "kl": "k1",
+    "k1": "k1",
+    "mse": "k2",
+    "k2": "k2",
+    "k3": "low_var_kl",
+    "low_var_kl": "low_var_kl",
+    "kl+": "k1_plus",
+    "k1+": "k1_plus",
+    "k3+": "k3_plus",
+    "low_var_kl+": "k3_plus",
+    "mse+": "k2",
+    "k2+": "k2",
+    "full": "full",
+}
 NO_SUCH_KL = "there is no estimate of that name here"
-LOSSES = {name: name for name in ("gspo", "geo_mean", "sapo", "gpg", "cispo", "clip_cov", "kl_cov")} | {"vanilla": "ppo_clip", "bypass_mode": "ppo_clip"}  # fmt: skip
+LOSSES = {name: name for name in ("gspo", "geo_mean", "sapo", "gpg", "cispo", "clip_cov", "kl_cov")} | {
+    "vanilla": "ppo_clip",
+    "bypass_mode": "ppo_clip",
+}
 COVARIANCE = "of all tokens of the step, chosen before its first update; verl chooses in each micro batch"
 
 MODEL_ROWS = [
     to("actor_rollout_ref.model.path", "model.path"),
     to("actor_rollout_ref.model.tokenizer_path", "model.tokenizer_path"),
-    to("actor_rollout_ref.model.override_config.model_config.*", "model.config_overrides", note="fields of config.json"),
+    to(
+        "actor_rollout_ref.model.override_config.model_config.*", "model.config_overrides", note="fields of config.json"
+    ),
     to("actor_rollout_ref.model.override_config.*", "model.config_overrides", note="fields of config.json"),
     *model("actor_rollout_ref.model", "actor"),
 ]
 
 ACTOR_ROWS = [
     *trained(ACTOR, "actor"),
-    part(f"{ACTOR}.{{clip_ratio,clip_ratio_low,clip_ratio_high}}",
-         "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high", "clip", CLIP),
+    part(
+        f"{ACTOR}.{{clip_ratio,clip_ratio_low,clip_ratio_high}}",
+        "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high",
+        "clip",
+        CLIP,
+    ),
     to(f"{ACTOR}.clip_ratio_c", "actor.clip_ratio_c", note="`null`: no dual clip"),
     part(f"{ACTOR}.policy_loss.loss_mode", "actor.loss_mode", "loss", "`vanilla` is `ppo_clip`"),
     to(f"{ACTOR}.policy_loss.clip_cov_ratio", "actor.clip_cov_ratio", note=COVARIANCE, differs=True),
@@ -268,40 +172,62 @@ ACTOR_ROWS = [
     to(f"{ACTOR}.policy_loss.kl_cov_ratio", "actor.kl_cov_ratio", note=COVARIANCE, differs=True),
     to(f"{ACTOR}.policy_loss.ppo_kl_coef", "actor.ppo_kl_coef"),
     gone(f"{ACTOR}.policy_loss.dro_beta", "read with loss_mode=dro alone, which is not here"),
-    to(f"{ACTOR}.tau_pos", "actor.tau_pos", note="`sapo` is aggregated as loss_agg_mode says; verl's always as seq-mean-token-mean"),
+    to(
+        f"{ACTOR}.tau_pos",
+        "actor.tau_pos",
+        note="`sapo` is aggregated as loss_agg_mode says; verl's always as seq-mean-token-mean",
+    ),
     to(f"{ACTOR}.tau_neg", "actor.tau_neg"),
     to(f"{ACTOR}.entropy_coeff", "actor.entropy_coeff", note="0.001 was verl's default until 2025-05-30"),
     to(f"{ACTOR}.use_kl_loss", "actor.use_kl_loss"),
     to(f"{ACTOR}.kl_loss_coef", "actor.kl_loss_coef"),
-    to(f"{ACTOR}.kl_loss_type", "actor.kl_loss_type", of_names(KL, NO_SUCH_KL),
-       "`kl`, `mse`, `full` are `k1`, `k2`, `full`; verl's `k3` is its `low_var_kl`, as that here"),
+    to(
+        f"{ACTOR}.kl_loss_type",
+        "actor.kl_loss_type",
+        of_names(KL, NO_SUCH_KL),
+        "`kl`, `mse`, `full` are `k1`, `k2`, `full`; verl's `k3` is its `low_var_kl`, as that here",
+    ),
     to(f"{ACTOR}.checkpoint.async_save", "trainer.async_save", keeps=True),
     gone(f"{ACTOR}.{{use_torch_compile,use_fused_kernels,use_remove_padding,use_prefix_grouper}}", PACKED),
-    gone(f"{ACTOR}.{{calculate_entropy,entropy_checkpointing,entropy_from_logits_chunk_size,entropy_from_logits_with_chunking}}", ENTROPY),
-    gone(f"{ACTOR}.{{calculate_sum_pi_squared,sum_pi_squared_checkpointing}}", "of the estimator optimal_token_baseline, which is not here"),
+    gone(
+        f"{ACTOR}.{{calculate_entropy,entropy_checkpointing,entropy_from_logits_chunk_size,entropy_from_logits_with_chunking}}",
+        ENTROPY,
+    ),
+    gone(
+        f"{ACTOR}.{{calculate_sum_pi_squared,sum_pi_squared_checkpointing}}",
+        "of the estimator optimal_token_baseline, which is not here",
+    ),
     gone(f"{ACTOR}.pad_to_length", PACKED),
     absent(f"{ACTOR}.freeze_vision_tower", VISION),
     *quantisation(ACTOR),
     *router_replay(ACTOR),
-]  # fmt: skip
+]
 
 REF, REFERENCE = "actor_rollout_ref.ref", "the actor's: the reference is a snapshot of its first weights, swapped in"
 REFERENCE_ROWS = [
     gone(f"{REF}.megatron.{{tensor,pipeline,virtual_pipeline,expert}}_model_parallel_size", REFERENCE),
     gone(f"{REF}.megatron.{{context_parallel_size,expert_tensor_parallel_size,seed,dtype}}", REFERENCE),
     gone(f"{REF}.megatron.{{override_transformer_config,override_ddp_config,override_mcore_model_config}}", REFERENCE),
-    gone(f"{REF}.megatron.{{override_transformer_config,override_ddp_config,override_mcore_model_config}}.*", REFERENCE),
+    gone(
+        f"{REF}.megatron.{{override_transformer_config,override_ddp_config,override_mcore_model_config}}.*", REFERENCE
+    ),
     *engine(f"{REF}.megatron"),
-    gone(f"{REF}.{{log_prob_max_token_len_per_gpu,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,"
-         "log_prob_use_dynamic_bsz}", "the actor's microbatches"),
+    gone(
+        f"{REF}.{{log_prob_max_token_len_per_gpu,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,"
+        "log_prob_use_dynamic_bsz}",
+        "the actor's microbatches",
+    ),
     gone(f"{REF}.{{strategy,load_weight,rollout_n,use_torch_compile,ulysses_sequence_parallel_size}}", REFERENCE),
-    gone(f"{REF}.{{entropy_checkpointing,entropy_from_logits_chunk_size,entropy_from_logits_with_chunking,pad_to_length}}", REFERENCE),
+    gone(
+        f"{REF}.{{entropy_checkpointing,entropy_from_logits_chunk_size,entropy_from_logits_with_chunking,pad_to_length}}",
+        REFERENCE,
+    ),
     Row(f"{REF}.model", (), "another model as the reference is not here", absent=True),
     Row(f"{REF}.model.*", (), "another model as the reference is not here", absent=True),
     gone(f"{REF}.fsdp_config.*", FSDP),
     *router_replay(REF),
     *profiler(REF),
-]  # fmt: skip
+]
 
 CRITIC_ROWS = [
     to("critic.model.path", "critic.path", note="left out: the actor's"),
@@ -312,8 +238,11 @@ CRITIC_ROWS = [
     *trained("critic", "critic"),
     to("critic.cliprange_value", "critic.cliprange_value"),
     gone("critic.enable", "algorithm.adv_estimator says whether there is a critic"),
-    gone("critic.{forward_max_token_len_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu}", "as for the update"),
+    gone(
+        "critic.{forward_max_token_len_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu}",
+        "as for the update",
+    ),
     gone("critic.kl_ctrl.{type,kl_coef}", "verl never read it: algorithm.kl_ctrl"),
     gone("critic.checkpoint.async_save", "trainer.async_save, of all"),
     gone("critic.nccl_timeout", "trainer.timeout_s, of all"),
-]  # fmt: skip
+]

@@ -1,110 +1,59 @@
 """Rules that decide keys of ours from several keys of verl's; ``RULES`` has them by the name that rows give.
 
-A rule is run once, or once for each trained role (``ROLES``).  It asks ``verl[key]``, which is what was written or verl's
-default, and tells an ``Answer`` what follows.
+A rule is run once, or once for each trained role (``ROLES``).  It asks ``verl[key]``, which is what was written or
+verl's default, and tells an ``Answer`` what follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 from mcore_rl.config.algorithm import Rejection
-from mcore_rl.config.engine import Dispatcher
-from mcore_rl.config.megatron_fields import ALLOWED, REFUSED, TAKEN, megatron_violations
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.trainer import Logger
+from mcore_rl.config.verl.answer import ROLES, Answer, Entry, Kind
 from mcore_rl.config.verl.facts import versions
 from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
+from mcore_rl.config.verl.rules_megatron import (
+    balance,
+    chunks,
+    dispatcher,
+    experts,
+    pipeline,
+    recompute,
+    transformer_field,
+)
 from mcore_rl.config.verl.written import Verl
 
-ROLES = {"actor": "actor_rollout_ref.actor", "critic": "critic"}  # ours -> verl's
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-ESTIMATORS = {name: name for name in ("gae", "grpo", "rloo", "remax", "gpg", "opo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")}  # fmt: skip
+ESTIMATORS = {
+    name: name
+    for name in (
+        "gae",
+        "grpo",
+        "rloo",
+        "remax",
+        "gpg",
+        "opo",
+        "gdpo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    )
+}
 ESTIMATORS |= {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
 DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "None": "constant"}
 CORRECTION, OURS = "algorithm.rollout_correction", "algorithm.rollout_correction"
-REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"} | {each.value: each.value for each in Rejection}  # fmt: skip
-HARMLESS = ("layers that the engine does not use", "Megatron's router", "replaced by the checkpoint's", "inference", "deprecated", "tests or tools")  # fmt: skip
-
-
-class Kind(Enum):
-    """How an entry of the list that ``from-verl`` shows is headed."""
-
-    absent = "Not here, and left out"
-    unknown = "Not understood, and left out"
-    changed = "Means something else here"
-    default = "Another default"
-    dropped = "Not needed here"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """kind: of the list.  verl, value: the key and what was written.  ours: what stands for it.  text: what is different."""
-
-    kind: Kind
-    verl: str
-    value: Any
-    ours: str = ""
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value of a key of ours.  sources: verl's keys that it comes from.  written: whether one of them was written."""
-
-    value: Any
-    sources: tuple[str, ...]
-    written: bool
-
-
-@dataclass
-class ModelFacts:
-    """Of the model that is trained, as far as they are known.  checkpoint: its name in ``mcore-rl models``."""
-
-    num_layers: int | None = None
-    is_mixture: bool | None = None
-    checkpoint: str = ""
-
-
-@dataclass
-class Answer:
-    """What follows from verl's keys: settings of ours, and entries of the list."""
-
-    verl: Verl
-    model: ModelFacts = field(default_factory=ModelFacts)
-    settings: dict[str, Setting] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
-
-    def set(self, ours: str, value: Any, *sources: str) -> None:
-        """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not."""
-        setting = Setting(value, sources, self.verl.has(*sources))
-        known = self.settings.get(ours)
-        if known is None or setting.written or not known.written:
-            self.settings[ours] = setting
-
-    def add(self, ours: str, names: list[str], value: Any, source: str) -> None:
-        """``value`` goes into the group ``ours``, in which any key may be, under ``names`` one below the other."""
-        known = self.settings.get(ours)
-        group = place = dict(known.value) if known else {}
-        for name in names[:-1]:
-            place[name] = dict(place.get(name) or {})
-            place = place[name]
-        place[names[-1]] = value
-        self.settings[ours] = Setting(group, (*(known.sources if known else ()), source), written=True)
-
-    def tell(self, kind: Kind, key: str, text: str, ours: str = "") -> None:
-        """An entry of the list, if ``key`` was written."""
-        if key in self.verl.written:
-            self.entries.append(Entry(kind, key, self.verl.written[key], ours, text))
+REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"} | {
+    each.value: each.value for each in Rejection
+}
 
 
 def microbatches(verl: Verl, answer: Answer, role: str) -> None:
     """One budget of tokens: that of verl's dynamic batches, or of its micro batches of the longest sequences."""
     base = ROLES[role]
-    dynamic, budget, micro = (f"{base}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"))  # fmt: skip
+    dynamic, budget, micro = (
+        f"{base}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
+    )
     spread = [f"{base}.megatron.context_parallel_size", f"{base}.ulysses_sequence_parallel_size"]
     if verl[dynamic] and verl[budget]:
         cp = next((size for each in spread if (size := verl[each])), 1)
@@ -117,10 +66,14 @@ def microbatches(verl: Verl, answer: Answer, role: str) -> None:
         longest = sum(int(verl[each]) for each in LENGTHS)
         tokens = int(verl[micro]) * longest
         answer.set(f"{role}.microbatch_tokens", tokens, micro, *LENGTHS)
-        text = f"sequences are packed into a budget of tokens: that of {verl[micro]} of the longest, {longest} tokens each"
+        text = (
+            f"sequences are packed into a budget of tokens: that of {verl[micro]} of the longest, {longest} tokens each"
+        )
         answer.tell(Kind.changed, micro, text, f"{role}.microbatch_tokens={tokens}")
         answer.tell(Kind.dropped, budget, "not read in verl either, without use_dynamic_bsz=True")
-    answer.tell(Kind.absent, f"{base}.ppo_micro_batch_size", "of all devices together: write ppo_micro_batch_size_per_gpu")
+    answer.tell(
+        Kind.absent, f"{base}.ppo_micro_batch_size", "of all devices together: write ppo_micro_batch_size_per_gpu"
+    )
 
 
 def aggregation(verl: Verl, answer: Answer, role: str) -> None:
@@ -143,7 +96,9 @@ def aggregation(verl: Verl, answer: Answer, role: str) -> None:
 def updates_of_a_step(verl: Verl, role: str) -> int:
     """Optimizer steps in a step of the run."""
     base = ROLES[role]
-    batch, mini, epochs = (verl[key] or 1 for key in ("data.train_batch_size", f"{base}.ppo_mini_batch_size", f"{base}.ppo_epochs"))  # fmt: skip
+    batch, mini, epochs = (
+        verl[key] or 1 for key in ("data.train_batch_size", f"{base}.ppo_mini_batch_size", f"{base}.ppo_epochs")
+    )
     return max(1, int(batch) // int(mini)) * int(epochs)
 
 
@@ -154,7 +109,12 @@ def warmup(verl: Verl, answer: Answer, role: str) -> None:
         updates = updates_of_a_step(verl, role)
         answer.set(f"{role}.optim.lr_warmup_steps", int(verl[steps]) * updates, steps)
         text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
-        answer.tell(Kind.changed, steps if updates > 1 else "", text, f"{role}.optim.lr_warmup_steps={int(verl[steps]) * updates}")
+        answer.tell(
+            Kind.changed,
+            steps if updates > 1 else "",
+            text,
+            f"{role}.optim.lr_warmup_steps={int(verl[steps]) * updates}",
+        )
     elif verl[ratio]:
         answer.set(f"{role}.optim.warmup_ratio", verl[ratio], ratio)
 
@@ -179,7 +139,9 @@ def decay(verl: Verl, answer: Answer, role: str) -> None:
         updates = updates_of_a_step(verl, role)
         answer.set(f"{role}.optim.total_steps", int(verl[end]) * updates, end)
         text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
-        answer.tell(Kind.changed, end if updates > 1 else "", text, f"{role}.optim.total_steps={int(verl[end]) * updates}")
+        answer.tell(
+            Kind.changed, end if updates > 1 else "", text, f"{role}.optim.total_steps={int(verl[end]) * updates}"
+        )
     if verl[share]:
         answer.set(f"{role}.optim.min_lr_ratio", verl[share], share)
     elif verl[least]:
@@ -195,143 +157,17 @@ def betas(verl: Verl, answer: Answer, role: str) -> None:
         answer.set(f"{role}.optim.betas", [verl[keys[0]] or first, verl[keys[1]] or second], *keys)
 
 
-def chunks(verl: Verl, answer: Answer, role: str) -> None:
-    """Chunks of a pipeline stage, which one stage has not."""
-    base = f"{ROLES[role]}.megatron"
-    key, pp = f"{base}.virtual_pipeline_model_parallel_size", verl[f"{base}.pipeline_model_parallel_size"]
-    if verl[key] and int(pp or 1) > 1:
-        answer.set(f"{role}.parallel.vpp", verl[key], key)
-    else:
-        answer.tell(Kind.dropped, key, "one pipeline stage has no chunks" if verl[key] else "one chunk, the default")
-
-
-def experts(verl: Verl, answer: Answer, role: str) -> None:
-    """Tensor parallelism inside an expert; null is Megatron's tensor_model_parallel_size."""
-    base = f"{ROLES[role]}.megatron"
-    key, ep = f"{base}.expert_tensor_parallel_size", f"{base}.expert_model_parallel_size"
-    if verl[key] not in (None, "None"):
-        answer.set(f"{role}.parallel.etp", verl[key], key)
-    elif (verl[ep] or 1) > 1 or answer.model.is_mixture:
-        answer.set(f"{role}.parallel.etp", verl[f"{base}.tensor_model_parallel_size"] or 1, key, ep)
-
-
-def recompute(verl: Verl, answer: Answer, role: str) -> None:
-    """What is computed again in the backward pass."""
-    group = "actor_rollout_ref.model" if role == "actor" else "critic.model"
-    switch, fields = f"{group}.enable_gradient_checkpointing", f"{ROLES[role]}.megatron.override_transformer_config"
-    granularity, modules = f"{fields}.recompute_granularity", f"{fields}.recompute_modules"
-    early = f"{group}.gradient_checkpointing_kwargs.activations_checkpoint_granularity"
-    if not verl.is_megatron:
-        answer.set(f"{role}.recompute", "full" if verl[switch] else "none", switch)
-        return
-    key = early if verl[switch] and verl[early] else granularity
-    wanted = str(verl[key])
-    answer.set(f"{role}.recompute", wanted if wanted in ("selective", "full") else "none", key)
-    if wanted == "selective" and verl[modules] not in (None, ["core_attn"]):
-        answer.tell(Kind.absent, modules, "core attention alone is recomputed")
-
-
-def pipeline(verl: Verl, answer: Answer, role: str) -> None:
-    """Layers of every chunk, from the numbers of the first and the last stage."""
-    base = f"{ROLES[role]}.megatron"
-    fields = f"{base}.override_transformer_config"
-    first, last, embeds, heads, custom = (f"{fields}.{name}" for name in (
-        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout"))  # fmt: skip
-    answer.tell(Kind.absent, custom, f"write {role}.parallel.pipeline_layers")
-    pp, vpp = int(verl[f"{base}.pipeline_model_parallel_size"] or 1), int(verl[f"{base}.virtual_pipeline_model_parallel_size"] or 1)  # fmt: skip
-    asked = [key for key in (first, last, embeds, heads) if verl[key]]
-    if not asked or pp == 1:
-        for key in (first, last, embeds, heads):
-            answer.tell(Kind.dropped, key, "every stage has as many layers")
-        return
-    layers = stages(answer.model.num_layers, pp, verl[first], verl[last], bool(verl[embeds]), bool(verl[heads]))
-    if layers is None or any(each % vpp for each in layers):
-        what = "the model is not known" if answer.model.num_layers is None else f"{answer.model.num_layers} layers do not divide so"
-        for key in asked:
-            answer.tell(Kind.absent, key, f"{what}: write {role}.parallel.pipeline_layers, {pp * vpp} numbers", f"{role}.parallel.pipeline_layers")  # fmt: skip
-        return
-    answer.set(f"{role}.parallel.pipeline_layers", [each // vpp for _ in range(vpp) for each in layers], *asked)
-
-
-def stages(layers: int | None, pp: int, first: int | None, last: int | None, embeds: bool, heads: bool) -> list[int] | None:
-    """The layers of each stage as Megatron divides them (transformer_block.py, 0.16.1); None if they do not divide.
-
-    embeds, heads: whether the embedding and the head count as a layer of their stages.
-    """
-    if layers is None:
-        return None
-    if first is not None or last is not None:
-        rest, middle = layers - int(first or 0) - int(last or 0), pp - (first is not None) - (last is not None)
-        if middle <= 0 or rest % middle:
-            return None
-        return [*([int(first)] if first is not None else []), *[rest // middle] * middle, *([int(last)] if last is not None else [])]  # fmt: skip
-    if (layers + embeds + heads) % pp:
-        return None
-    even = [(layers + embeds + heads) // pp] * pp
-    even[0] -= embeds
-    even[-1] -= heads
-    return even
-
-
-def dispatcher(verl: Verl, answer: Answer, role: str) -> None:
-    """How tokens are sent to experts."""
-    fields = f"{ROLES[role]}.megatron.override_transformer_config"
-    kind, deepep, backend = (f"{fields}.{name}" for name in ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend"))  # fmt: skip
-    names = {each.value: each.value for each in Dispatcher} | {"alltoall_seq": "alltoall"}
-    wanted = str(verl[kind])
-    if wanted in names:
-        answer.set(f"{role}.moe.dispatcher", names[wanted], kind, *([deepep] if wanted == "flex" else []))
-    elif verl[kind] is not None:
-        answer.tell(Kind.absent, kind, f"there are {', '.join(names)}")
-    if wanted == "flex" and verl[backend]:
-        answer.set(f"{role}.moe.flex_backend", verl[backend], backend)
-    if wanted != "flex" and verl[deepep]:
-        answer.tell(Kind.dropped, deepep, "read with moe_token_dispatcher_type=flex alone")
-
-
-def balance(verl: Verl, answer: Answer, role: str) -> None:
-    """The load of the experts."""
-    fields = f"{ROLES[role]}.megatron.override_transformer_config"
-    coeff, kind = f"{fields}.moe_aux_loss_coeff", f"{fields}.moe_router_load_balancing_type"
-    if verl[coeff] and verl[kind] not in ("none", "sinkhorn"):
-        answer.set(f"{role}.moe.aux_loss", "sequence" if verl[kind] == "seq_aux_loss" else "batch", coeff, kind)
-        answer.set(f"{role}.moe.aux_loss_coeff", verl[coeff], coeff, kind)
-
-
-def transformer_field(verl: Verl, answer: Answer, role: str) -> None:
-    """Each field of Megatron's TransformerConfig that no other row is about."""
-    prefix = f"{ROLES[role]}.megatron.override_transformer_config."
-    others = {"recompute", "pipeline", "dispatcher", "balance"}
-    for key in [each for each in verl.written if each.startswith(prefix)]:
-        from mcore_rl.config.verl.table import row_for  # rows name rules, which are here
-
-        row, name, value = row_for(key), key.removeprefix(prefix), verl.written[key]
-        if row is None or row.rule in others or not row.rule:
-            continue
-        taken = next((ours for ours, fields in TAKEN.items() if name in fields), "")
-        refused = next((why for why, fields in REFUSED.items() if name in fields), "")
-        if name in ("gradient_accumulation_fusion", "tp_comm_overlap") and (name == "tp_comm_overlap") == bool(value):
-            answer.set(f"{role}.{name}", value, key)
-        elif taken:
-            said = "the model's config.json says it" if taken == "config.json" else f"follows from {role}.{taken}"
-            answer.tell(Kind.dropped, key, said)
-        elif name in ALLOWED and not megatron_violations({name: value}):
-            answer.add(f"{role}.megatron", [name], value, key)
-        elif refused:
-            harmless = not value or any(each in refused for each in HARMLESS)
-            answer.tell(Kind.dropped if harmless else Kind.absent, key, f"it {refused}")
-        else:
-            problem = megatron_violations({name: value})[0].problem
-            answer.tell(Kind.absent, key, problem)
-
-
 def clip(verl: Verl, answer: Answer) -> None:
     """The clip range; verl's two ranges go before the one."""
     one, low, high = (f"actor_rollout_ref.actor.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
     below, above = (verl[one] if verl[each] is None else verl[each] for each in (low, high))
     if below is not None and below == above:
-        answer.set("actor.clip_ratio", below, *(each for each in (low, high) if verl[each] is not None), *([one] if verl[low] is None else []))  # fmt: skip
+        answer.set(
+            "actor.clip_ratio",
+            below,
+            *(each for each in (low, high) if verl[each] is not None),
+            *([one] if verl[low] is None else []),
+        )
     else:
         answer.set("actor.clip_ratio_low", below, low)
         answer.set("actor.clip_ratio_high", above, high)
@@ -383,13 +219,24 @@ def correction(verl: Verl, answer: Answer) -> None:
     if verl[bypass] and reinforce:
         answer.set("actor.loss_mode", "policy_gradient", kind, early, bypass)
         answer.set("actor.ppo_mini_batch_size", verl["data.train_batch_size"], kind, early, bypass)
-        answer.entries.append(Entry(Kind.changed, kind if kind in verl.written else early, "reinforce", "actor.loss_mode=policy_gradient", "it has no ratio, and takes one update of a batch"))  # fmt: skip
+        answer.entries.append(
+            Entry(
+                Kind.changed,
+                kind if kind in verl.written else early,
+                "reinforce",
+                "actor.loss_mode=policy_gradient",
+                "it has no ratio, and takes one update of a batch",
+            )
+        )
     elif verl[bypass]:
         answer.set(f"{OURS}.bypass_mode", True, bypass)
 
 
 def _rejection(verl: Verl, answer: Answer) -> None:
-    reject, most, least, bounds = (f"{CORRECTION}.{name}" for name in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_is_threshold"))  # fmt: skip
+    reject, most, least, bounds = (
+        f"{CORRECTION}.{name}"
+        for name in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_is_threshold")
+    )
     if not verl[reject]:
         return
     name = REJECTIONS.get(str(verl[reject]))
@@ -404,7 +251,16 @@ def _rejection(verl: Verl, answer: Answer) -> None:
 
 
 def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
-    switch, level, mode, upper, lower = (f"algorithm.{name}" for name in ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold", "rollout_is_threshold_lower"))  # fmt: skip
+    switch, level, mode, upper, lower = (
+        f"algorithm.{name}"
+        for name in (
+            "rollout_is",
+            "rollout_is_level",
+            "rollout_is_mode",
+            "rollout_is_threshold",
+            "rollout_is_threshold_lower",
+        )
+    )
     if not verl[switch] or verl[upper] is None:
         return
     if verl[level] == "geometric":
@@ -471,7 +327,20 @@ def profiled(verl: Verl, answer: Answer) -> None:
 
 PER_ROLE: dict[str, Callable[[Verl, Answer, str], None]] = {
     each.__name__: each
-    for each in (microbatches, aggregation, warmup, decay, betas, chunks, experts, recompute, pipeline, dispatcher, balance, transformer_field)  # fmt: skip
+    for each in (
+        microbatches,
+        aggregation,
+        warmup,
+        decay,
+        betas,
+        chunks,
+        experts,
+        recompute,
+        pipeline,
+        dispatcher,
+        balance,
+        transformer_field,
+    )
 }
 RULES: dict[str, Callable[[Verl, Answer], None]] = {
     each.__name__: each

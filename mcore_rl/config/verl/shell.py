@@ -13,30 +13,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mcore_rl.config.verl.shell_words import Token, past, tokenized
+
 UNKNOWN = "\0"
-OPERATORS = ("&&", "||", ";;", ";", "|", "&", "\n", "(", ")", "<", ">")
 SKIPPED = {"for": "done", "while": "done", "until": "done", "case": "esac"}  # how a block begins and ends
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.DOTALL)
-REDIRECTION = re.compile(r"(?:\d*(?:>>|>\||>|<)|&>>?)(?:&[12-])?")
 PARAMETER = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[@*#?0-9])(\[[@*]\])?(?:(:?[-+=?])(.*))?", re.DOTALL)
 ARITHMETIC: dict[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv,
-}  # fmt: skip
-
-
-class UnclosedError(ValueError):
-    """A quote or a bracket that never ends.  args: what."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A word as it is written, an operator, or the words of ``NAME=( ... )``."""
-
-    text: str
-    is_operator: bool = False
-    items: tuple[str, ...] | None = None
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Mod: operator.mod,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 @dataclass
@@ -60,90 +51,6 @@ def arguments(script: str, environment: Mapping[str, str]) -> tuple[str, list[st
     if shell.launch is None:
         return "", [word for token in tokens if not token.is_operator for word in expanded(shell, token.text)]
     return shell.module, shell.launch
-
-
-def tokenized(text: str) -> list[Token]:
-    """The tokens of a script, without comments."""
-    tokens, place = list[Token](), 0
-    while place < len(text):
-        if text[place] in " \t\r":
-            place += 1
-        elif text[place] == "#":
-            place = _at(text, "\n", place)
-        elif match := REDIRECTION.match(text, place):
-            place = match.end()
-            if not match[0].endswith(("&1", "&2", "&-")):
-                place = _word_end(text, place + len(text[place:]) - len(text[place:].lstrip(" \t")))
-        elif found := next((each for each in OPERATORS if text.startswith(each, place)), None):
-            tokens.append(Token(found, is_operator=True))
-            place += len(found)
-        else:
-            end = _word_end(text, place)
-            word, place = text[place:end], end
-            if re.fullmatch(r"\w+\+?=", word) and text.startswith("(", place):
-                end = _closed(text, place, "(", ")")
-                inside = tokenized(text[place + 1 : end - 1])
-                tokens.append(Token(word, items=tuple(each.text for each in inside if not each.is_operator)))
-                place = end
-            else:
-                tokens.append(Token(word))
-    return tokens
-
-
-def _at(text: str, mark: str, place: int) -> int:
-    found = text.find(mark, place)
-    return len(text) if found < 0 else found
-
-
-def _word_end(text: str, place: int) -> int:
-    while place < len(text) and text[place] not in " \t\r\n;|&()<>":
-        place = _past(text, place)
-    return place
-
-
-def _past(text: str, place: int) -> int:
-    """The place after the character, quotation or expansion that begins at ``place``."""
-    if text[place] == "\\":
-        return place + 2
-    if text[place] == "'":
-        end = text.find("'", place + 1)
-        if end < 0:
-            raise UnclosedError("a '")
-        return end + 1
-    if text[place] == '"':
-        place += 1
-        while place < len(text) and text[place] != '"':
-            place = place + 2 if text[place] == "\\" else _past(text, place) if text[place] == "$" else place + 1
-        if place >= len(text):
-            raise UnclosedError('a "')
-        return place + 1
-    if text.startswith("$(", place):
-        return _closed(text, place + 1, "(", ")")
-    if text.startswith("${", place):
-        return _closed(text, place + 1, "{", "}")
-    if text[place] == "`":
-        return _at(text, "`", place + 1) + 1
-    return place + 1
-
-
-def _closed(text: str, place: int, opening: str, closing: str) -> int:
-    """The place after the bracket that closes the one at ``place``."""
-    depth, begin = 0, place
-    while place < len(text):
-        if text[place] == opening:
-            depth += 1
-        elif text[place] == closing:
-            depth -= 1
-            if not depth:
-                return place + 1
-        elif text[place] == "#" and opening == "(" and text[place - 1] in " \t\n":
-            place = _at(text, "\n", place)
-            continue
-        elif text[place] in "'\"\\":
-            place = _past(text, place)
-            continue
-        place += 1
-    raise UnclosedError(f"the {opening} of {text[begin : begin + 20]!r}")
 
 
 def _run(shell: Shell, tokens: list[Token], place: int, end: int, *, active: bool) -> int:
@@ -242,7 +149,12 @@ def _command(shell: Shell, tokens: list[Token]) -> bool | None:
     if not words:
         return True
     if words[0].text in ("[", "[[", "test"):
-        inside = [text for each in words[1:] if each.text not in ("]", "]]") for text in expanded(shell, each.text, split=False)]
+        inside = [
+            text
+            for each in words[1:]
+            if each.text not in ("]", "]]")
+            for text in expanded(shell, each.text, split=False)
+        ]
         return condition(inside)
     fields = [text for each in words for text in expanded(shell, each.text)]
     for place, text in enumerate(fields):
@@ -265,7 +177,14 @@ def condition(words: list[str]) -> bool | None:
     """What ``[ words ]`` says; None: only a run would tell."""
     if any(UNKNOWN in word for word in words):
         return None
-    numbers = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le}  # fmt: skip
+    numbers = {
+        "-eq": operator.eq,
+        "-ne": operator.ne,
+        "-gt": operator.gt,
+        "-ge": operator.ge,
+        "-lt": operator.lt,
+        "-le": operator.le,
+    }
     match words:
         case ["!", *others]:
             told = condition(others)
@@ -314,14 +233,14 @@ def _pieces(shell: Shell, raw: str) -> Iterator[tuple[str, bool, list[str] | Non
             quoted = not quoted
             yield "", True, None
         elif raw[place] == "'" and not quoted:
-            end = _past(raw, place)
+            end = past(raw, place)
             yield raw[place + 1 : end - 1], True, None
         elif raw[place] == "\\" and place + 1 < len(raw):
             end = place + 2
             keeps = quoted and raw[place + 1] not in '"\\$`'
             yield raw[place if keeps else place + 1 : end], True, None
         elif raw[place] == "`":
-            end = _past(raw, place)
+            end = past(raw, place)
             yield UNKNOWN, True, None
         elif raw[place] == "$":
             end = _expansion_end(raw, place)
@@ -344,7 +263,7 @@ def _pieces(shell: Shell, raw: str) -> Iterator[tuple[str, bool, list[str] | Non
 
 def _expansion_end(raw: str, place: int) -> int:
     if raw[place + 1 : place + 2] in ("{", "("):
-        return _past(raw, place)
+        return past(raw, place)
     match = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[@*#?0-9]").match(raw, place + 1)
     return match.end() if match else place + 1
 

@@ -35,7 +35,12 @@ SECTIONS = (
     Section("Generation", "", GENERATION_ROWS, "generate"),
     Section("Evaluation", "", EVALUATION_ROWS, "evaluate"),
 )
-PROGRAM = {MEGATRON: "train", FSDP: "train", GENERATION: "generate", EVALUATION: "evaluate"}  # verl's configuration -> ours
+PROGRAM = {
+    MEGATRON: "train",
+    FSDP: "train",
+    GENERATION: "generate",
+    EVALUATION: "evaluate",
+}  # verl's configuration -> ours
 
 
 @cache
@@ -60,7 +65,7 @@ def row_for(key: str, program: str = "train") -> Row | None:
 
 
 def config_of(program: str, keys: set[str]) -> str:
-    """verl's configuration that a program of ours stands for: of the two trainers, the one that has more of ``keys``."""
+    """verl's configuration that a program of ours stands for: of the trainers, that which has more of ``keys``."""
     if program != "train":
         return GENERATION if program == "generate" else EVALUATION
     return max((MEGATRON, FSDP), key=lambda config: len(keys & keys_of(config).keys()))

@@ -1,12 +1,12 @@
 """verl's configuration of a run into ours: a yaml file, and the list of what is different.
 
-Nothing that was written is passed over in silence: each key is in the yaml, or in the list, or in both.  verl's defaults
-are written too where they decide what is trained and ours are others, so that the same run comes of it.
+Nothing that was written is passed over in silence: each key is in the yaml, or in the list, or in both.  verl's
+defaults are written too where they decide what is trained and ours are others, so that the same run comes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -15,17 +15,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
-from mcore_rl.config.verl.facts import MEGATRON, keys_of, versions
+from mcore_rl.config.verl.answer import ROLES, Answer, Entry, Kind, ModelFacts, Setting
+from mcore_rl.config.verl.facts import defaults
 from mcore_rl.config.verl.row import NotHereError, Row, same
-from mcore_rl.config.verl.rules import PER_ROLE, ROLES, RULES, Answer, Entry, Kind, ModelFacts, Setting
+from mcore_rl.config.verl.rules import PER_ROLE, RULES
 from mcore_rl.config.verl.table import row_for, rows_of
 from mcore_rl.config.verl.written import Verl
+from mcore_rl.config.verl.yaml_text import shown, yaml_of
 from mcore_rl.errors import ConfigError, Violation
 
-ALONE = ("aggregation", "estimator", "loss")  # rules whose answer follows from one key alone
 EMPTY = (None, False, 0, "", "null", "None")
 NOT_READ = "is not read: "
-DOCUMENT_END = "...\n"  # after a value alone, as yaml writes it
 
 
 @dataclass
@@ -57,8 +57,12 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     """``verl`` in our keys.  model: what is known of the model that it trains."""
     answer = Answer(verl, model or ModelFacts())
     for text, why in verl.unread:
-        needless = (row := row_for(text.partition("=")[0].lstrip("+~"), verl.program)) and not row.ours and not row.absent
-        answer.entries.append(Entry(Kind.dropped if needless else Kind.unknown, text, "", text=row.note if row and needless else why))
+        needless = (
+            (row := row_for(text.partition("=")[0].lstrip("+~"), verl.program)) and not row.ours and not row.absent
+        )
+        answer.entries.append(
+            Entry(Kind.dropped if needless else Kind.unknown, text, "", text=row.note if row and needless else why)
+        )
     idle = _idle_groups(verl)
     rows = [row for row in rows_of(verl.program) if not any(_is_of(row, group) for group in idle)]
     for key in verl.written:
@@ -80,113 +84,6 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     _leave_out_defaults(answer, algorithm)
     violations = _refused(answer, algorithm)
     return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations)
-
-
-def hint(key: str, value: str, known: Collection[str]) -> str:
-    """What to write in the place of a key that is none of ours; "" if nobody can say.
-
-    It is taken for a key of verl's, or for the end of one, or for one that ends as keys of ours or verl's do.
-    known: ours.
-    """
-    for whole in (key, f"actor_rollout_ref.{key}"):
-        if row := row_for(whole):
-            return _meant_of(row, whole, value)
-    parts = key.split(".")
-    for place in range(len(parts)):
-        end = ".".join(parts[place:])
-        if "." not in end and place:
-            break  # the last name alone says too little
-        if rows := _ending_in(end):
-            same_ours = {row.ours for row in rows}
-            return _meant_of(rows[0], "", value) if len(same_ours) == 1 else _any_of(rows)
-        if near := sorted(each for each in known if each.endswith(f".{end}")):
-            return f"Did you mean {' or '.join(near[:4])}?"
-    return ""
-
-
-def _ending_in(end: str) -> list[Row]:
-    """The rows of keys of verl's that end in ``end``."""
-    ending = sorted(key for key in keys_of(MEGATRON) if key.endswith(f".{end}"))
-    return list(dict.fromkeys(row for key in ending if (row := row_for(key))))
-
-
-def _any_of(rows: list[Row]) -> str:
-    ours = sorted({each for row in rows for each in row.ours})
-    return f"Of verl's keys that end so, here are {', '.join(ours)}" if ours else _meant_of(rows[0], "", "")
-
-
-def _meant_of(row: Row, key: str, value: str) -> str:
-    """What to write in the place of a key that ``row`` is about.  key: verl's; "": one of several."""
-    if row.rule in ALONE and key and value:
-        alone = Answer(Verl("train", MEGATRON, versions()[-1], {key: _plain(value)}))
-        if row.rule in RULES:
-            RULES[row.rule](alone.verl, alone)
-        for role in ROLES if row.rule in PER_ROLE else ():
-            PER_ROLE[row.rule](alone.verl, alone, role)
-        came = [f"{ours}={shown(each.value)}" for ours, each in alone.settings.items() if key in each.sources]
-        if came:
-            return f"It is verl's; write {came[0]}"
-    if row.ours and not row.rule and "*" not in row.verl:
-        try:
-            ours = row.convert(_plain(value))
-        except (NotHereError, ValueError, TypeError) as error:
-            return f"It is verl's; here it is {row.ours[0]}, and {error}"
-        written = f"{row.ours[0]}={shown(ours)}" if ours is not None and value else row.ours[0]
-        return f"It is verl's; write {written}{_aside(row)}"
-    if row.ours:
-        return f"It is verl's; here it is {' or '.join(row.ours)}{_aside(row)}"
-    return f"It is verl's, and {'is not here' if row.absent else 'needs nothing here'}: {row.note}. Leave it out"
-
-
-def shown(value: Any) -> str:
-    """A value as it is written on a command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {shown(each)}' for name, each in value.items())}}}"
-    return "null" if value is None else str(value)
-
-
-def yaml_of(translation: Translation, head: str) -> str:
-    """The yaml file.  head: its first comment."""
-    import yaml
-
-    lines = [f"# {line}".rstrip() for line in head.splitlines()]
-    lines += ["defaults:", f"  - {translation.program}"]
-    lines += [f"  - override algorithm: {translation.algorithm}"] if translation.algorithm else []
-    lines += ["  - _self_"]
-    tree: dict[str, Any] = {}
-    for key, setting in translation.settings.items():
-        *groups, name = key.split(".")
-        place = tree
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[name] = setting
-
-    def written(values: Mapping[str, Any], depth: int) -> Iterator[str]:
-        for name, each in values.items():
-            indent = "  " * depth
-            if not isinstance(each, Setting):
-                yield f"{indent}{name}:"
-                yield from written(each, depth + 1)
-                continue
-            text = yaml.safe_dump(each.value, default_flow_style=True, width=10**6, sort_keys=False)
-            mark = "" if each.written else "  # verl's default"
-            yield f"{indent}{name}: {text.removesuffix(DOCUMENT_END).strip()}{mark}"
-
-    return "\n".join([*lines, "", *written(tree, 0)]) + "\n"
-
-
-def _aside(row: Row) -> str:
-    return f" ({row.note})" if row.note else ""
-
-
-def _plain(value: str) -> Any:
-    from mcore_rl.config.verl.written import value_of
-
-    return value_of(f"key={value}", value) if value else value
 
 
 def _idle_groups(verl: Verl) -> dict[str, str]:
@@ -235,20 +132,28 @@ def _apply(answer: Answer, row: Row) -> None:
             answer.tell(Kind.absent, key, str(error), row.ours[0] if row.ours else "")
             continue
         if row.ours and "*" in row.verl:
-            names = key[len(row.verl.partition("{")[0].partition("*")[0].rstrip(".")) + 1 :] if "{" not in row.verl else key.rpartition(".")[2]
+            names = (
+                key[len(row.verl.partition("{")[0].partition("*")[0].rstrip(".")) + 1 :]
+                if "{" not in row.verl
+                else key.rpartition(".")[2]
+            )
             answer.add(row.ours[0], names.split("."), ours, key)
             if row.differs:
                 answer.tell(Kind.changed, key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
         elif row.ours:
             _take(answer, row, key, ours, written=written)
         elif written:
-            harmless = not row.absent or row.convert is not same or value in EMPTY or value == _default(verl, key) or value in ([], {})
+            harmless = (
+                not row.absent
+                or row.convert is not same
+                or value in EMPTY
+                or value == _default(verl, key)
+                or value in ([], {})
+            )
             answer.tell(Kind.dropped if harmless else Kind.absent, key, row.note)
 
 
 def _default(verl: Verl, key: str) -> Any:
-    from mcore_rl.config.verl.facts import defaults
-
     return defaults(verl.config, verl.version).get(key)
 
 
@@ -308,7 +213,10 @@ def _tell_of_rules(answer: Answer) -> None:
 def _algorithm(answer: Answer) -> str:
     """The algorithm whose estimator and loss these are: the one of the loss's name, or else of the estimator's."""
     settings = answer.settings
-    estimator, loss = settings["algorithm.adv_estimator"].value, settings["actor.loss_mode"].value if "actor.loss_mode" in settings else "ppo_clip"  # fmt: skip
+    estimator, loss = (
+        settings["algorithm.adv_estimator"].value,
+        settings["actor.loss_mode"].value if "actor.loss_mode" in settings else "ppo_clip",
+    )
     both = [name for name, each in algorithms().items() if (each.advantages.name, each.loss.name) == (estimator, loss)]
     for name in (loss, estimator):
         if name in both:
@@ -323,17 +231,23 @@ def _composed(answer: Answer, algorithm: str, settings: dict[str, Setting]) -> A
     from mcore_rl.config.compose import compose
 
     program = answer.verl.program
-    text = yaml_of(Translation(answer.verl, program, algorithm, settings, [], []), "")
+    text = yaml_of(program, algorithm, settings, "")
     with TemporaryDirectory() as directory:
         (Path(directory) / "translated.yaml").write_text(text, encoding="utf-8")
         return compose(_schema(program), program, [], Path(directory), "translated")
 
 
-def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
-    """Leaves out verl's defaults that are ours too, and lists the others."""
+@cache
+def _ours(program: str, algorithm: str) -> dict[str, Any]:
+    """Our defaults."""
     from mcore_rl.config.compose import as_dict
 
-    ours = as_dict(_composed(answer, algorithm, {}))
+    return as_dict(_composed(Answer(Verl(program, "", "", {})), algorithm, {}))
+
+
+def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
+    """Leaves out verl's defaults that are ours too, and lists the others."""
+    ours = _ours(answer.verl.program, algorithm)
     entries = []
     for each in answer.entries:
         if each.kind is Kind.default and "=" not in each.ours:
@@ -351,7 +265,9 @@ def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
         else:
             source = next((each for each in setting.sources if each in answer.verl.keys), "")
             text = "written into the yaml, so that it is the same run"
-            answer.entries.append(Entry(Kind.default, source, answer.verl[source], f"{key}={shown(setting.value)}", text))
+            answer.entries.append(
+                Entry(Kind.default, source, answer.verl[source], f"{key}={shown(setting.value)}", text)
+            )
 
 
 def _refused(answer: Answer, algorithm: str) -> list[Violation]:

@@ -93,9 +93,13 @@ def of_overrides(module: str, words: Sequence[str], version: str = "") -> Verl:
             unread.append((word, "has no value: a variable of the script is not set"))
         else:
             written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else value_of(word, text)))
-    program = MODULES.get(module.rpartition(".")[2] if not module.endswith(".py") else module.rpartition("/")[2][:-3], "train")
+    program = MODULES.get(
+        module.rpartition(".")[2] if not module.endswith(".py") else module.rpartition("/")[2][:-3], "train"
+    )
     if config not in PROGRAM:
-        config = MEGATRON if str(written.get("model_engine")).startswith("megatron") else config_of(program, set(written))
+        config = (
+            MEGATRON if str(written.get("model_engine")).startswith("megatron") else config_of(program, set(written))
+        )
         if program == "train" and config == MEGATRON and not _names_megatron(written):
             config = FSDP  # verl's own default
     return Verl(program, config, version or newest_with(config, written), written, unread)
@@ -105,16 +109,22 @@ def of_tree(values: Mapping[str, Any], version: str = "") -> Verl:
     """What a yaml file of verl's configuration says; keys that have verl's default count as not written."""
     tree = {str(key): value for key, value in values.items() if key not in ("defaults", "hydra")}
     leaves = dict(each for key, value in tree.items() for each in _leaves(key, value))
-    program = "generate" if "data.output_path" in leaves else "evaluate" if "data.reward_model_key" in leaves else "train"
+    program = (
+        "generate" if "data.output_path" in leaves else "evaluate" if "data.reward_model_key" in leaves else "train"
+    )
     config = config_of(program, set(leaves))
     version = version or newest_with(config, leaves)
     there = defaults(config, version)
     written = {key: value for key, value in leaves.items() if key not in there or there[key] != value}
-    return Verl(program, config, version, {key: value for key, value in written.items() if not key.endswith("_target_")})
+    return Verl(
+        program, config, version, {key: value for key, value in written.items() if not key.endswith("_target_")}
+    )
 
 
 def _names_megatron(written: Mapping[str, Any]) -> bool:
-    return any(".megatron." in key or (key.endswith(".strategy") and value == "megatron") for key, value in written.items())
+    return any(
+        ".megatron." in key or (key.endswith(".strategy") and value == "megatron") for key, value in written.items()
+    )
 
 
 def value_of(word: str, text: str) -> Any:
