@@ -33,6 +33,7 @@ COMMANDS = {
     "compare": "vLLM's log-probs against those of transformers and Megatron",
     "report": "the page of a run, or one that compares several",
     "doctor": "measure this machine or cluster, and say what is wrong before a run does",
+    "from-verl": "a command or configuration of verl's into a yaml file of ours",
     "recipes": "the recipes there are, or one of them",
     "models": "the models that are known by name, or one of them",
 }
@@ -58,7 +59,7 @@ def command(name: str) -> Command:
         from mcore_rl.commands import programs
 
         return programs.PROGRAMS[name]
-    return cast(Command, import_module(f"mcore_rl.commands.{name}"))
+    return cast(Command, import_module(f"mcore_rl.commands.{name.replace('-', '_')}"))
 
 
 def overview() -> argparse.ArgumentParser:

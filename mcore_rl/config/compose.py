@@ -176,8 +176,17 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
-        return Violation(key, value, "there is no such key", meant(key, known, "mcore-rl train --cfg shows all keys"))
+        return Violation(key, value, "there is no such key", _instead(key, value, known, schema))
     return None
+
+
+def _instead(key: str, value: str, known: list[str], schema: type[Any]) -> str:
+    """The remedy for a key that is not there: of verl's table, if it may be verl's, else the nearest key of ours."""
+    from mcore_rl.config.run import RunConfig  # which imports this room, too
+    from mcore_rl.config.verl.hints import hint
+
+    remedy = hint(key, value, known) if schema is RunConfig else ""
+    return remedy or meant(key, known, "mcore-rl train --cfg shows all keys")
 
 
 def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Violation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 from mcore_rl.config.bounds import InputFile, Interval, NonNegativeFloat, PositiveInt, Seconds, check
 from mcore_rl.errors import Violation
@@ -111,6 +111,7 @@ class CustomRewardFunction:
     functions: instead of ``name``, those of several functions; the reward is the sum of theirs.
     weights: a factor for each of ``functions``; None: 1.
     completions: what functions of TRL's signature are given.
+    reward_kwargs: further arguments, by name, for every function that takes them; yaml says what their values are.
     env: environment variables that it receives although their names look like secrets, such as a judge's API key.
     import_timeout_s: limit for importing the file, in each grading process.
     """
@@ -120,6 +121,7 @@ class CustomRewardFunction:
     functions: list[str] = field(default_factory=list)
     weights: list[float] | None = None
     completions: Completions = Completions.messages
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
     env: list[str] = field(default_factory=list)
     import_timeout_s: Seconds = 30.0
 
@@ -158,6 +160,9 @@ def custom_violations(custom: CustomRewardFunction) -> Iterator[Violation]:
     prefix, functions, weights = "custom_reward_function.", custom.functions, custom.weights
     if functions and custom.path is None:
         yield Violation(f"{prefix}path", None, "is not set, and functions are named", "Write the file that has them")
+    if custom.reward_kwargs and custom.path is None:
+        problem = "is for a function of one's own, and none is named"
+        yield Violation(f"{prefix}reward_kwargs", custom.reward_kwargs, problem, f"Write {prefix}path=FILE.py")
     if twice := sorted({name for name in functions if functions.count(name) > 1}):
         problem = f"names {', '.join(twice)} more than once"
         yield Violation(f"{prefix}functions", functions, problem, "Name each once, and give it a weight")

@@ -26,7 +26,7 @@ from typing import Any
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.rewards.completions import NOT_GIVEN, CompletionsFunction, required, takes_completions
+from mcore_rl.rewards.completions import COMPLETIONS, NOT_GIVEN, CompletionsFunction, required, takes_completions
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 
 MODULE = "custom_reward_function"
@@ -113,6 +113,7 @@ def weighted_sum(scores: Mapping[str, Score | None], weights: Mapping[str, float
 def load_custom(custom: CustomRewardFunction) -> CustomGrader:
     """The grader of the functions that ``custom`` names.  ConfigError: the file, a name or a signature is wrong."""
     module = _imported(custom)
+    _demand_taken(module, custom)
     if not custom.functions:
         return CustomGrader([_function(module, custom, "name", custom.name)])
     functions, violations = list[RewardFunction](), list[Violation]()
@@ -152,7 +153,7 @@ def _function(module: ModuleType, custom: CustomRewardFunction, key: str, name: 
         )
     wants_messages = False
     with suppress(ValueError):  # a builtin without a signature
-        signature = inspect.signature(function)
+        function, signature = _with_kwargs(function, custom.reward_kwargs)
         if takes_completions(signature):
             return _of_completions(name, function, signature, custom, key)
         wants_messages = _MESSAGES in signature.parameters
@@ -173,6 +174,47 @@ def _function(module: ModuleType, custom: CustomRewardFunction, key: str, name: 
         )
 
     return RewardFunction(name, call, as_score)
+
+
+def _demand_taken(module: ModuleType, custom: CustomRewardFunction) -> None:
+    """Refuses ``reward_kwargs`` that no function takes, and those that it is given anyway."""
+    names, untaken = custom.functions or [custom.name], set(custom.reward_kwargs)
+    for function in (vars(module).get(name) for name in names):
+        if callable(function):
+            with suppress(ValueError):
+                untaken -= set(_taken(inspect.signature(function), custom.reward_kwargs))
+    given = sorted(custom.reward_kwargs.keys() & {*_ARGUMENTS, _MESSAGES, "prompts", COMPLETIONS})
+    problems = {name: f"{' and '.join(names)} in {custom.path} has no such argument" for name in sorted(untaken)}
+    problems |= dict.fromkeys(given, "is what a response is graded by")
+    refuse_if_any(
+        [
+            Violation(
+                f"custom_reward_function.reward_kwargs.{name}", custom.reward_kwargs[name], problem, "Leave it out"
+            )
+            for name, problem in problems.items()
+        ]
+    )
+
+
+def _taken(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``kwargs`` that a function of ``signature`` takes by name."""
+    parameters = signature.parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return dict(kwargs)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name: kwargs[each.name] for each in parameters if each.kind in by_name and each.name in kwargs}
+
+
+def _with_kwargs(
+    function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], inspect.Signature]:
+    """``function`` with those of ``kwargs`` that it takes, and what it is still to be given."""
+    signature = inspect.signature(function)
+    taken = _taken(signature, kwargs)
+    if not taken:
+        return function, signature
+    others = [each for name, each in signature.parameters.items() if name not in taken]
+    return (lambda **given: function(**(given | taken))), signature.replace(parameters=others)
 
 
 def _of_completions(

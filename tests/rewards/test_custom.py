@@ -208,3 +208,51 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "reward.txt").write_text("")
     with pytest.raises(ConfigError, match="is not a Python file"):
         load_custom(CustomRewardFunction(path=str(tmp_path / "reward.txt")))
+
+
+GRADED = "(data_source, solution_str, ground_truth, extra_info"
+VERLS = f"def compute_score{GRADED}, scale=1.0, words=()): return scale * (solution_str in words)\n"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "value"), [({}, 0.0), ({"words": ["abc"]}, 1.0), ({"scale": 3, "words": ["abc"]}, 3.0)]
+)
+def test_it_is_given_its_reward_kwargs(tmp_path: Path, kwargs: dict[str, object], value: float) -> None:
+    custom = replace(written(tmp_path, VERLS), reward_kwargs=kwargs)
+    assert load_custom(custom)(REQUEST, RewardConfig()) == Score(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"def compute_score{GRADED}, **others): return others['limit']",
+        f"async def compute_score{GRADED}, *, limit): return limit",
+    ],
+)
+def test_reward_kwargs_of_any_kind_of_function(tmp_path: Path, text: str) -> None:
+    custom = replace(written(tmp_path, text), reward_kwargs={"limit": 7})
+    assert load_custom(custom)(REQUEST, RewardConfig()).value == 7
+
+
+def test_each_of_several_functions_is_given_what_it_takes(tmp_path: Path) -> None:
+    text = f"""{VERLS}
+def short(completions, scale, limit, **columns): return [scale * (len(completions[0][0]["content"]) < limit)]
+"""
+    custom = replace(written(tmp_path, text), functions=["compute_score", "short"])
+    kwargs = {"scale": 2, "limit": 4, "words": ["abc"]}
+    score = load_custom(replace(custom, reward_kwargs=kwargs))(REQUEST, RewardConfig())
+    assert score.parts == {"compute_score": 2.0, "short": 2.0} and score.value == 4.0
+
+
+def test_reward_kwargs_that_no_function_takes_or_that_are_given_anyway_are_refused(tmp_path: Path) -> None:
+    kwargs = {"scale": 2, "scales": 3, "solution_str": "mine"}
+    with pytest.raises(ConfigError) as refused:
+        load_custom(replace(written(tmp_path, VERLS), reward_kwargs=kwargs))
+    keys = {each.key: each.problem for each in refused.value.violations}
+    assert set(keys) == {f"custom_reward_function.reward_kwargs.{name}" for name in ("scales", "solution_str")}
+    assert "has no such argument" in keys["custom_reward_function.reward_kwargs.scales"]
+
+
+def test_reward_kwargs_without_a_function_are_refused() -> None:
+    (violation,) = custom_violations(CustomRewardFunction(reward_kwargs={"scale": 1}))
+    assert violation.key == "custom_reward_function.reward_kwargs" and "path=FILE.py" in violation.remedy

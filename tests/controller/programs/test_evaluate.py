@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate, work_of
 from mcore_rl.data.responses import ResponseSet
@@ -134,6 +135,24 @@ def test_a_function_of_ones_own(tmp_path: Path, answer: str, metrics: dict[str, 
     report = evaluate(path, f"custom_reward_function.path={function}", "k=[2]")["sums"]
     assert values(report) == metrics and set(report["missing"]) == missing
     assert sum(report["errors"].values()) == 0
+
+
+def test_reward_kwargs_of_the_command_line_reach_the_function(tmp_path: Path) -> None:
+    """As verl gives them; in each process that grades, with the types that yaml gives them."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, *, scale, words, exact=False):\n"
+        "    assert (type(scale), type(exact)) == (float, bool), (scale, exact)\n"
+        "    return scale * (solution_str in words if exact else any(word in solution_str for word in words))\n"
+    )
+    path = write(tmp_path / "r.parquet", [row(responses=["a", "ab", "c"], finish_reasons=["stop"] * 3)])
+    out, custom = tmp_path / "out.json", "custom_reward_function"
+    words = [f"path={path}", f"out={out}", f"{custom}.path={tmp_path / 'mine.py'}", f"{custom}.reward_kwargs.scale=1.5"]
+    for number, (more, mean) in enumerate([([], 1.0), ([f"{custom}.reward_kwargs.exact=true"], 0.5)]):
+        given = [*words, f"{custom}.reward_kwargs.words=[a]", *more, f"overwrite={str(number > 0).lower()}"]
+        assert main(["evaluate", *given]) == 0
+        report = json.loads(out.read_text())["data_sources"]["sums"]
+        assert values(report)["score"] == pytest.approx(mean) and sum(report["errors"].values()) == 0
+    assert main(["evaluate", *words, f"{custom}.reward_kwargs.wordz=[a]", "overwrite=true"]) == 2
 
 
 def test_the_overlong_punishment_knows_lengths(tmp_path: Path) -> None:

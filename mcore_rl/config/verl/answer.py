@@ -1,0 +1,82 @@
+"""What follows from verl's keys: settings of ours, and entries of the list that ``from-verl`` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mcore_rl.config.verl.written import Verl
+
+ROLES = {"actor": "actor_rollout_ref.actor", "critic": "critic"}  # trained: ours -> verl's
+
+
+class Kind(Enum):
+    """How an entry of the list that ``from-verl`` shows is headed."""
+
+    absent = "Not here, and left out"
+    unknown = "Not understood, and left out"
+    changed = "Means something else here"
+    default = "Another default"
+    dropped = "Not needed here"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """kind: its heading.  verl, value: the key and what was written.  ours: what stands for it.  text: what differs."""
+
+    kind: Kind
+    verl: str
+    value: Any
+    ours: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of a key of ours.  sources: verl's keys that it comes from.  written: whether one of them was written."""
+
+    value: Any
+    sources: tuple[str, ...]
+    written: bool
+
+
+@dataclass
+class ModelFacts:
+    """Of the model that is trained, as far as they are known.  checkpoint: its name in ``mcore-rl models``."""
+
+    num_layers: int | None = None
+    is_mixture: bool | None = None
+    checkpoint: str = ""
+
+
+@dataclass
+class Answer:
+    """What follows from verl's keys: settings of ours, and entries of the list."""
+
+    verl: Verl
+    model: ModelFacts = field(default_factory=ModelFacts)
+    settings: dict[str, Setting] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+
+    def set(self, ours: str, value: Any, *sources: str) -> None:
+        """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not."""
+        setting = Setting(value, sources, self.verl.has(*sources))
+        known = self.settings.get(ours)
+        if known is None or setting.written or not known.written:
+            self.settings[ours] = setting
+
+    def add(self, ours: str, names: list[str], value: Any, source: str) -> None:
+        """``value`` goes into the group ``ours``, in which any key may be, under ``names`` one below the other."""
+        known = self.settings.get(ours)
+        group = place = dict(known.value) if known else {}
+        for name in names[:-1]:
+            place[name] = dict(place.get(name) or {})
+            place = place[name]
+        place[names[-1]] = value
+        self.settings[ours] = Setting(group, (*(known.sources if known else ()), source), written=True)
+
+    def tell(self, kind: Kind, key: str, text: str, ours: str = "") -> None:
+        """An entry of the list, if ``key`` was written."""
+        if key in self.verl.written:
+            self.entries.append(Entry(kind, key, self.verl.written[key], ours, text))

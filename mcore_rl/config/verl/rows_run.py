@@ -1,0 +1,209 @@
+"""The rows of data, algorithm and trainer."""
+
+from __future__ import annotations
+
+from mcore_rl.config.verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
+from mcore_rl.config.verl.rows_roles import KL, NO_SUCH_KL, REMOTE
+
+TOOLS = "not yet: one answer to one prompt"
+COLUMN = "rows with images, videos or sounds are refused"
+CORRECTION = "algorithm.rollout_correction"
+OWN_DATASET = "files are parquet in the field's schema: a dataset class of one's own is not here"
+PF_PPO = "not here: PF-PPO draws the batch again by its rewards"
+NSIGHT = "nsys profile takes them around mcore-rl; trainer.profile_steps traces with torch's profiler"
+RESUME = of_names({"auto": "auto", "disable": "off", "resume_path": "path"}, "`auto`, `disable` or `resume_path`")
+DEVICE = of_names({"cuda": None, "cpu": "cpu"}, "accelerators are NVIDIA's and AMD's: trainer.device")
+TRUNCATION = of_names(
+    {name: name for name in ("error", "left", "right", "middle")}, "`error`, `left`, `right` or `middle`"
+)
+METRIC = of_names(
+    {"acc": "acc", "score": "score", "seq_reward": "score", "seq_final_reward": "score", "None": "acc"},
+    "groups are compared by `acc` or `score`",
+)
+
+DATA_ROWS = [
+    to("data.train_files", "data.train_files", listed, "always a list"),
+    to("data.val_files", "data.val_files", listed, "always a list"),
+    to("data.train_batch_size", "data.train_batch_size", note="prompts of a step, also here"),
+    to("data.gen_batch_size", "data.gen_batch_size"),
+    to("data.val_batch_size", "data.val_batch_size", note="no prompt is dropped"),
+    to("data.max_prompt_length", "data.max_prompt_length"),
+    to("data.max_response_length", "data.max_response_length"),
+    to("data.prompt_key", "data.prompt_key"),
+    to("data.filter_overlong_prompts", "data.filter_overlong_prompts"),
+    to("data.truncation", "data.truncation", TRUNCATION),
+    to("data.shuffle", "data.shuffle", note="another order of the same prompts", differs=True),
+    to("data.seed", "data.seed", note="another order of the same prompts", keeps=True),
+    to("data.train_max_samples", "data.train_max_samples", or_all, "-1 is null"),
+    to("data.val_max_samples", "data.val_max_samples", or_all, "-1 is null"),
+    to("data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
+    to("data.apply_chat_template_kwargs.*", "data.chat_template_kwargs"),
+    to("data.tokenizer", "model.tokenizer_path"),
+    gone("data.reward_fn_key", "the column is data_source"),
+    gone("data.{image_key,video_key,audio_key,image_patch_size,mm_processor_kwargs,return_multi_modal_inputs}", COLUMN),
+    gone("data.{return_raw_chat,return_raw_input_ids,return_full_prompt}", "rows stay with their samples"),
+    gone(
+        "data.{filter_overlong_prompts_workers,dataloader_num_workers,use_shm,validation_shuffle}",
+        "prompts are read at the start",
+    ),
+    gone("data.trust_remote_code", REMOTE),
+    absent("data.custom_cls.{path,name}", OWN_DATASET),
+    absent("data.{sampler.class_path,sampler.class_name,datagen.path,datagen.name}", OWN_DATASET),
+    absent("data.{tool_config_path,function_tool_path}", TOOLS),
+    absent("data.continuous_token.enable", TOOLS),
+    gone("data.continuous_token.model_family", "read with continuous_token.enable alone"),
+]
+
+ALGORITHM_ROWS = [
+    part(
+        "algorithm.{adv_estimator,norm_adv_by_std_in_grpo}",
+        "algorithm.adv_estimator",
+        "estimator",
+        "`gae`, `grpo`, `rloo`, `remax`, `gpg`, `opo`, `gdpo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`; "
+        "`grpo` with `norm_adv_by_std_in_grpo=False` is `dr_grpo`. `algorithm=NAME` sets all that belongs to one",
+    ),
+    to("algorithm.gamma", "algorithm.gamma"),
+    to("algorithm.lam", "algorithm.lam"),
+    to(
+        "algorithm.use_kl_in_reward",
+        "algorithm.use_kl_in_reward",
+        note="before verl 0.3 it was always there without a KL loss",
+    ),
+    to("algorithm.kl_penalty", "algorithm.kl_penalty", of_names(KL, NO_SUCH_KL), "as actor.kl_loss_type"),
+    to("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.type"),
+    to("algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.kl_coef"),
+    to(
+        "algorithm.kl_ctrl.target_kl",
+        "algorithm.kl_ctrl.target_kl",
+        note="nats a token, as in verl; algorithm.kl_ctrl.target_kl_per=response is the paper's",
+    ),
+    to(
+        "algorithm.kl_ctrl.horizon",
+        "algorithm.kl_ctrl.horizon",
+        note="a batch larger than the horizon counts as the horizon",
+        differs=True,
+    ),
+    to("algorithm.filter_groups.enable", "algorithm.filter_groups.enable"),
+    to("algorithm.filter_groups.metric", "algorithm.filter_groups.metric", METRIC, "`acc` or `score`"),
+    to(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.filter_groups.max_num_gen_batches",
+        lambda most: most or None,
+        "0, verl's no limit, is not here",
+    ),
+    gone("algorithm.filter_groups.max_inflight_gen_batches", "batches follow one another"),
+    to("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_keys", listed),
+    to(
+        "algorithm.gdpo_reward_weights",
+        "algorithm.gdpo_reward_weights",
+        listed,
+        "whitened over responses, as in the paper",
+        differs=True,
+    ),
+    part(
+        f"{CORRECTION}.{{rollout_is,rollout_is_threshold}}",
+        f"{CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower",
+        "correction",
+        'a threshold `"0.5_5.0"` (IcePop) is `mode=zero lower=0.5 upper=5.0`',
+    ),
+    to(f"{CORRECTION}.rollout_is_batch_normalize", f"{CORRECTION}.batch_normalize"),
+    part(
+        f"{CORRECTION}.{{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower}}",
+        f"{CORRECTION}.reject {CORRECTION}.reject_lower {CORRECTION}.reject_upper",
+        "correction",
+        "one criterion; `token`, `sequence`, `geometric` (until 0.7.0) are `token_k1`, `seq_sum_k1`, `seq_mean_k1`. "
+        "Bounds of `*_k1` are of p_trainer / p_sampler; verl holds its inverse against them, which is the same where one is "
+        "1 / the other",
+        differs=True,
+    ),
+    part(
+        "algorithm.{rollout_is,rollout_is_level,rollout_is_mode,rollout_is_threshold,rollout_is_threshold_lower}",
+        f"{CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower",
+        "correction",
+        "verl's in 0.6.0",
+    ),
+    absent("algorithm.rollout_is_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
+    absent(f"{CORRECTION}.rollout_token_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
+    part(
+        f"{CORRECTION}.{{bypass_mode,loss_type,use_policy_gradient}}",
+        f"{CORRECTION}.bypass_mode actor.loss_mode",
+        "correction",
+        "the trainer's log-probs are computed all the same, by the update itself if it is the only one of a step. "
+        "`loss_type=reinforce` is `actor.loss_mode=policy_gradient`, without bypass",
+        differs=True,
+    ),
+    absent("algorithm.use_pf_ppo", PF_PPO),
+    gone("algorithm.pf_ppo.{reweight_method,weight_pow}", "read with use_pf_ppo alone"),
+]
+
+TRAINER_ROWS = [
+    to("trainer.total_epochs", "trainer.total_epochs"),
+    to("trainer.total_training_steps", "trainer.total_training_steps"),
+    to("trainer.project_name", "trainer.project_name", keeps=True),
+    to("trainer.experiment_name", "trainer.experiment_name", keeps=True),
+    part("trainer.logger", "trainer.logger", "loggers", "metrics.jsonl is always written"),
+    to("trainer.nnodes", "trainer.nnodes"),
+    to("trainer.n_gpus_per_node", "trainer.n_gpus_per_node"),
+    to("trainer.save_freq", "trainer.save_freq", or_never, "never is 0, verl's -1; the end is always saved"),
+    to("trainer.test_freq", "trainer.test_freq", or_never, "never is 0, verl's -1"),
+    to("trainer.val_before_train", "trainer.val_before_train"),
+    to("trainer.val_only", "trainer.val_only"),
+    to("trainer.resume_mode", "trainer.resume_mode", RESUME, "`disable` is `off`, `resume_path` is `path`"),
+    to(
+        "trainer.resume_from_path",
+        "trainer.resume_from_path",
+        lambda path: path or None,
+        "a checkpoint of ours",
+        differs=True,
+    ),
+    to("trainer.default_local_dir", "trainer.default_local_dir", note="everything of the run is there", keeps=True),
+    to("trainer.max_actor_ckpt_to_keep", "trainer.max_to_keep", note="and the best is always kept"),
+    gone("trainer.max_critic_ckpt_to_keep", "trainer.max_to_keep, of all"),
+    to("trainer.critic_warmup", "trainer.critic_warmup"),
+    to("trainer.log_val_generations", "trainer.log_val_generations", keeps=True),
+    to("trainer.device", "trainer.device", DEVICE, "by itself the accelerator"),
+    part(
+        "trainer.{rollout_data_dir,validation_data_dir}",
+        "trainer.save_rollouts",
+        "samples",
+        "always, in the run directory",
+    ),
+    part(
+        "{trainer.profile_steps,global_profiler.steps}",
+        "trainer.profile_steps",
+        "profiled",
+        "torch's profiler, of the trainer",
+    ),
+    gone("trainer.balance_batch", "always, by tokens"),
+    gone(
+        "trainer.{default_hdfs_dir,del_local_ckpt_after_load,ray_wait_register_center_timeout}",
+        "checkpoints are in the run directory",
+    ),
+    gone("trainer.esi_redundant_time", "SIGTERM saves a checkpoint: docs/resilience.md"),
+    gone("trainer.{use_legacy_worker_impl,use_v1}", "verl's own"),
+    absent("trainer.v1.trainer_mode", "not yet: sampling and training take turns"),
+    gone(
+        "trainer.v1.{sync,sampler.custom_sampler.name,sampler.custom_sampler.path,sampler.max_off_policy_strategy,"
+        "sampler.max_off_policy_threshold,sampler.sampler_kwargs,sampler.sync_refill_failed_groups,"
+        "colocate_async.num_warmup_batches,separate_async.num_warmup_batches,separate_async.parameter_sync_step}",
+        "read with other modes than sync",
+    ),
+    to("actor_rollout_ref.nccl_timeout", "trainer.timeout_s", note="seconds, of a collective"),
+    absent("actor_rollout_ref.hybrid_engine", "trainer.placement=separate gives engines devices of their own"),
+    to("{ray_init,ray_kwargs.ray_init}.num_cpus", "ray_init.num_cpus"),
+    to("{ray_init,ray_kwargs}.timeline_json_file", "ray_init.timeline_json_file"),
+    gone("{model_engine,hydra}.*", "verl's own"),
+    gone("model_engine", "Megatron"),
+    gone("trainer.{controller_nsight_options,worker_nsight_options}.*", NSIGHT),
+    gone("global_profiler.global_tool_config.nsys.*", NSIGHT),
+    gone("global_profiler.{tool,save_path,profile_continuous_steps}", NSIGHT),
+    gone("global_profiler.global_tool_config.{torch_memory,precision_debugger}.*", NSIGHT),
+    gone("trainer.npu_profile.*", "accelerators are NVIDIA's and AMD's"),
+    gone("actor_rollout_ref.profiler.*", NSIGHT),
+    absent("distillation.enabled", "not yet"),
+    gone("distillation.{distillation_loss,teacher_models}.*", "read with distillation.enabled alone"),
+    gone("distillation.{n_gpus_per_node,nnodes,teacher_key}", "read with distillation.enabled alone"),
+    absent("skip.{rollout,async_rollout,rollout_tq}.enable", "responses are always drawn anew"),
+    gone("skip.{rollout,async_rollout,rollout_tq}.{action,dump_dir,steps}", "read with skip.*.enable alone"),
+    gone("transfer_queue.*", "samples go through Ray's object store"),
+]

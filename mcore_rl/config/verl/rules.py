@@ -1,0 +1,348 @@
+"""Rules that decide keys of ours from several keys of verl's; ``RULES`` has them by the name that rows give.
+
+A rule is run once, or once for each trained role (``ROLES``).  It asks ``verl[key]``, which is what was written or
+verl's default, and tells an ``Answer`` what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mcore_rl.config.algorithm import Rejection
+from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.trainer import Logger
+from mcore_rl.config.verl.answer import ROLES, Answer, Entry, Kind
+from mcore_rl.config.verl.facts import versions
+from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
+from mcore_rl.config.verl.rules_megatron import (
+    balance,
+    chunks,
+    dispatcher,
+    experts,
+    pipeline,
+    recompute,
+    transformer_field,
+)
+from mcore_rl.config.verl.written import Verl
+
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+ESTIMATORS = {
+    name: name
+    for name in (
+        "gae",
+        "grpo",
+        "rloo",
+        "remax",
+        "gpg",
+        "opo",
+        "gdpo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    )
+}
+ESTIMATORS |= {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
+DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "None": "constant"}
+CORRECTION, OURS = "algorithm.rollout_correction", "algorithm.rollout_correction"
+REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"} | {
+    each.value: each.value for each in Rejection
+}
+
+
+def microbatches(verl: Verl, answer: Answer, role: str) -> None:
+    """One budget of tokens: that of verl's dynamic batches, or of its micro batches of the longest sequences."""
+    base = ROLES[role]
+    dynamic, budget, micro = (
+        f"{base}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
+    )
+    spread = [f"{base}.megatron.context_parallel_size", f"{base}.ulysses_sequence_parallel_size"]
+    if verl[dynamic] and verl[budget]:
+        cp = next((size for each in spread if (size := verl[each])), 1)
+        tokens = int(verl[budget]) * int(cp)
+        answer.set(f"{role}.microbatch_tokens", tokens, dynamic, budget, *spread)
+        text = f"tokens of a context-parallel group: of a GPU, times context_parallel_size={cp}" if cp != 1 else ""
+        answer.tell(Kind.changed, budget if text else "", text, f"{role}.microbatch_tokens={tokens}")
+        answer.tell(Kind.dropped, micro, "not read in verl either, with use_dynamic_bsz=True")
+    elif verl[micro]:
+        longest = sum(int(verl[each]) for each in LENGTHS)
+        tokens = int(verl[micro]) * longest
+        answer.set(f"{role}.microbatch_tokens", tokens, micro, *LENGTHS)
+        text = (
+            f"sequences are packed into a budget of tokens: that of {verl[micro]} of the longest, {longest} tokens each"
+        )
+        answer.tell(Kind.changed, micro, text, f"{role}.microbatch_tokens={tokens}")
+        answer.tell(Kind.dropped, budget, "not read in verl either, without use_dynamic_bsz=True")
+    answer.tell(
+        Kind.absent, f"{base}.ppo_micro_batch_size", "of all devices together: write ppo_micro_batch_size_per_gpu"
+    )
+
+
+def aggregation(verl: Verl, answer: Answer, role: str) -> None:
+    """How losses of tokens become one."""
+    base = ROLES[role]
+    mode, factor = f"{base}.loss_agg_mode", f"{base}.loss_scale_factor"
+    ours = {each.value.replace("_", "-"): each.value for each in LossAggregation}
+    ours |= {"seq-mean-token-sum-norm": LossAggregation.sum_over_constant.value}
+    if str(verl[mode]) in ours:
+        answer.set(f"{role}.loss_agg_mode", ours[str(verl[mode])], mode)
+        if versions().index(verl.version) < versions().index("0.7.0"):
+            text = "over the whole minibatch; verl's, before 0.7, over each micro batch, and the mean of these"
+            answer.tell(Kind.changed, mode, text, f"{role}.loss_agg_mode={ours[str(verl[mode])]}")
+    elif verl[mode] is not None:
+        answer.tell(Kind.absent, mode, f"there are {', '.join(ours)}")
+    if verl[factor] is not None:
+        answer.set(f"{role}.loss_agg_constant", verl[factor], factor)
+
+
+def updates_of_a_step(verl: Verl, role: str) -> int:
+    """Optimizer steps in a step of the run."""
+    base = ROLES[role]
+    batch, mini, epochs = (
+        verl[key] or 1 for key in ("data.train_batch_size", f"{base}.ppo_mini_batch_size", f"{base}.ppo_epochs")
+    )
+    return max(1, int(batch) // int(mini)) * int(epochs)
+
+
+def warmup(verl: Verl, answer: Answer, role: str) -> None:
+    """verl's scheduler counts steps of the run; ours, optimizer steps."""
+    steps, ratio = (f"{ROLES[role]}.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
+    if verl[steps] is not None and int(verl[steps]) > 0:
+        updates = updates_of_a_step(verl, role)
+        answer.set(f"{role}.optim.lr_warmup_steps", int(verl[steps]) * updates, steps)
+        text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
+        answer.tell(
+            Kind.changed,
+            steps if updates > 1 else "",
+            text,
+            f"{role}.optim.lr_warmup_steps={int(verl[steps]) * updates}",
+        )
+    elif verl[ratio]:
+        answer.set(f"{role}.optim.warmup_ratio", verl[ratio], ratio)
+
+
+def decay(verl: Verl, answer: Answer, role: str) -> None:
+    """The schedule, where it ends, and at which share of the rate."""
+    base = f"{ROLES[role]}.optim"
+    styles = [f"{base}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type")]
+    style = next((each for each in styles if verl[each] is not None), styles[0])
+    ours = DECAYS.get(str(verl[style]))
+    if ours is None:
+        answer.tell(Kind.absent, style, f"there are {', '.join(list(DECAYS)[:3])}; the rate is held after warm-up")
+        return
+    answer.set(f"{role}.optim.lr_schedule", ours, style)
+    ends = [f"{base}.{name}" for name in ("lr_decay_steps", "total_training_steps")]
+    least, share = f"{base}.min_lr", f"{base}.min_lr_ratio"
+    if ours == "constant":
+        for key in (*ends, least, share):
+            answer.tell(Kind.dropped, key, "read by a rate that decays alone")
+        return
+    if end := next((each for each in ends if verl[each] is not None and int(verl[each]) > 0), None):
+        updates = updates_of_a_step(verl, role)
+        answer.set(f"{role}.optim.total_steps", int(verl[end]) * updates, end)
+        text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
+        answer.tell(
+            Kind.changed, end if updates > 1 else "", text, f"{role}.optim.total_steps={int(verl[end]) * updates}"
+        )
+    if verl[share]:
+        answer.set(f"{role}.optim.min_lr_ratio", verl[share], share)
+    elif verl[least]:
+        answer.set(f"{role}.optim.min_lr_ratio", float(verl[least]) / float(verl[f"{base}.lr"]), least)
+
+
+def betas(verl: Verl, answer: Answer, role: str) -> None:
+    """Adam's, from the fields of Megatron's optimizer."""
+    base = f"{ROLES[role]}.optim"
+    keys = [f"{base}.override_optimizer_config.{name}" for name in ("adam_beta1", "adam_beta2")]
+    if verl.has(*keys):
+        first, second = verl[f"{base}.betas"] or (0.9, 0.999)
+        answer.set(f"{role}.optim.betas", [verl[keys[0]] or first, verl[keys[1]] or second], *keys)
+
+
+def clip(verl: Verl, answer: Answer) -> None:
+    """The clip range; verl's two ranges go before the one."""
+    one, low, high = (f"actor_rollout_ref.actor.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
+    below, above = (verl[one] if verl[each] is None else verl[each] for each in (low, high))
+    if below is not None and below == above:
+        answer.set(
+            "actor.clip_ratio",
+            below,
+            *(each for each in (low, high) if verl[each] is not None),
+            *([one] if verl[low] is None else []),
+        )
+    else:
+        answer.set("actor.clip_ratio_low", below, low)
+        answer.set("actor.clip_ratio_high", above, high)
+    if verl[low] is not None and verl[high] is not None and verl[one] not in (below, None):
+        answer.tell(Kind.dropped, one, CLIP)
+
+
+def loss(verl: Verl, answer: Answer) -> None:
+    """The policy loss."""
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    mode = str(verl[key] or "vanilla").replace("-", "_")
+    if mode in LOSSES:
+        answer.set("actor.loss_mode", LOSSES[mode], key)
+    else:
+        answer.tell(Kind.absent, key, f"there are {', '.join(LOSSES)}; docs/algorithms.md: a new loss is one file")
+
+
+def estimator(verl: Verl, answer: Answer) -> None:
+    """The advantage estimator; GRPO without its deviation has a name of its own."""
+    key, norm = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    name = ESTIMATORS.get(str(verl[key]))
+    if name is None:
+        answer.tell(Kind.absent, key, f"there are {', '.join(ESTIMATORS)}; docs/algorithms.md: a new one is one file")
+        name = "grpo"
+    if name == "grpo" and verl[norm] is False:
+        answer.set(key, "dr_grpo", key, norm)
+        return
+    answer.set(key, name, key)
+    if name != "grpo":
+        answer.tell(Kind.dropped, norm, "read by grpo alone")
+
+
+def correction(verl: Verl, answer: Answer) -> None:
+    """Weights and rejection of the mismatch of sampler and trainer, in verl's three spellings."""
+    if any(f"algorithm.{name}" in verl.keys for name in ("rollout_is_level", "rollout_is_mode")):
+        _correction_of_0_6_0(verl, answer)
+        return
+    level, bounds, bypass = (f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "bypass_mode"))
+    if verl[level]:
+        lower, _, upper = str(verl[bounds]).rpartition("_")
+        answer.set(f"{OURS}.level", verl[level], level)
+        answer.set(f"{OURS}.mode", "zero" if lower else "truncate", level, bounds)
+        answer.set(f"{OURS}.upper", float(upper), level, bounds)
+        if lower:
+            answer.set(f"{OURS}.lower", float(lower), bounds)
+    _rejection(verl, answer)
+    kind, early = f"{CORRECTION}.loss_type", f"{CORRECTION}.use_policy_gradient"
+    reinforce = verl[kind] == "reinforce" or bool(verl[early])
+    if verl[bypass] and reinforce:
+        answer.set("actor.loss_mode", "policy_gradient", kind, early, bypass)
+        answer.set("actor.ppo_mini_batch_size", verl["data.train_batch_size"], kind, early, bypass)
+        answer.entries.append(
+            Entry(
+                Kind.changed,
+                kind if kind in verl.written else early,
+                "reinforce",
+                "actor.loss_mode=policy_gradient",
+                "it has no ratio, and takes one update of a batch",
+            )
+        )
+    elif verl[bypass]:
+        answer.set(f"{OURS}.bypass_mode", True, bypass)
+
+
+def _rejection(verl: Verl, answer: Answer) -> None:
+    reject, most, least, bounds = (
+        f"{CORRECTION}.{name}"
+        for name in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_is_threshold")
+    )
+    if not verl[reject]:
+        return
+    name = REJECTIONS.get(str(verl[reject]))
+    if name is None:
+        answer.tell(Kind.absent, reject, f"one of {', '.join(REJECTIONS)}: several criteria at once are not here")
+        return
+    lower, _, upper = str(verl[most] if verl[most] is not None else verl[bounds]).rpartition("_")
+    answer.set(f"{OURS}.reject", name, reject)
+    answer.set(f"{OURS}.reject_upper", float(upper), reject, most)
+    if lower or verl[least] is not None:
+        answer.set(f"{OURS}.reject_lower", float(lower or verl[least]), most, least)
+
+
+def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
+    switch, level, mode, upper, lower = (
+        f"algorithm.{name}"
+        for name in (
+            "rollout_is",
+            "rollout_is_level",
+            "rollout_is_mode",
+            "rollout_is_threshold",
+            "rollout_is_threshold_lower",
+        )
+    )
+    if not verl[switch] or verl[upper] is None:
+        return
+    if verl[level] == "geometric":
+        answer.tell(Kind.absent, level, "weights are of tokens or of sequences")
+        return
+    answer.set(f"{OURS}.level", verl[level], switch, level)
+    answer.set(f"{OURS}.mode", verl[mode], switch, mode)
+    answer.set(f"{OURS}.upper", verl[upper], switch, upper)
+    if verl[mode] == "mask":
+        answer.set(f"{OURS}.lower", verl[lower] if verl[lower] is not None else 1 / float(verl[upper]), upper, lower)
+
+
+def sampling(verl: Verl, answer: Answer) -> None:
+    """Temperatures; whether greedy is asked for apart depends on how verl samples."""
+    base = "rollout" if verl.program == "generate" else "actor_rollout_ref.rollout"
+    for group, ours in ((base, "rollout.temperature"), (f"{base}.val_kwargs", "rollout.val_kwargs.temperature")):
+        draws, temperature = f"{group}.do_sample", f"{group}.temperature"
+        greedy = verl[draws] is False and verl[f"{base}.mode"] != "async"
+        if verl[temperature] is not None:
+            answer.set(ours, 0 if greedy else verl[temperature], draws, temperature)
+
+
+def replicas(verl: Verl, answer: Answer) -> None:
+    """Experts that replicas share, and replicas."""
+    dp, ep = (f"actor_rollout_ref.rollout.{name}_parallel_size" for name in ("data", "expert"))
+    if (verl[ep] or 1) > 1:
+        answer.set("rollout.ep", verl[ep], ep)
+    elif (verl[dp] or 1) > 1:
+        answer.tell(Kind.dropped, dp, "replicas are engines of their own, as many as the devices hold")
+
+
+def generating_replicas(verl: Verl, answer: Answer) -> None:
+    """Replicas of verl's generation: its devices."""
+    nodes, devices = "trainer.nnodes", "trainer.n_gpus_per_node"
+    count = int(verl[nodes] or 1) * int(verl[devices] or 1)
+    answer.set("rollout.dp", max(1, count // int(verl["rollout.tensor_model_parallel_size"] or 1)), nodes, devices)
+
+
+def loggers(verl: Verl, answer: Answer) -> None:
+    """Those that are here."""
+    key = "trainer.logger"
+    if not verl.has(key):
+        answer.entries.append(Entry(Kind.default, key, verl[key], "trainer.logger=[console]", ""))
+        return
+    wanted = verl[key] if isinstance(verl[key], list) else [verl[key]]
+    known = [str(each) for each in wanted if str(each) in Logger.__members__]
+    answer.set(key, known, key)
+    if lost := [str(each) for each in wanted if str(each) not in Logger.__members__]:
+        answer.tell(Kind.absent, key, f"{', '.join(lost)}: there are {', '.join(Logger.__members__)}")
+
+
+def samples(verl: Verl, answer: Answer) -> None:
+    """Samples are kept by themselves."""
+    for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir"):
+        answer.tell(Kind.dropped, key, "always, in the run directory")
+
+
+def profiled(verl: Verl, answer: Answer) -> None:
+    """Steps that are traced."""
+    for key in ("trainer.profile_steps", "global_profiler.steps"):
+        if verl[key]:
+            answer.set("trainer.profile_steps", verl[key], key)
+
+
+PER_ROLE: dict[str, Callable[[Verl, Answer, str], None]] = {
+    each.__name__: each
+    for each in (
+        microbatches,
+        aggregation,
+        warmup,
+        decay,
+        betas,
+        chunks,
+        experts,
+        recompute,
+        pipeline,
+        dispatcher,
+        balance,
+        transformer_field,
+    )
+}
+RULES: dict[str, Callable[[Verl, Answer], None]] = {
+    each.__name__: each
+    for each in (clip, loss, estimator, correction, sampling, replicas, generating_replicas, loggers, samples, profiled)
+}

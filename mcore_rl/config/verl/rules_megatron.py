@@ -1,0 +1,174 @@
+"""Rules of Megatron's engine, for each trained role: chunks, experts, recompute, layers of stages, single fields."""
+
+from __future__ import annotations
+
+from mcore_rl.config.engine import Dispatcher
+from mcore_rl.config.megatron_fields import ALLOWED, REFUSED, TAKEN, megatron_violations
+from mcore_rl.config.verl.answer import ROLES, Answer, Kind
+from mcore_rl.config.verl.table import row_for
+from mcore_rl.config.verl.written import Verl
+
+DECIDED = ("recompute", "pipeline", "dispatcher", "balance")  # rules of fields of their own
+HARMLESS = (
+    "layers that the engine does not use",
+    "Megatron's router",
+    "replaced by the checkpoint's",
+    "inference",
+    "deprecated",
+    "tests or tools",
+)
+
+
+def chunks(verl: Verl, answer: Answer, role: str) -> None:
+    """Chunks of a pipeline stage, which one stage has not."""
+    base = f"{ROLES[role]}.megatron"
+    key, pp = f"{base}.virtual_pipeline_model_parallel_size", verl[f"{base}.pipeline_model_parallel_size"]
+    if verl[key] and int(pp or 1) > 1:
+        answer.set(f"{role}.parallel.vpp", verl[key], key)
+    else:
+        answer.tell(Kind.dropped, key, "one pipeline stage has no chunks" if verl[key] else "one chunk, the default")
+
+
+def experts(verl: Verl, answer: Answer, role: str) -> None:
+    """Tensor parallelism inside an expert; null is Megatron's tensor_model_parallel_size."""
+    base = f"{ROLES[role]}.megatron"
+    key, ep = f"{base}.expert_tensor_parallel_size", f"{base}.expert_model_parallel_size"
+    if verl[key] not in (None, "None"):
+        answer.set(f"{role}.parallel.etp", verl[key], key)
+    elif (verl[ep] or 1) > 1 or answer.model.is_mixture:
+        answer.set(f"{role}.parallel.etp", verl[f"{base}.tensor_model_parallel_size"] or 1, key, ep)
+
+
+def recompute(verl: Verl, answer: Answer, role: str) -> None:
+    """What is computed again in the backward pass."""
+    group = "actor_rollout_ref.model" if role == "actor" else "critic.model"
+    switch, fields = f"{group}.enable_gradient_checkpointing", f"{ROLES[role]}.megatron.override_transformer_config"
+    granularity, modules = f"{fields}.recompute_granularity", f"{fields}.recompute_modules"
+    early = f"{group}.gradient_checkpointing_kwargs.activations_checkpoint_granularity"
+    if not verl.is_megatron:
+        answer.set(f"{role}.recompute", "full" if verl[switch] else "none", switch)
+        return
+    key = early if verl[switch] and verl[early] else granularity
+    wanted = str(verl[key])
+    answer.set(f"{role}.recompute", wanted if wanted in ("selective", "full") else "none", key)
+    if wanted == "selective" and verl[modules] not in (None, ["core_attn"]):
+        answer.tell(Kind.absent, modules, "core attention alone is recomputed")
+
+
+def pipeline(verl: Verl, answer: Answer, role: str) -> None:
+    """Layers of every chunk, from the numbers of the first and the last stage."""
+    base = f"{ROLES[role]}.megatron"
+    fields = f"{base}.override_transformer_config"
+    first, last, embeds, heads, custom = (
+        f"{fields}.{name}"
+        for name in (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "pipeline_model_parallel_layout",
+        )
+    )
+    answer.tell(Kind.absent, custom, f"write {role}.parallel.pipeline_layers")
+    pp, vpp = (
+        int(verl[f"{base}.pipeline_model_parallel_size"] or 1),
+        int(verl[f"{base}.virtual_pipeline_model_parallel_size"] or 1),
+    )
+    asked = [key for key in (first, last, embeds, heads) if verl[key]]
+    if not asked or pp == 1:
+        for key in (first, last, embeds, heads):
+            answer.tell(Kind.dropped, key, "every stage has as many layers")
+        return
+    layers = stages(answer.model.num_layers, pp, verl[first], verl[last], bool(verl[embeds]), bool(verl[heads]))
+    if layers is None or any(each % vpp for each in layers):
+        what = (
+            "the model is not known"
+            if answer.model.num_layers is None
+            else f"{answer.model.num_layers} layers do not divide so"
+        )
+        for key in asked:
+            answer.tell(
+                Kind.absent,
+                key,
+                f"{what}: write {role}.parallel.pipeline_layers, {pp * vpp} numbers",
+                f"{role}.parallel.pipeline_layers",
+            )
+        return
+    answer.set(f"{role}.parallel.pipeline_layers", [each // vpp for _ in range(vpp) for each in layers], *asked)
+
+
+def stages(
+    layers: int | None, pp: int, first: int | None, last: int | None, embeds: bool, heads: bool
+) -> list[int] | None:
+    """The layers of each stage as Megatron divides them (transformer_block.py, 0.16.1); None if they do not divide.
+
+    embeds, heads: whether the embedding and the head count as a layer of their stages.
+    """
+    if layers is None:
+        return None
+    if first is not None or last is not None:
+        rest, middle = layers - int(first or 0) - int(last or 0), pp - (first is not None) - (last is not None)
+        if middle <= 0 or rest % middle:
+            return None
+        return [
+            *([int(first)] if first is not None else []),
+            *[rest // middle] * middle,
+            *([int(last)] if last is not None else []),
+        ]
+    if (layers + embeds + heads) % pp:
+        return None
+    even = [(layers + embeds + heads) // pp] * pp
+    even[0] -= embeds
+    even[-1] -= heads
+    return even
+
+
+def dispatcher(verl: Verl, answer: Answer, role: str) -> None:
+    """How tokens are sent to experts."""
+    fields = f"{ROLES[role]}.megatron.override_transformer_config"
+    kind, deepep, backend = (
+        f"{fields}.{name}" for name in ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend")
+    )
+    names = {each.value: each.value for each in Dispatcher} | {"alltoall_seq": "alltoall"}
+    wanted = str(verl[kind])
+    if wanted in names:
+        answer.set(f"{role}.moe.dispatcher", names[wanted], kind, *([deepep] if wanted == "flex" else []))
+    elif verl[kind] is not None:
+        answer.tell(Kind.absent, kind, f"there are {', '.join(names)}")
+    if wanted == "flex" and verl[backend]:
+        answer.set(f"{role}.moe.flex_backend", verl[backend], backend)
+    if wanted != "flex" and verl[deepep]:
+        answer.tell(Kind.dropped, deepep, "read with moe_token_dispatcher_type=flex alone")
+
+
+def balance(verl: Verl, answer: Answer, role: str) -> None:
+    """The load of the experts."""
+    fields = f"{ROLES[role]}.megatron.override_transformer_config"
+    coeff, kind = f"{fields}.moe_aux_loss_coeff", f"{fields}.moe_router_load_balancing_type"
+    if verl[coeff] and verl[kind] not in ("none", "sinkhorn"):
+        answer.set(f"{role}.moe.aux_loss", "sequence" if verl[kind] == "seq_aux_loss" else "batch", coeff, kind)
+        answer.set(f"{role}.moe.aux_loss_coeff", verl[coeff], coeff, kind)
+
+
+def transformer_field(verl: Verl, answer: Answer, role: str) -> None:
+    """Each field of Megatron's TransformerConfig that no other row is about."""
+    prefix = f"{ROLES[role]}.megatron.override_transformer_config."
+    for key in [each for each in verl.written if each.startswith(prefix)]:
+        row, name, value = row_for(key), key.removeprefix(prefix), verl.written[key]
+        if row is None or row.rule in DECIDED or not row.rule:
+            continue
+        taken = next((ours for ours, fields in TAKEN.items() if name in fields), "")
+        refused = next((why for why, fields in REFUSED.items() if name in fields), "")
+        if name in ("gradient_accumulation_fusion", "tp_comm_overlap") and (name == "tp_comm_overlap") == bool(value):
+            answer.set(f"{role}.{name}", value, key)
+        elif taken:
+            said = "the model's config.json says it" if taken == "config.json" else f"follows from {role}.{taken}"
+            answer.tell(Kind.dropped, key, said)
+        elif name in ALLOWED and not megatron_violations({name: value}):
+            answer.add(f"{role}.megatron", [name], value, key)
+        elif refused:
+            harmless = not value or any(each in refused for each in HARMLESS)
+            answer.tell(Kind.dropped if harmless else Kind.absent, key, f"it {refused}")
+        else:
+            problem = megatron_violations({name: value})[0].problem
+            answer.tell(Kind.absent, key, problem)

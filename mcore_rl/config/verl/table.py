@@ -1,0 +1,71 @@
+"""All rows, by section, and the row of a key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from mcore_rl.config.verl.facts import EVALUATION, FSDP, GENERATION, MEGATRON, keys_of
+from mcore_rl.config.verl.row import Row
+from mcore_rl.config.verl.rows_roles import ACTOR_ROWS, CRITIC_ROWS, MODEL_ROWS, REFERENCE_ROWS
+from mcore_rl.config.verl.rows_rollout import EVALUATION_ROWS, GENERATION_ROWS, REWARD_ROWS, ROLLOUT_ROWS
+from mcore_rl.config.verl.rows_run import ALGORITHM_ROWS, DATA_ROWS, TRAINER_ROWS
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows that belong together.  prefix: of verl's keys, left out on the page.  program: ours that reads the keys."""
+
+    title: str
+    prefix: str
+    rows: list[Row]
+    program: str = "train"
+
+
+SECTIONS = (
+    Section("Data", "data.", DATA_ROWS),
+    Section("Model", "actor_rollout_ref.model.", MODEL_ROWS),
+    Section("Actor", "actor_rollout_ref.actor.", ACTOR_ROWS),
+    Section("Reference", "actor_rollout_ref.ref.", REFERENCE_ROWS),
+    Section("Rollout", "actor_rollout_ref.rollout.", ROLLOUT_ROWS),
+    Section("Algorithm", "algorithm.", ALGORITHM_ROWS),
+    Section("Critic", "critic.", CRITIC_ROWS),
+    Section("Rewards", "", REWARD_ROWS),
+    Section("Trainer", "", TRAINER_ROWS),
+    Section("Generation", "", GENERATION_ROWS, "generate"),
+    Section("Evaluation", "", EVALUATION_ROWS, "evaluate"),
+)
+PROGRAM = {
+    MEGATRON: "train",
+    FSDP: "train",
+    GENERATION: "generate",
+    EVALUATION: "evaluate",
+}  # verl's configuration -> ours
+
+
+@cache
+def rows_of(program: str) -> tuple[Row, ...]:
+    """Every row of a program of ours."""
+    return tuple(row for section in SECTIONS if section.program == program for row in section.rows)
+
+
+def rows_for(key: str, program: str = "train") -> list[Row]:
+    """The rows about a key of verl's: the ones that name it, else those of the narrowest pattern that has it."""
+    rows = [row for row in rows_of(program) if row.matches(key)]
+    named = [row for row in rows if "*" not in row.verl]
+    if named or not rows:
+        return named
+    narrowest = max(len(row.verl.partition("*")[0]) for row in rows)
+    return [row for row in rows if len(row.verl.partition("*")[0]) == narrowest]
+
+
+def row_for(key: str, program: str = "train") -> Row | None:
+    """The row about a key of verl's; None: there is no such key of verl's."""
+    return next(iter(rows_for(key, program)), None)
+
+
+def config_of(program: str, keys: set[str]) -> str:
+    """verl's configuration that a program of ours stands for: of the trainers, that which has more of ``keys``."""
+    if program != "train":
+        return GENERATION if program == "generate" else EVALUATION
+    return max((MEGATRON, FSDP), key=lambda config: len(keys & keys_of(config).keys()))

@@ -1,0 +1,319 @@
+"""verl's configuration of a run into ours: a yaml file, and the list of what is different.
+
+Nothing that was written is passed over in silence: each key is in the yaml, or in the list, or in both.  verl's
+defaults are written too where they decide what is trained and ours are others, so that the same run comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mcore_rl.config.algorithm_registry import algorithms, estimators
+from mcore_rl.config.verl.answer import ROLES, Answer, Entry, Kind, ModelFacts, Setting
+from mcore_rl.config.verl.facts import defaults
+from mcore_rl.config.verl.row import NotHereError, Row, same
+from mcore_rl.config.verl.rules import PER_ROLE, RULES
+from mcore_rl.config.verl.table import row_for, rows_of
+from mcore_rl.config.verl.written import Verl
+from mcore_rl.config.verl.yaml_text import shown, yaml_of
+from mcore_rl.errors import ConfigError, Violation
+
+EMPTY = (None, False, 0, "", "null", "None")
+NOT_READ = "is not read: "
+
+
+@dataclass
+class Translation:
+    """What becomes of a run of verl's.
+
+    program: ours that runs it.  algorithm: the choice that the yaml begins with; "": none.
+    settings: our key -> its value.  entries: the list.  violations: what our run refuses of it.
+    """
+
+    verl: Verl
+    program: str
+    algorithm: str
+    settings: dict[str, Setting]
+    entries: list[Entry]
+    violations: list[Violation]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether our run does all that verl's does, and can be run."""
+        return not self.violations and not any(each.kind in (Kind.absent, Kind.unknown) for each in self.entries)
+
+    def of_kind(self, kind: Kind) -> list[Entry]:
+        """The entries of one heading."""
+        return [each for each in self.entries if each.kind is kind]
+
+
+def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
+    """``verl`` in our keys.  model: what is known of the model that it trains."""
+    answer = Answer(verl, model or ModelFacts())
+    for text, why in verl.unread:
+        needless = (
+            (row := row_for(text.partition("=")[0].lstrip("+~"), verl.program)) and not row.ours and not row.absent
+        )
+        answer.entries.append(
+            Entry(Kind.dropped if needless else Kind.unknown, text, "", text=row.note if row and needless else why)
+        )
+    idle = _idle_groups(verl)
+    rows = [row for row in rows_of(verl.program) if not any(_is_of(row, group) for group in idle)]
+    for key in verl.written:
+        _tell_unknown(answer, key, idle)
+    for row in rows:
+        _apply(answer, row)
+    wanted = {row.rule for row in rows if row.rule}
+    for name, rule in RULES.items():
+        if name in wanted:
+            rule(verl, answer)
+    for name, per_role in PER_ROLE.items():
+        for role in ROLES:
+            if name in wanted and role not in idle:
+                per_role(verl, answer, role)
+    _tell_of_rules(answer)
+    if answer.model.checkpoint and verl.program == "train":
+        answer.settings["recipe.checkpoint"] = Setting(answer.model.checkpoint, (), written=True)
+    algorithm = _algorithm(answer) if verl.program == "train" else ""
+    _leave_out_defaults(answer, algorithm)
+    violations = _refused(answer, algorithm)
+    return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations)
+
+
+def _idle_groups(verl: Verl) -> dict[str, str]:
+    """Groups of ours that this run has no use for -> why."""
+    if verl.program != "train":
+        return {}
+    estimator = verl["algorithm.adv_estimator"]
+    idle = {} if estimator == "gae" else {"critic": f"algorithm.adv_estimator={estimator} needs no critic"}
+    if not verl["reward_model.enable"] and not verl["reward.reward_model.enable"]:
+        idle["reward_model"] = "there is no reward model"
+    return idle
+
+
+def _is_of(row: Row, group: str) -> bool:
+    """Whether a row is about nothing but a group of ours; the switch of the group is not."""
+    if group == "critic":
+        return row.verl.startswith("critic.")
+    return any(each.startswith(f"{group}.") for each in row.ours) and row.ours != (f"{group}.enable",)
+
+
+def _tell_unknown(answer: Answer, key: str, idle: Mapping[str, str]) -> None:
+    """An entry of a key that no row is about, or one of an idle group."""
+    row = row_for(key, answer.verl.program)
+    if row is None:
+        near = get_close_matches(key, answer.verl.keys - {*answer.verl.written}, 1)
+        remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all of ours"
+        answer.tell(Kind.unknown, key, f"verl has no such key in the versions that are known; {remedy}")
+    elif why := next((why for group, why in idle.items() if _is_of(row, group)), ""):
+        answer.tell(Kind.dropped, key, why)
+
+
+def _apply(answer: Answer, row: Row) -> None:
+    """What a row alone says of the keys that it is about."""
+    verl = answer.verl
+    if row.rule:
+        return
+    if "*" in row.verl:
+        keys = [key for key in verl.written if row.matches(key) and row_for(key, verl.program) is row]
+    else:
+        keys = [key for key in row.names if key in verl.keys]
+    for key in keys:
+        written, value = key in verl.written, verl[key]
+        try:
+            ours = row.convert(value)
+        except (NotHereError, ValueError, TypeError) as error:
+            answer.tell(Kind.absent, key, str(error), row.ours[0] if row.ours else "")
+            continue
+        if row.ours and "*" in row.verl:
+            names = (
+                key[len(row.verl.partition("{")[0].partition("*")[0].rstrip(".")) + 1 :]
+                if "{" not in row.verl
+                else key.rpartition(".")[2]
+            )
+            answer.add(row.ours[0], names.split("."), ours, key)
+            if row.differs:
+                answer.tell(Kind.changed, key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
+        elif row.ours:
+            _take(answer, row, key, ours, written=written)
+        elif written:
+            harmless = (
+                not row.absent
+                or row.convert is not same
+                or value in EMPTY
+                or value == _default(verl, key)
+                or value in ([], {})
+            )
+            answer.tell(Kind.dropped if harmless else Kind.absent, key, row.note)
+
+
+def _default(verl: Verl, key: str) -> Any:
+    return defaults(verl.config, verl.version).get(key)
+
+
+def _take(answer: Answer, row: Row, key: str, ours: Any, *, written: bool) -> None:
+    """A key of ours takes the value."""
+    (name,) = row.ours
+    if not written and (row.keeps or ours is None):
+        if row.keeps and ours not in (None, ""):
+            answer.entries.append(Entry(Kind.default, key, ours, name))  # compared with ours later
+        return
+    if ours is None and (row.convert is not same or not _takes_null(name, answer.verl.program)):
+        answer.tell(Kind.dropped, key, row.note or "the default here")
+        return
+    answer.set(name, ours, key)
+    if row.differs:
+        answer.tell(Kind.changed, key, row.note, f"{name}={shown(ours)}")
+
+
+def _takes_null(key: str, program: str) -> bool:
+    """Whether a key of ours may be null."""
+    node: Any = _schema_node(program)
+    for name in key.split("."):
+        node = node._get_node(name)
+    return bool(node._is_optional())
+
+
+@cache
+def _schema_node(program: str) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(_schema(program))
+
+
+def _schema(program: str) -> type[Any]:
+    from mcore_rl.config.evaluate import EvaluateConfig
+    from mcore_rl.config.generate import GenerateConfig
+    from mcore_rl.config.run import RunConfig
+
+    schemas: dict[str, type[Any]] = {"train": RunConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
+    return schemas[program]
+
+
+def _tell_of_rules(answer: Answer) -> None:
+    """Entries of the written keys that rules read: what they came to, and what is different."""
+    told = {each.verl for each in answer.entries}
+    for key in answer.verl.written:
+        row = row_for(key, answer.verl.program)
+        if row is None or not row.rule or key in told:
+            continue
+        came = [f"{ours}={shown(each.value)}" for ours, each in answer.settings.items() if key in each.sources]
+        if came and row.differs:
+            answer.tell(Kind.changed, key, row.note, " ".join(came))
+        elif not came:
+            answer.tell(Kind.dropped, key, row.note or "the default here")
+
+
+def _algorithm(answer: Answer) -> str:
+    """The algorithm whose estimator and loss these are: the one of the loss's name, or else of the estimator's."""
+    settings = answer.settings
+    estimator, loss = (
+        settings["algorithm.adv_estimator"].value,
+        settings["actor.loss_mode"].value if "actor.loss_mode" in settings else "ppo_clip",
+    )
+    both = [name for name, each in algorithms().items() if (each.advantages.name, each.loss.name) == (estimator, loss)]
+    for name in (loss, estimator):
+        if name in both:
+            return str(name)
+    one = [name for name, each in algorithms().items() if each.advantages.name == estimator]
+    assert estimator in estimators() and one, estimator
+    return both[0] if len(both) == 1 else estimator if estimator in one else one[0]
+
+
+def _composed(answer: Answer, algorithm: str, settings: dict[str, Setting]) -> Any:
+    """Our configuration with ``settings``.  Raises ConfigError."""
+    from mcore_rl.config.compose import compose
+
+    program = answer.verl.program
+    text = yaml_of(program, algorithm, settings, "")
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "translated.yaml").write_text(text, encoding="utf-8")
+        return compose(_schema(program), program, [], Path(directory), "translated")
+
+
+@cache
+def _ours(program: str, algorithm: str) -> dict[str, Any]:
+    """Our defaults."""
+    from mcore_rl.config.compose import as_dict
+
+    return as_dict(_composed(Answer(Verl(program, "", "", {})), algorithm, {}))
+
+
+def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
+    """Leaves out verl's defaults that are ours too, and lists the others."""
+    ours = _ours(answer.verl.program, algorithm)
+    entries = []
+    for each in answer.entries:
+        if each.kind is Kind.default and "=" not in each.ours:
+            here = _at(ours, each.ours)
+            if not _equal(here, each.value):
+                entries.append(replace(each, ours=f"{each.ours}={shown(here)}"))
+        else:
+            entries.append(each)
+    answer.entries = entries
+    for key, setting in list(answer.settings.items()):
+        if setting.written:
+            continue
+        if _equal(_at(ours, key), setting.value):
+            del answer.settings[key]
+        else:
+            source = next((each for each in setting.sources if each in answer.verl.keys), "")
+            text = "written into the yaml, so that it is the same run"
+            answer.entries.append(
+                Entry(Kind.default, source, answer.verl[source], f"{key}={shown(setting.value)}", text)
+            )
+
+
+def _refused(answer: Answer, algorithm: str) -> list[Violation]:
+    """Takes out the keys that our run would not read, and returns what else it refuses."""
+    from mcore_rl.config.evaluate import evaluate_violations
+    from mcore_rl.config.generate import generate_violations
+    from mcore_rl.config.run import run_violations
+
+    while True:
+        try:
+            composed = _composed(answer, algorithm, answer.settings)
+        except ConfigError as error:
+            return list(error.violations)
+        program = answer.verl.program
+        if program != "train":
+            found = generate_violations(composed) if program == "generate" else evaluate_violations(composed)
+            return [each for each in found if not each.problem.startswith("is not set")]
+        found = run_violations(composed, planned=True)
+        unread = [each for each in found if each.problem.startswith(NOT_READ) and each.key in answer.settings]
+        if not unread:
+            return found
+        for each in unread:
+            setting = answer.settings.pop(each.key)
+            answer.entries = [entry for entry in answer.entries if not entry.ours.startswith(f"{each.key}=")]
+            for key in setting.sources if setting.written else ():
+                if not any(entry.verl == key for entry in answer.entries) and not _came(answer, key):
+                    answer.tell(Kind.dropped, key, f"not read here: {each.problem.removeprefix(NOT_READ)}")
+
+
+def _came(answer: Answer, key: str) -> bool:
+    return any(key in each.sources for each in answer.settings.values())
+
+
+def _at(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two plain values mean the same."""
+    if isinstance(ours, list) and isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if isinstance(ours, bool) or isinstance(theirs, bool) or ours is None or theirs is None:
+        return ours is theirs
+    try:
+        return float(ours) == float(theirs)
+    except (TypeError, ValueError):
+        return str(ours) == str(theirs)
