@@ -156,6 +156,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
     trainer = run.config.trainer
     if run.validates_first:
         run.tracker.log(run.progress.step, await run.validate(run.progress.step) | run.clock.step())
+        run.tracker.timeline(run.progress.step, run.clock.spans)
     while run.progress.step < run.num_steps:
         step = run.progress.step + 1
         with run.place_kept():
@@ -167,6 +168,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         seconds = run.clock.step()
         speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
         run.tracker.log(step, metrics | seconds | speed | run.saver.metrics())
+        run.tracker.timeline(step, run.clock.spans)
         await run.check_directory()
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
