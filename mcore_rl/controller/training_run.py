@@ -194,12 +194,15 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.preemption.raise_if_asked()
 
 
-def open_directory(config: RunConfig | SftConfig, prepared: PreparedRun, stack: AsyncExitStack) -> Tracker:
+def open_directory(
+    config: RunConfig | SftConfig, prepared: PreparedRun, platform: Platform, stack: AsyncExitStack
+) -> Tracker:
     """Open the loggers and start Ray; ``stack`` closes them.  Nothing of an earlier run in the directory changes."""
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None else prepared.progress.step
+    devices = {"device": platform.kind, "device_name": platform.device_name}
     opening = Tracker.open(
-        directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, begin=False
+        directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, devices=devices, begin=False
     )  # fmt: skip
     tracker = stack.enter_context(opening)
     tracker.now("starting Ray")

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a step, with the key ``step`` and the keys of ``metrics.METRICS``.
 
-Other files of steps are written and read here too.  The invariant: steps rise, and after a kill at any time every line is whole, except perhaps the last.
+Other files of steps are written and read here too.  The invariant: steps rise, and after a kill at any time every line
+is whole, except perhaps the last.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.samples import Kind, sample_files
+from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.verdict import Accuracy
 
 EVIDENCE = ("data_source", "prompt_id", "correct")
@@ -23,12 +24,18 @@ EVIDENCE = ("data_source", "prompt_id", "correct")
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The files of a run.  steps: lines of metrics.jsonl.  environment, config: {} and "" if the file is missing."""
+    """The files of a run.
+
+    steps: lines of metrics.jsonl.  environment, config, plan, timeline: of environment.json, config.yaml, plan.json and
+    timeline.jsonl; {} or "" if the file is missing.
+    """
 
     path: Path
     steps: tuple[dict[str, Any], ...]
     environment: dict[str, Any]
     config: str
+    plan: dict[str, Any]
+    timeline: dict[int, tuple[PhaseSpan, ...]]
 
     @property
     def name(self) -> str:
@@ -100,16 +107,22 @@ def read_run(path: Path | str) -> RecordedRun:
         problem = f"holds none of {', '.join(names)}"
         raise ConfigError([Violation("run_dir", path, problem, "Give trainer.default_local_dir of a run")])
     return RecordedRun(
-        path, tuple(read_metrics(path / "metrics.jsonl")), _environment(path), _text(path / "config.yaml")
+        path,
+        tuple(read_metrics(path / "metrics.jsonl")),
+        _object(path / "environment.json"),
+        _text(path / "config.yaml"),
+        _object(path / "plan.json"),
+        read_timeline(path / TIMELINE),
     )
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none."""
     try:
-        environment = json.loads(_text(path / "environment.json"))
+        value = json.loads(_text(path))
     except ValueError:
         return {}
-    return environment if isinstance(environment, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(path: Path) -> str:

@@ -197,9 +197,12 @@ class Tracker:
 
     def timeline(self, step: int, spans: Sequence[PhaseSpan]) -> None:
         """Record when the phases of one step were open; only the run directory has it."""
-        for sink in self._sinks:
+
+        def write(sink: Sink) -> None:
             if isinstance(sink, RunDirectorySink):
-                self._tell(lambda _, records=sink: records.timeline(step, spans), [sink])
+                sink.timeline(step, spans)
+
+        self._tell(write)
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """Show the current activity in the live line.  done, total: its progress, in any unit."""
