@@ -8,15 +8,18 @@ not lag; at the ends there are fewer.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_BINS = 240  # of a chart; a finer line is not seen
 MIN_SMOOTHED = 20  # values; fewer are read without help
 WINDOW = 0.05  # of the values, in a smoothed one
 Point = tuple[float, float | None]
+_Floats = NDArray[np.float64]
+_Starts = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,31 @@ def bin_width(series: Iterable[Series]) -> int:
 
 def bins(series: Series, origin: float, width: int) -> list[StepBin]:
     """The bins of ``series`` that have points, in order; ``width`` steps each, the first from ``origin``."""
-    smoothed = smooth([value for _, value in series.points]) if series.smooth else [None] * len(series.points)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, (step, _) in enumerate(series.points):
-        groups[math.floor((step - origin) / width)].append(index)
-    made = []
-    for indices in groups.values():
-        values = [value for index in indices if (value := series.points[index][1]) is not None]
-        means = [value for index in indices if (value := smoothed[index]) is not None]
-        made.append(
-            StepBin(
-                series.points[indices[0]][0],
-                series.points[indices[-1]][0],
-                math.fsum(values) / len(values) if values else None,
-                min(values, default=None),
-                max(values, default=None),
-                math.fsum(means) / len(means) if means else None,
-            )
-        )
-    return made
+    if not series.points:
+        return []
+    steps = np.array([step for step, _ in series.points])
+    values = _array([value for _, value in series.points])
+    starts = np.flatnonzero(np.diff(np.floor((steps - origin) / width), prepend=-1.0))
+    columns = [steps[starts], steps[np.append(starts[1:], len(steps)) - 1], _mean_of_each(values, starts)]
+    columns += [np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)]
+    if series.smooth and np.isfinite(values).sum() >= MIN_SMOOTHED:
+        columns.append(_mean_of_each(_smooth(values), starts))
+    else:
+        columns.append(np.full(len(starts), np.nan))
+    first, last, *numbers = (column.tolist() for column in columns)
+    told = ([None if math.isnan(value) else value for value in column] for column in numbers)
+    return [StepBin(*row) for row in zip(first, last, *told, strict=True)]
+
+
+def _array(values: Sequence[float | None]) -> _Floats:
+    return np.array([math.nan if value is None else value for value in values])
+
+
+def _mean_of_each(values: _Floats, starts: _Starts) -> _Floats:
+    """The mean of the numbers from each start to the next; NaN where there is none."""
+    there = np.isfinite(values)
+    sums, counts = (np.add.reduceat(each, starts) for each in (np.where(there, values, 0.0), there.astype(float)))
+    return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
 
 
 def window(count: int) -> int:
@@ -92,19 +101,28 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
     The weights fall from the middle to the ends of the window in a straight line: it is the mean of means.
     """
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < MIN_SMOOTHED:
+    numbers = _array(values)
+    if np.isfinite(numbers).sum() < MIN_SMOOTHED:
         return [None] * len(values)
+    return [None if math.isnan(value) else value for value in _smooth(numbers).tolist()]
+
+
+def _smooth(values: _Floats) -> _Floats:
+    """``values`` smoothed; NaN stays where it is, and counts for nothing."""
+    there = np.isfinite(values)
+    numbers = values[there]
     half = window(len(numbers)) // 4
-    means = iter(_means(_means(numbers, half), half))
-    return [None if value is None else next(means) for value in values]
+    smoothed = np.full(len(values), np.nan)
+    smoothed[there] = _means(_means(numbers, half), half)
+    return smoothed
 
 
-def _means(numbers: Sequence[float], half: int) -> list[float]:
+def _means(numbers: _Floats, half: int) -> _Floats:
     """The mean of each number and of ``half`` on either side, as far as there are."""
-    sums = list(accumulate(numbers, initial=0.0))
-    ends = [(max(at - half, 0), min(at + half + 1, len(numbers))) for at in range(len(numbers))]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
+    sums = np.concatenate([[0.0], np.cumsum(numbers)])
+    at = np.arange(len(numbers))
+    starts, ends = np.maximum(at - half, 0), np.minimum(at + half + 1, len(numbers))
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
 def axis_ends(values: Sequence[float]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,7 @@ from mcore_rl.tracking.run_owner import OWNER
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")
 LOOK_S = 2  # between two looks of the page
+SHARE = 0.2  # of a core
 WATCHED = (
     "metrics.jsonl", "timeline.jsonl", "environment.json", "config.yaml", "plan.json", OWNER, "rollouts", "validation"
 )  # fmt: skip
@@ -39,11 +41,16 @@ HEADERS = {
 
 
 class LivePage:
-    """The page of the run in ``run_dir``, made when it is asked for and a file has changed."""
+    """The page of the run in ``run_dir``, made when it is asked for and a file has changed.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._lock = run_dir, threading.Lock()
+    The run needs the processor more: making pages takes at most ``SHARE`` of the time, and a page may be that old.
+    now: seconds from any start, never backwards.
+    """
+
+    def __init__(self, run_dir: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._now, self._lock = run_dir, now, threading.Lock()
         self._made: tuple[str, bytes] = "", b""
+        self._next = now()
 
     def tag(self) -> str:
         """Names the state of the run's files; another state has another."""
@@ -60,10 +67,11 @@ class LivePage:
     def get(self) -> tuple[str, bytes]:
         """(tag, page).  ConfigError: the run is gone."""
         with self._lock:
-            tag = self.tag()
-            if self._made[0] != tag:
+            tag, start = self.tag(), self._now()
+            if self._made[0] != tag and start >= self._next:
                 live = {"live": str(LOOK_S), "tag": tag}
                 self._made = tag, report_page(read_run(self._run_dir), live).encode()
+                self._next = self._now() + (self._now() - start) / SHARE
             return self._made
 
 

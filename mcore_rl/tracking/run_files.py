@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mcore_rl.tracking.samples import Kind, sample_files
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.verdict import Accuracy
 
+NUMBER = (int, float)  # a union would be made anew for each of a million numbers
 EVIDENCE = ("data_source", "prompt_id", "correct")
 
 
@@ -64,7 +66,7 @@ class RecordedRun:
 
     def metric_keys(self) -> list[str]:
         """Every metric that any step reports."""
-        return list(dict.fromkeys(key for row in self.steps for key in row if key != "step"))
+        return [key for key in dict.fromkeys(chain.from_iterable(self.steps)) if key != "step"]
 
     def phases(self) -> list[str]:
         """The phases among ``PHASES`` that took any time, in the order of a step."""
@@ -87,10 +89,8 @@ class RecordedRun:
 
     def samples(self, step: int, kind: Kind, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
         """The rows of a step's samples, [] if they cannot be read; missing columns are left out."""
-        path = sample_files(self.path, kind).get(step)
+        path = self.path / kind / f"step_{step}.parquet"
         try:
-            if path is None:
-                return []
             names = pq.read_schema(path).names
             wanted = None if columns is None else [name for name in columns if name in names]
             rows: list[dict[str, Any]] = pq.read_table(path, columns=wanted).to_pylist()
@@ -130,4 +130,4 @@ def _text(path: Path) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, NUMBER) else None
