@@ -169,6 +169,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
     if run.validates_first:
         first = await run.validate(run.progress.step) | run.clock.step()
         run.tracker.log(run.progress.step, first)
+        run.tracker.timeline(run.progress.step, run.clock.spans)
         run.call_back(run.progress.step, first)
         run.preemption.raise_if_asked()
     while run.progress.step < run.num_steps:
@@ -183,6 +184,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
         metrics |= seconds | speed | run.saver.metrics()
         run.tracker.log(step, metrics)
+        run.tracker.timeline(step, run.clock.spans)
         await run.check_directory()
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
@@ -192,12 +194,15 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.preemption.raise_if_asked()
 
 
-def open_directory(config: RunConfig | SftConfig, prepared: PreparedRun, stack: AsyncExitStack) -> Tracker:
+def open_directory(
+    config: RunConfig | SftConfig, prepared: PreparedRun, platform: Platform, stack: AsyncExitStack
+) -> Tracker:
     """Open the loggers and start Ray; ``stack`` closes them.  Nothing of an earlier run in the directory changes."""
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None else prepared.progress.step
+    devices = {"device": platform.kind, "device_name": platform.device_name}
     opening = Tracker.open(
-        directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, begin=False
+        directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, devices=devices, begin=False
     )  # fmt: skip
     tracker = stack.enter_context(opening)
     tracker.now("starting Ray")

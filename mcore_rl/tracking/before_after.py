@@ -30,12 +30,13 @@ def pairs(first: Sequence[SampleRow], last: Sequence[SampleRow]) -> list[tuple[s
     chosen = []
     for outcome, kind, most in KINDS:
         alike = [pair for pair in both if (bool(pair[0].get("correct")), bool(pair[1].get("correct"))) == outcome]
-        alike.sort(key=lambda pair: -_score(pair[1]))
+        alike.sort(key=lambda pair: -score_of(pair[1]))
         chosen += [(kind, *pair) for pair in alike[:most]]
     return chosen
 
 
-def _score(row: SampleRow) -> float:
+def score_of(row: SampleRow) -> float:
+    """The score of a sample; minus infinity if it has none."""
     score = row.get("score")
     return float(score) if isinstance(score, int | float) and score == score else float("-inf")
 
@@ -81,7 +82,7 @@ def _by_prompt(rows: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
 def _pair(kind: str, sides: Mapping[str, SampleRow]) -> str:
     row = next(iter(sides.values()))
     head = f"<h3>{text(kind)} <span class='soft'>{text(row.get('data_source', ''))}</span></h3>"
-    prompt = f"<pre>{text(_conversation(row.get('prompt', '')))}</pre>"
+    prompt = f"<pre>{text(conversation(row.get('prompt', '')))}</pre>"
     gold = f"<p>Gold: <b>{text(row['ground_truth'])}</b></p>" if row.get("ground_truth") is not None else ""
     shown = "".join(
         f"<div>{_mark(step, each)}<pre>{text(each.get('response', ''))}</pre></div>" for step, each in sides.items()
@@ -103,7 +104,7 @@ def _mark(step: str, row: SampleRow) -> str:
     return f"<p>{text(step)}: {', '.join(words)}</p>"
 
 
-def _conversation(prompt: Any) -> str:
+def conversation(prompt: Any) -> str:
     """Messages, or their JSON, as text with the roles; plain text unchanged."""
     if isinstance(prompt, str):
         try:

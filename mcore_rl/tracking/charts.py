@@ -1,8 +1,9 @@
 """Line charts and stacked bars as SVG text, coloured by the page's style sheet.
 
-A chart is ``WIDTH`` by ``HEIGHT`` units and scales to its column.  The text under the pointer is made here, for every
-position, so that the page's script only looks up the nearest one.  More than ``MAX_POINTS`` positions become bins of
-their means, and the caption mentions it.
+A chart is ``WIDTH`` by ``HEIGHT`` units and scales to its column.  The numbers under the pointer are written here, for
+every position; the page's script only looks up the nearest one.  Many steps become bins (``chart_points``): a band from
+the lowest to the highest value of each, and a line through the means.  An axis has ticks at both ends; what lies beyond
+it is marked at its edge and counted in the caption.
 """
 
 from __future__ import annotations
@@ -10,26 +11,27 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
+from mcore_rl.tracking.chart_points import Series, StepBin, axis_ends, bin_width, bins
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import NUM_COLOURS
 
 WIDTH, HEIGHT = 420, 240
-LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 34
-MAX_POINTS = 300
+LEFT, RIGHT, TOP, BOTTOM = 56, 18, 10, 34
+MAX_BARS = 100
 MAX_MARKED = 40  # points; more of them are a line
-Point = tuple[float, float | None]
+_Rows = dict[tuple[float, float], list[str]]  # first and last step -> numbers as text, "" where there is none
 
 
 @dataclass(frozen=True)
-class Series:
-    """One line.  points: (step, number), None is a gap.  intervals: step -> (low, high) around its point."""
+class Curve:
+    """A series as it is drawn.  colour: index, below ``NUM_COLOURS``."""
 
-    label: str
-    points: Sequence[Point]
-    intervals: dict[float, tuple[float, float]] = field(default_factory=dict)
+    series: Series
+    colour: int
+    bins: Sequence[StepBin]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Scale:
         """The position of ``value``."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
+    def inside(self, value: float) -> float:
+        """The position of ``value``, or of the end that it lies beyond."""
+        return self(min(max(value, self.low), self.high))
+
 
 def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     """At most ``most`` (3 or more) round numbers, 1, 2 or 5 times a power of ten apart, that enclose low and high."""
@@ -74,49 +80,64 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     return tuple(k * apart for k in range(first, last + 1))
 
 
-def line_chart(title: str, unit: str, series: Sequence[Series], *, whole: bool = False) -> str:
+def line_chart(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    *,
+    whole: bool = False,
+    steps: tuple[float, float] | None = None,
+    note: str = "",
+) -> str:
     """A figure with a line per series, on one vertical axis; "" if no series has a number.
 
     The axis of a share begins at 0 %, so that a line is as high as its share.  whole: and ends at 100 %.
+    steps: the first and the last step of the horizontal axis, as other charts of the page have it; else those of the
+    series.  note: what is measured, below the title.
     """
-    thinned, together = _thinned(series)
-    numbers = [value for each in thinned for _, value in each.points if value is not None]
-    numbers += [end for each in thinned for interval in each.intervals.values() for end in interval]
-    steps = sorted({step for each in thinned for step, _ in each.points})
+    numbers = [value for each in series for _, value in each.points if value is not None]
     if not numbers:
         return ""
-    if unit == "share":
-        numbers.append(0.0)
-    if whole:
-        numbers.append(1.0)
-    x, y = _scales(steps, min(numbers), max(numbers))
-    drawn = [_axes(x, y, unit)]
-    for index, each in enumerate(thinned):
-        drawn.append(f'<g class="series c{index % NUM_COLOURS}">{_line(each, x, y)}</g>')
-    hover = []
-    for step in steps:
-        lines = [f"step {_step(step, together)}"]
-        lines += [f"{each.label}: {_said(each, step, unit)}" for each in thinned if _said(each, step, unit)]
-        hover.append((x(step), "\n".join(lines)))
-    legend = [(each.label, f"c{index % NUM_COLOURS}") for index, each in enumerate(thinned)] if len(thinned) > 1 else []
-    return _figure(title, unit, drawn, hover, legend, together)
+    ends = axis_ends(numbers) if unit != "share" else (min(0.0, *numbers), max(1.0 if whole else 0.0, *numbers))
+    bounds = [end for each in series for interval in each.intervals.values() for end in interval]
+    places = [step for each in series for step, _ in each.points]
+    first, last = steps or (min(places), max(places))
+    x, y = _scales([first, last], min([ends[0], *bounds]), max([ends[1], *bounds]))
+    width = bin_width(series)
+    curves = [Curve(each, index % NUM_COLOURS, bins(each, min(places), width)) for index, each in enumerate(series)]
+    lines = [f'<g class="series c{curve.colour}">{_line(curve, x, y)}</g>' for curve in curves]
+    rows: _Rows = {}
+    for index, curve in enumerate(curves):
+        for each in curve.bins:
+            row = rows.setdefault((each.first, each.last), [""] * len(curves))
+            row[index] = _said(each, curve.series, unit)
+    beyond = [value for value in numbers if not y.low <= value <= y.high]
+    notes = [note, "" if width == 1 else f"band: lowest and highest of {width} steps"]
+    if beyond:
+        farthest = ", ".join(number(value, unit) for value in sorted({min(beyond), max(beyond)}))
+        notes.append(f"{len(beyond)} of {len(numbers)} values lie beyond the axis (\u25b2\u25bc), up to {farthest}")
+    names = [(curve.series.label, f"c{curve.colour}") for curve in curves]
+    return _figure(title, unit, [_axes(x, y, unit), *lines], x, names, rows, notes)
 
 
 def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[BarSeries]) -> str:
     """A figure with a bar per step, stacked from ``parts``, the first at the bottom; "" if all are zero."""
-    together = max(1, math.ceil(len(steps) / (MAX_POINTS // 3)))
-    bins = [range(start, min(start + together, len(steps))) for start in range(0, len(steps), together)]
-    heights = [[sum(part.values[i] for i in each) / len(each) for each in bins] for part in parts]
-    totals = [sum(values[k] for values in heights) for k in range(len(bins))]
+    together = max(1, math.ceil(len(steps) / MAX_BARS))
+    groups = [range(start, min(start + together, len(steps))) for start in range(0, len(steps), together)]
+    heights = [[sum(part.values[i] for i in each) / len(each) for each in groups] for part in parts]
+    totals = [sum(values[k] for values in heights) for k in range(len(groups))]
     if not totals or max(totals) <= 0:
         return ""
-    places = [float(steps[each[0]]) for each in bins]
+    ranges = [(float(steps[each[0]]), float(steps[each[-1]])) for each in groups]
+    places = [(first + last) / 2 for first, last in ranges]
     x, y = _scales(places, 0.0, max(totals), margin=0.5 * together)
     wide = max(1.0, 0.8 * (x(together) - x(0.0)))
-    drawn, hover = [_axes(x, y, unit)], []
+    drawn: list[str] = [_axes(x, y, unit)]
+    rows: _Rows = {}
     for k, place in enumerate(places):
-        below, lines = 0.0, [f"step {_step(place, together)}: {number(totals[k])} {unit}"]
+        below, said = 0.0, [f"{number(totals[k])} {unit}"]
         for part, values in zip(parts, heights, strict=True):
+            said.append(number(values[k]) if values[k] > 0 else "")
             if values[k] > 0:
                 top, bottom = y(below + values[k]), y(below)
                 drawn.append(
@@ -124,25 +145,10 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Ba
                     f'width="{wide:.2f}" height="{bottom - top:.2f}" data-value="{values[k]:.6g}"/>'
                 )
                 below += values[k]
-                lines.append(f"{part.label}: {number(values[k])}")
-        hover.append((x(place), "\n".join(lines)))
-    legend = [(part.label, f"c{part.colour}") for part in parts]
-    return _figure(title, unit, drawn, hover, legend, together)
-
-
-def _thinned(series: Sequence[Series]) -> tuple[list[Series], int]:
-    """(the series in bins, the number of steps in a bin)."""
-    together = max(1, math.ceil(max((len(each.points) for each in series), default=0) / MAX_POINTS))
-    return ([_binned(each, together) for each in series] if together > 1 else list(series)), together
-
-
-def _binned(series: Series, together: int) -> Series:
-    points: list[Point] = []
-    for start in range(0, len(series.points), together):
-        part = series.points[start : start + together]
-        numbers = [value for _, value in part if value is not None]
-        points.append((part[0][0], sum(numbers) / len(numbers) if numbers else None))
-    return Series(series.label, points)
+        rows[ranges[k]] = said
+    names = [("in all", ""), *((part.label, f"c{part.colour}") for part in parts)]
+    note = f"means of {together} steps" if together > 1 else ""
+    return _figure(title, unit, drawn, x, names, rows, [note])
 
 
 def _scales(steps: Sequence[float], low: float, high: float, margin: float = 0.0) -> tuple[Scale, Scale]:
@@ -182,58 +188,103 @@ def _tick(tick: float, scale: Scale, unit: str) -> str:
     return f"{factor * tick:.{decimals}f}" + ("%" if unit == "share" else "")
 
 
-def _line(series: Series, x: Scale, y: Scale) -> str:
-    """SVG of a series: intervals, the line with its gaps, and the points if they are few."""
+def _line(curve: Curve, x: Scale, y: Scale) -> str:
+    """SVG of a curve: intervals, the band or the raw line, the smoothed line, marks at the edges, and few points."""
     elements = [
-        f'<line class="interval" x1="{x(step):.2f}" x2="{x(step):.2f}" y1="{y(low):.2f}" y2="{y(high):.2f}"/>'
-        for step, (low, high) in series.intervals.items()
+        f'<line class="interval" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}"/>'
+        for step, (low, high) in curve.series.intervals.items()
     ]
-    runs: list[list[str]] = [[]]
-    for step, value in series.points:
-        if value is None:
-            runs.append([])
-        else:
-            runs[-1].append(f"{x(step):.2f},{y(value):.2f}")
-    elements += [f'<polyline points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
-    few = sum(len(run) for run in runs) <= MAX_MARKED
-    for cx, cy in (point.split(",") for run in runs if few or len(run) == 1 for point in run):
-        elements.append(f'<circle cx="{cx}" cy="{cy}" r="2.5"/>')
+    smoothed = any(each.smooth is not None for each in curve.bins)
+    if any(each.last > each.first for each in curve.bins):
+        for run in _runs(curve.bins):
+            tops = [f"{x(each.place):.1f},{y.inside(each.high or 0.0):.1f}" for each in run]
+            bottoms = [f"{x(each.place):.1f},{y.inside(each.low or 0.0):.1f}" for each in run]
+            elements.append(f'<polygon class="band" points="{" ".join(tops + bottoms[::-1])}"/>')
+        elements += [_polyline([(x(b.place), y.inside(_shown(b))) for b in run], "") for run in _runs(curve.bins)]
+    else:
+        raw = [[(x(each.place), y.inside(each.mean or 0.0)) for each in run] for run in _runs(curve.bins)]
+        elements += [_polyline(run, ' class="raw"' if smoothed else "") for run in raw]
+        if smoothed:
+            elements += [_polyline([(x(b.place), y.inside(_shown(b))) for b in run], "") for run in _runs(curve.bins)]
+        few = sum(map(len, raw)) <= MAX_MARKED and not smoothed
+        elements += [_dot(*point) for run in raw if few or len(run) == 1 for point in run]
+    for each in curve.bins:
+        if each.high is not None and each.high > y.high:
+            elements.append(_mark(x(each.place), y.end, -1))
+        if each.low is not None and each.low < y.low:
+            elements.append(_mark(x(each.place), y.start, 1))
     return "".join(elements)
 
 
-def _said(series: Series, step: float, unit: str) -> str:
-    """The number of ``series`` at ``step`` as text; "" if it has none."""
-    values = [value for place, value in series.points if place == step]
-    if not values:
-        return ""
-    text = number(values[-1], unit)
-    if interval := series.intervals.get(step):
+def _shown(each: StepBin) -> float:
+    """The value of the main line."""
+    value = each.mean if each.smooth is None else each.smooth
+    assert value is not None, "bins of a run have numbers"
+    return value
+
+
+def _runs(made: Sequence[StepBin]) -> list[list[StepBin]]:
+    """``made`` in stretches without a gap."""
+    runs: list[list[StepBin]] = [[]]
+    for each in made:
+        if each.mean is None:
+            runs.append([])
+        else:
+            runs[-1].append(each)
+    return [run for run in runs if run]
+
+
+def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline{kind} points="{places}"/>' if len(points) > 1 else ""
+
+
+def _dot(x: float, y: float) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+
+
+def _mark(x: float, y: float, down: int) -> str:
+    """A triangle at the edge: there is a value beyond it."""
+    base, tip = y - 3 * down, y + 4 * down
+    return f'<polygon class="beyond" points="{x - 4:.1f},{base:.1f} {x + 4:.1f},{base:.1f} {x:.1f},{tip:.1f}"/>'
+
+
+def _said(each: StepBin, series: Series, unit: str) -> str:
+    """The numbers of a bin as text."""
+    text = number(each.mean, unit)
+    if each.last > each.first and each.low is not None:
+        text += f" [{number(each.low, unit)}, {number(each.high, unit)}]"
+    elif each.smooth is not None:
+        text += f" (smooth {number(each.smooth, unit)})"
+    if interval := series.intervals.get(each.first):
         text += f" [{number(interval[0], unit)}, {number(interval[1], unit)}]"
     return text
-
-
-def _step(step: float, together: int) -> str:
-    return f"{step:.0f}" if together == 1 else f"{step:.0f} and the next {together - 1}"
 
 
 def _figure(
     title: str,
     unit: str,
     drawn: Sequence[str],
-    hover: Sequence[tuple[float, str]],
-    legend: Sequence[tuple[str, str]],
-    together: int,
+    x: Scale,
+    names: Sequence[tuple[str, str]],
+    rows: _Rows,
+    notes: Sequence[str],
 ) -> str:
+    """A figure.  names: label and class of each number of a row."""
     named = {"share": "%", "1": "", "reward": ""}.get(unit, unit)
     caption = f"<b>{escape(title)}</b>" + (f" <span>{escape(named)}</span>" if named else "")
-    if together > 1:
-        caption += f" <span>(means of {together} steps)</span>"
-    keys = "".join(f'<li><i class="{colour}"></i>{escape(label)}</li>' for label, colour in legend)
-    data = escape(json.dumps([[round(place, 2), text] for place, text in hover]), quote=True)
+    said = "; ".join(note for note in notes if note)
+    keys = "".join(f'<li><i class="{colour}"></i>{escape(label)}</li>' for label, colour in names if colour)
+    hover = {
+        "start": x.start, "low": x.low, "apart": round((x.end - x.start) / (x.high - x.low), 6),
+        "names": names, "rows": [[*steps, *rows[steps]] for steps in sorted(rows, key=sum)],
+    }  # fmt: skip
+    data = escape(json.dumps(hover, separators=(",", ":")), quote=True)
     return (
-        f"<figure><figcaption>{caption}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}" data-hover="{data}">'
-        f'{"".join(drawn)}<line class="rule" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
-        + (f"<ul>{keys}</ul>" if keys else "")
+        f"<figure><figcaption>{caption}<output></output></figcaption>{f'<p>{escape(said)}</p>' if said else ''}"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{escape(title, quote=True)}" '
+        f'data-hover="{data}">{"".join(drawn)}'
+        f'<line class="rule" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+        + (f"<ul>{keys}</ul>" if len(names) > 1 else "")
         + "</figure>"
     )

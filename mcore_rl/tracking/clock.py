@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mcore_rl.tracking.metrics import metric_of
+from mcore_rl.tracking.timeline import PhaseSpan
 
 
 @dataclass
@@ -31,20 +32,23 @@ class _Span:
             self.since = now
         self.open += 1
 
-    def leave(self, now: float) -> None:
+    def leave(self, now: float) -> bool:
+        """Whether it is now closed."""
         self.open -= 1
         if self.open == 0:
             self.seconds += now - self.since
+        return self.open == 0
 
 
 class Clock:
     """``with clock("generate"): ...``, then ``clock.step()`` once at the end of each step.
 
-    now: seconds from any start, never backwards.
+    now: seconds from any start, never backwards.  spans: when each phase of the last finished step was open.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
+        self.spans: tuple[PhaseSpan, ...] = ()
         self._open: list[str] = []
         self._begin(now())
 
@@ -52,6 +56,7 @@ class Clock:
         self._start = start
         self._any = _Span()
         self._phases: dict[str, _Span] = {}
+        self._spans: list[PhaseSpan] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -67,7 +72,8 @@ class Clock:
             yield
         finally:
             now = self._now()
-            span.leave(now)
+            if span.leave(now):
+                self._spans.append(PhaseSpan(path, span.since - self._start, now - self._start))
             self._any.leave(now)
             self._open.remove(path)
 
@@ -79,6 +85,7 @@ class Clock:
         seconds = {f"time/{path}": span.seconds for path, span in self._phases.items()}
         seconds["time/step"] = whole
         seconds["perf/overhead_share"] = max(0.0, 1 - self._any.seconds / whole) if whole > 0 else 0.0
+        self.spans = tuple(sorted(self._spans, key=lambda span: span.start))
         self._begin(now)
         return seconds
 

@@ -6,77 +6,68 @@ the page names what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import before_after
-from mcore_rl.tracking.charts import BarSeries, Series, line_chart, stacked_bars
-from mcore_rl.tracking.console import duration, number
-from mcore_rl.tracking.metrics import METRICS, PHASES, Metric, metric_of
-from mcore_rl.tracking.page import NEUTRAL, details, page, table, text
+from mcore_rl.tracking.console import number
+from mcore_rl.tracking.curves import curves, names_of
+from mcore_rl.tracking.head_card import head_card
+from mcore_rl.tracking.metrics import METRICS
+from mcore_rl.tracking.page import details, page, table, text
 from mcore_rl.tracking.run_files import RecordedRun, read_run
+from mcore_rl.tracking.sample_browser import sample_browser
+from mcore_rl.tracking.time_section import time_section
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
-ACCURACY = "Accuracy on training prompts"
 VAL_LOSS = "sft/val_loss"
-PARTS = "reward/part/"
-# Title and keys of the charts that are always open; the other metrics have charts in a fold below.  A key that ends in
-# a slash is every metric that begins so.
-CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Loss, per trained token", ("sft/loss", "sft/val_loss")),
-    ("Reward", ("reward/mean",)),
-    ("Parts of the reward", (PARTS,)),
-    (ACCURACY, ("reward/accuracy",)),
-    ("Response length", ("response/length_mean", "response/length_max")),
-    ("Responses cut off", ("response/clip_share",)),
-    ("KL to the reference, per token", ("kl/loss",)),
-    ("KL to the reference, per response", ("kl/reward",)),
-    ("KL of the update, per token", ("actor/kl_k3",)),
-    ("Entropy", ("actor/entropy",)),
-    ("Log-prob difference, trainer and sampler", ("rollout/logprob_diff_mean",)),
-    ("Gradient norm", tuple(f"{role.name}/grad_norm" for role in ROLES.values() if role.trains)),
-    ("Learning rate", tuple(f"{role.name}/lr" for role in ROLES.values() if role.trains)),
-    ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),
-    ("Explained variance of the critic", ("value/explained_variance",)),
-    ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
-    ("Model FLOPs utilisation", ("perf/mfu", "perf/mfu_logprobs")),
-    ("TFLOP/s of a device", ("perf/tflops_per_device", "perf/tflops_per_device_logprobs")),
-)
 
 
 def write_report(run_dir: Path | str) -> Path:
     """Write ``report.html`` into the run directory, and return its path.  ConfigError: there is no run in it."""
     run = read_run(run_dir)
     path = run.path / "report.html"
-    sections = [
-        _heading(run),
-        _learned([run]),
-        _curves([run]),
-        _seconds(run),
-        before_after(run),
-        _notes_and_warnings(run),
-    ]
     with replaced(path) as new:
-        new.write_text(page(f"{run.name}: what was learned", sections), encoding="utf-8")
+        new.write_text(report_page(run), encoding="utf-8")
     return path
+
+
+def report_page(run: RecordedRun, live: Mapping[str, str] | None = None) -> str:
+    """The page of ``run``.  live: of a page that follows the run; see ``page``."""
+    sections = {
+        "head": head_card(run) + _heading(run),
+        "accuracy": _learned([run]),
+        "curves": curves([run]),
+        "time": time_section(run),
+        "compared": before_after(run),
+        "browse": sample_browser(run),
+        "notes": _notes_and_warnings(run),
+    }
+    links = {"curves": "Curves", "time": "Time", "compared": "Before and after", "browse": "Samples", "notes": "Notes"}
+    menu = "".join(f'<a href="#{name}">{title}</a>' for name, title in links.items() if sections[name])
+    note = '<p id="live" class="soft">Live: this page follows the run.</p>' if live else ""
+    inside = "".join(f'<section id="{name}">{html}</section>\n' for name, html in sections.items())
+    scripts = [*(["live_page.js"] if live else []), "sample_browser.js"]  # the first keeps the page as it was sent
+    body = f'<nav>{menu}</nav>{note}<main data-together="together">{inside}</main>'
+    return page(f"{run.name}: what was learned", [body], scripts, live)
 
 
 def write_comparison(run_dirs: Sequence[Path | str], path: Path) -> Path:
     """Write one page with the curves of several runs over one another.  ConfigError: one of them is no run."""
     runs = [read_run(each) for each in run_dirs]
-    names = ", ".join(_names(runs))
-    sections = [f"<h1>{text(names)}</h1>", *(_progress(run) for run in runs), _learned(runs), _curves(runs)]
+    names = ", ".join(names_of(runs))
+    sections = [f"<h1>{text(names)}</h1>", *(_progress(run) for run in runs), _learned(runs), curves(runs)]
     sections += [details(f"Configuration of {run.name}", f"<pre>{text(run.config)}</pre>") for run in runs]
+    body = f'<main data-together="together">{"".join(sections)}</main>'
     with replaced(path) as new:
-        new.write_text(page(f"Runs: {names}", sections), encoding="utf-8")
+        new.write_text(page(f"Runs: {names}", [body]), encoding="utf-8")
     return path
 
 
 def _heading(run: RecordedRun) -> str:
-    sections = [f"<h1>{text(run.name)}</h1>", _progress(run)]
+    sections = [_progress(run)]
     if not run.complete:
         sections.append(
             '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
@@ -110,11 +101,6 @@ def _numbers(run: RecordedRun, key: str) -> list[tuple[int, float]]:
 def _progress(run: RecordedRun) -> str:
     total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
     reached = "no step" if run.last_step is None else f"step {run.last_step}"
-    facts = [f"{run.name}: {reached} of {total} steps recorded"]
-    if seconds := sum(value or 0 for _, value in run.values("time/step")):
-        facts.append(f"{duration(seconds)} in steps")
-    if started := run.environment.get("started"):
-        facts.append(f"last started {started}")
     troubles = [
         f"{amount:g} {row.unit} {row.help}"
         for row in METRICS
@@ -122,7 +108,7 @@ def _progress(run: RecordedRun) -> str:
         if (amount := sum(value or 0 for _, value in run.values(row.key)))
     ]
     notes = "".join(f"<p>Worth a look: {text(each)}.</p>" for each in troubles)
-    return f'<p class="soft">{text("; ".join(facts))}.</p>{notes}'
+    return f'<p class="soft">{text(run.name)}: {text(reached)} of {text(total)} steps recorded.</p>{notes}'
 
 
 def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
@@ -148,7 +134,7 @@ def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
 def _learned(runs: Sequence[RecordedRun]) -> str:
     """The table of first, best and last validation of each run and data source."""
     rows = []
-    for name, run in zip(_names(runs), runs, strict=True):
+    for name, run in zip(names_of(runs), runs, strict=True):
         for source, validations in run.accuracies.items():
             first, top, last = validations[0], best(validations), validations[-1]
             cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
@@ -166,80 +152,6 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
     return f'<h2>Validation accuracy</h2>{body}<p class="soft">{text(note)}</p>'
 
 
-def _curves(runs: Sequence[RecordedRun]) -> str:
-    known = list(dict.fromkeys(key for run in runs for key in run.metric_keys()))
-    charts = [(title, [key for each in keys for key in _members(each, known)]) for title, keys in CHARTS]
-    shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in charts if keys)]
-    open_keys = {key for _, keys in charts for key in keys}
-    rest = [key for key in known if key not in open_keys and not key.startswith("time/") and not _validates(key)]
-    others = "".join(_chart(key, (key,), runs) for key in rest)
-    section = f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>'
-    if not "".join(shown):
-        section = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
-    return section + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
-
-
-def _members(key: str, known: Sequence[str]) -> list[str]:
-    """The metrics that a key of ``CHARTS`` stands for."""
-    return [each for each in known if each.startswith(key)] if key.endswith("/") else [key]
-
-
-def _validation_chart(runs: Sequence[RecordedRun]) -> str:
-    """The chart of accuracies: from samples with intervals; from metrics for a data source without samples."""
-    series = []
-    for name, run in zip(_names(runs), runs, strict=True):
-        prefix = f"{name}: " if len(runs) > 1 else ""
-        for source, validations in run.accuracies.items():
-            points = [(float(each.step), each.mean) for each in validations]
-            intervals = {float(each.step): each.interval for each in validations}
-            series.append(Series(prefix + source, points, intervals))
-        for key in run.metric_keys():
-            source = key.removeprefix("val/").removesuffix("/accuracy")
-            if _validates(key) and source not in run.accuracies:
-                series.append(Series(prefix + source, run.values(key)))
-    return line_chart("Validation accuracy", "share", series, whole=True)
-
-
-def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
-    series = []
-    for name, run in zip(_names(runs), runs, strict=True):
-        for key in keys:
-            if values := run.values(key):
-                parts = [name] if len(runs) > 1 else []
-                parts += [_label(key)] if len(keys) > 1 or not parts else []
-                series.append(Series(": ".join(parts), values))
-    row = _row(keys[0])
-    return line_chart(title, "1" if row is None else row.unit, series, whole=title == ACCURACY)
-
-
-def _seconds(run: RecordedRun) -> str:
-    steps = [step for step, _ in run.values("time/step")]
-    if not steps:
-        return "<h2>Time</h2><p class='soft'>No times were recorded.</p>"
-    seconds = {phase: dict(run.values(f"time/{phase}")) for phase in run.phases()}
-    parts = [
-        BarSeries(phase, list(PHASES).index(phase), [times.get(step) or 0.0 for step in steps])
-        for phase, times in seconds.items()
-    ]
-    whole = dict(run.values("time/step"))
-    named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
-    other = [max(0.0, (whole[step] or 0.0) - spent) for step, spent in zip(steps, named, strict=True)]
-    parts.append(BarSeries("controller", NEUTRAL, other))
-    total = sum(map(sum, (part.values for part in parts))) or 1.0
-    rows = [
-        [
-            part.label,
-            duration(sum(part.values)),
-            f"{sum(part.values) / len(steps):.2f} s",
-            f"{100 * sum(part.values) / total:.1f}%",
-        ]
-        for part in parts
-    ]
-    chart = stacked_bars("Seconds of each step", "s", steps, parts)
-    shares = table(["phase", "in all", "a step", "share"], rows)
-    return f'<h2>Time</h2><div class="charts">{chart}<figure>{shares}</figure></div>'
-
-
 def _notes_and_warnings(run: RecordedRun) -> str:
     config = f"<pre>{text(run.config)}</pre>" if run.config else '<p class="soft">config.yaml is missing.</p>'
     rows = [[key, value] for key, value in _flat("", run.environment)]
@@ -252,33 +164,6 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in _flat(f"{prefix}.{key}" if prefix else str(key), item)]
     return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
-
-
-def _names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Names of the runs; whole paths if two directories have the same name."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
-
-
-def _row(key: str) -> Metric | None:
-    """The row of ``key``; None for a metric of another version."""
-    try:
-        return metric_of(key)
-    except AssertionError:
-        return None
-
-
-def _validates(key: str) -> bool:
-    row = _row(key)
-    return row is not None and row.key == "val/{data_source}/accuracy"
-
-
-def _label(key: str) -> str:
-    """The short name of ``key``; of a part of the reward its name, of a member of another family the key itself."""
-    if key.startswith(PARTS):
-        return key.removeprefix(PARTS)
-    row = _row(key)
-    return key if row is None or row.key != key else row.short
 
 
 def _accuracy(accuracy: Accuracy) -> str:

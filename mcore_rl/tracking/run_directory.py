@@ -3,6 +3,7 @@
     config.yaml        the composed configuration
     environment.json   versions, commit, hardware, command line, number of steps
     metrics.jsonl      one object a step
+    timeline.jsonl     when the phases of each step were open
     rollouts/ validation/   samples, step_N.parquet
     logs/              of loggers and workers
     owner.json         who runs here, while it does (``run_owner``)
@@ -47,7 +48,7 @@ PACKAGES = (
     "numpy",
     "pyarrow",
 )
-RECORDS = ("metrics.jsonl", "rollouts", "validation", "report.html")
+RECORDS = ("metrics.jsonl", "timeline.jsonl", "rollouts", "validation", "report.html")
 
 
 def plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,27 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.samples import Kind, sample_files
+from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.verdict import Accuracy
 
+NUMBER = (int, float)  # a union would be made anew for each of a million numbers
 EVIDENCE = ("data_source", "prompt_id", "correct")
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The files of a run.  steps: lines of metrics.jsonl.  environment, config: {} and "" if the file is missing."""
+    """The files of a run.
+
+    steps: lines of metrics.jsonl.  environment, config, plan, timeline: of environment.json, config.yaml, plan.json and
+    timeline.jsonl; {} or "" if the file is missing.
+    """
 
     path: Path
     steps: tuple[dict[str, Any], ...]
     environment: dict[str, Any]
     config: str
+    plan: dict[str, Any]
+    timeline: dict[int, tuple[PhaseSpan, ...]]
 
     @property
     def name(self) -> str:
@@ -57,7 +66,7 @@ class RecordedRun:
 
     def metric_keys(self) -> list[str]:
         """Every metric that any step reports."""
-        return list(dict.fromkeys(key for row in self.steps for key in row if key != "step"))
+        return [key for key in dict.fromkeys(chain.from_iterable(self.steps)) if key != "step"]
 
     def phases(self) -> list[str]:
         """The phases among ``PHASES`` that took any time, in the order of a step."""
@@ -80,10 +89,8 @@ class RecordedRun:
 
     def samples(self, step: int, kind: Kind, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
         """The rows of a step's samples, [] if they cannot be read; missing columns are left out."""
-        path = sample_files(self.path, kind).get(step)
+        path = self.path / kind / f"step_{step}.parquet"
         try:
-            if path is None:
-                return []
             names = pq.read_schema(path).names
             wanted = None if columns is None else [name for name in columns if name in names]
             rows: list[dict[str, Any]] = pq.read_table(path, columns=wanted).to_pylist()
@@ -100,16 +107,22 @@ def read_run(path: Path | str) -> RecordedRun:
         problem = f"holds none of {', '.join(names)}"
         raise ConfigError([Violation("run_dir", path, problem, "Give trainer.default_local_dir of a run")])
     return RecordedRun(
-        path, tuple(read_metrics(path / "metrics.jsonl")), _environment(path), _text(path / "config.yaml")
+        path,
+        tuple(read_metrics(path / "metrics.jsonl")),
+        _object(path / "environment.json"),
+        _text(path / "config.yaml"),
+        _object(path / "plan.json"),
+        read_timeline(path / TIMELINE),
     )
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none."""
     try:
-        environment = json.loads(_text(path / "environment.json"))
+        value = json.loads(_text(path))
     except ValueError:
         return {}
-    return environment if isinstance(environment, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(path: Path) -> str:
@@ -117,4 +130,4 @@ def _text(path: Path) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, NUMBER) else None

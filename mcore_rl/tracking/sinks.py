@@ -26,6 +26,7 @@ from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
 from mcore_rl.tracking.secrets import redact
 from mcore_rl.tracking.tensorboard_sink import TensorboardSink
+from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
 from mcore_rl.tracking.wandb_sink import WandbSink
 
 REMEDIES = {
@@ -54,7 +55,7 @@ class Sink(Protocol):
 
 
 class RunDirectorySink:
-    """Writes metrics.jsonl, rollouts/ and validation/.  keep: existing records up to this step stay.
+    """Writes metrics.jsonl, timeline.jsonl, rollouts/ and validation/.  keep: existing records up to this step stay.
 
     A thread makes and writes samples, because those of a large step take seconds.  It writes at most one file at a
     time; the next call raises its error.
@@ -65,12 +66,17 @@ class RunDirectorySink:
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._run_dir = run_dir
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", keep)
+        self._timeline = TimelineFile(run_dir / TIMELINE, keep)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[Path] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl."""
         self._metrics.write(step, metrics)
+
+    def timeline(self, step: int, spans: Sequence[PhaseSpan]) -> None:
+        """Append a line to timeline.jsonl."""
+        self._timeline.write(step, spans)
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """Start writing the step's file."""
@@ -85,6 +91,7 @@ class RunDirectorySink:
     def close(self) -> None:
         """Wait until everything is written."""
         self._metrics.close()
+        self._timeline.close()
         self._writer.shutdown()
         self._finish_writing()
 
@@ -187,6 +194,15 @@ class Tracker:
         """
         shown = cache(lambda: redact(rows()))
         self._tell(lambda sink: sink.samples(step, kind, shown))
+
+    def timeline(self, step: int, spans: Sequence[PhaseSpan]) -> None:
+        """Record when the phases of one step were open; only the run directory has it."""
+
+        def write(sink: Sink) -> None:
+            if isinstance(sink, RunDirectorySink):
+                sink.timeline(step, spans)
+
+        self._tell(write)
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """Show the current activity in the live line.  done, total: its progress, in any unit."""

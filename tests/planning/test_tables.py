@@ -63,7 +63,7 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
     run_plan, looked = planned()
     page = plan_page(run_plan, looked)
     ElementTree.fromstring(page.split("\n", 1)[1])
-    assert "http" not in page and "It fits." in page and "Layouts that fit" in page
+    assert "http:" not in page and "https:" not in page and "It fits." in page and "Layouts that fit" in page
     wrong, _ = planned(gpu_memory_utilization=0.999)
     assert "It does not fit." in plan_page(wrong) and "rollout needs" in plan_page(wrong)
 

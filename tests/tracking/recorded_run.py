@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.tracking.sinks import Tracker
+from mcore_rl.tracking.timeline import PhaseSpan
 
 NUM_PROMPTS = 200
 PHASE_SECONDS = {"generate": 4.0, "score": 0.2, "logprobs": 0.8, "reference": 0.7, "advantages": 0.02}
@@ -73,6 +74,16 @@ def metrics_of(step: int, total_steps: int, noise: random.Random) -> dict[str, f
     }
 
 
+def spans_of(metrics: dict[str, float]) -> list[PhaseSpan]:
+    """One phase after the other."""
+    spans, at = [], 0.0
+    for key, value in metrics.items():
+        if key.startswith("time/") and key != "time/step":
+            spans.append(PhaseSpan(key.removeprefix("time/"), at, at + value))
+            at += value
+    return spans
+
+
 def record(run_dir: Path, total_steps: int = 20, until: int | None = None, test_freq: int = 5) -> Path:
     """A run of ``total_steps``, killed after ``until``, validated before training and every ``test_freq`` steps."""
     noise = random.Random(0)
@@ -86,4 +97,5 @@ def record(run_dir: Path, total_steps: int = 20, until: int | None = None, test_
                 tracker.samples(step, "validation", partial(validation_rows, step, total_steps))
                 metrics["val/arithmetic/accuracy"] = sum(row["correct"] for row in rows) / len(rows)
             tracker.log(step, metrics)
+            tracker.timeline(step, spans_of(metrics))
     return run_dir

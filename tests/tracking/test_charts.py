@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from itertools import pairwise
@@ -10,7 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mcore_rl.tracking.charts import MAX_POINTS, BarSeries, Series, line_chart, stacked_bars, ticks
+from mcore_rl.tracking.chart_points import MAX_BINS, Series
+from mcore_rl.tracking.charts import BarSeries, line_chart, stacked_bars, ticks
+from tests.tracking.pages import numbers_under_the_pointer
 
 Element = ElementTree.Element
 
@@ -45,8 +46,8 @@ def test_a_line_reads_back_as_its_numbers() -> None:
     svg = chart(line_chart("t", "1", [Series("a", points)]))
     (line,) = lines(svg)
     for (step, value), (x, y) in zip(points, line, strict=True):
-        assert x == pytest.approx(step, abs=0.01)  # places have two decimals: 350 units over 30 steps
-        assert y == pytest.approx(value, abs=6 / 200 * 0.02)
+        assert x == pytest.approx(step, abs=0.01)  # places have one decimal: 350 units over 30 steps
+        assert y == pytest.approx(value, abs=6 / 200 * 0.1)
     assert len(list(svg.iter("circle"))) == 30
 
 
@@ -56,9 +57,10 @@ def test_shares_are_in_percent_and_intervals_are_drawn_to_scale() -> None:
     y0, dy = axis(svg, "y")
     intervals = [each for each in svg.iter("line") if each.get("class") == "interval"]
     ends = [(y0 + dy * float(each.get("y1") or ""), y0 + dy * float(each.get("y2") or "")) for each in intervals]
-    assert [end for pair in ends for end in pair] == pytest.approx([5, 20, 50, 75], abs=0.01)
-    hover = json.loads(svg.get("data-hover") or "")
-    assert [text for _, text in hover] == ["step 0\na: 10.0% [5.0%, 20.0%]", "step 10\na: 60.0% [50.0%, 75.0%]"]
+    assert [end for pair in ends for end in pair] == pytest.approx([5, 20, 50, 75], abs=0.03)
+    assert numbers_under_the_pointer(svg) == [
+        ("step 0", {"a": "10.0% [5.0%, 20.0%]"}), ("step 10", {"a": "60.0% [50.0%, 75.0%]"})
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", [(0.0, 0.0), (1.0, 1.0), (0.36, 0.67), (0.001, 0.002)], ids=str)
@@ -85,23 +87,68 @@ def test_a_number_that_is_none_is_a_gap() -> None:
     assert len(list(svg.iter("circle"))) == 5  # the lonely point is seen
     many = [(float(k), None if k in (49, 51) else 1.0) for k in range(100)]
     assert len(list(chart(line_chart("t", "1", [Series("a", many)])).iter("circle"))) == 1
-    assert "step 3\\na: nan" in (svg.get("data-hover") or "")
+    assert ("step 3", {"a": "nan"}) in numbers_under_the_pointer(svg)
 
 
 def test_many_steps_are_means_of_several() -> None:
-    points = [(float(step), float(step % 4)) for step in range(4 * MAX_POINTS)]
+    points = [(float(step), float(step % 4)) for step in range(4 * MAX_BINS)]
     text = line_chart("t", "1", [Series("a", points)])
-    (line,) = lines(chart(text))
-    assert len(line) == MAX_POINTS
+    svg = chart(text)
+    (line,) = lines(svg)
+    assert len(line) == MAX_BINS
     assert all(y == pytest.approx(1.5, abs=0.01) for _, y in line)
-    assert "(means of 4 steps)" in text
+    assert "band: lowest and highest of 4 steps" in text
+    y0, dy = axis(svg, "y")
+    (band,) = (each for each in svg.iter("polygon") if each.get("class") == "band")
+    edge = [y0 + dy * float(point.split(",")[1]) for point in (band.get("points") or "").split()]
+    assert edge == pytest.approx([3.0] * MAX_BINS + [0.0] * MAX_BINS, abs=0.01)
+    assert numbers_under_the_pointer(svg)[1] == ("steps 4 to 7", {"a": "1.500 [0.000, 3.000]"})
+
+
+def test_a_curve_of_few_points_keeps_them_beside_one_of_many() -> None:
+    many = Series("loss", [(float(step), 1.0) for step in range(10 * MAX_BINS)])
+    few = Series("validation", [(float(step), float(step)) for step in range(0, 10 * MAX_BINS, 100)])
+    shown = dict(numbers_under_the_pointer(chart(line_chart("t", "1", [many, few]))))
+    assert shown["step 300"] == {"validation": "300"} and shown["steps 300 to 309"] == {"loss": "1.000 [1.000, 1.000]"}
+
+
+def test_a_smoothed_line_lies_over_the_raw_one_and_is_the_mean_around() -> None:
+    points = [(float(step), float(step % 2)) for step in range(40)]
+    svg = chart(line_chart("t", "1", [Series("a", points, smooth=True)]))
+    raw, smoothed = lines(svg)
+    assert [each.get("class") for each in svg.iter("polyline")] == ["raw", None]
+    assert [y for _, y in raw] == pytest.approx([y for _, y in points], abs=0.01)
+    assert all(abs(y - 0.5) < 0.12 for _, y in smoothed[2:-2])  # a mean of means of three: 1/3, 2/3 in turns
+    assert numbers_under_the_pointer(svg)[11] == ("step 11", {"a": "1.000 (smooth 0.556)"})
+    assert list(svg.iter("circle")) == []
+
+
+def test_the_axis_is_cut_where_few_values_lie_far_out_and_says_so() -> None:
+    points = [(float(step), 1.0 + step % 3) for step in range(60)]
+    points[7] = (7.0, 5000.0)
+    text = line_chart("t", "1", [Series("a", points)])
+    svg = chart(text)
+    assert float([each.text or "" for each in svg.iter("text") if each.get("class") == "y"][-1]) < 10
+    (mark,) = (each for each in svg.iter("polygon") if each.get("class") == "beyond")
+    x0, dx = axis(svg, "x")
+    assert x0 + dx * float((mark.get("points") or "").split()[-1].split(",")[0]) == pytest.approx(7, abs=0.02)
+    assert "1 of 60 values lie beyond the axis (\u25b2\u25bc), up to 5000" in text
+    assert ("step 7", {"a": "5000"}) in numbers_under_the_pointer(svg), "no number is lost"
+    assert "beyond" not in line_chart("t", "1", [Series("a", points[:6])])
+
+
+def test_charts_of_a_page_may_share_their_steps() -> None:
+    svg = chart(line_chart("t", "1", [Series("a", [(5.0, 1.0), (6.0, 2.0)])], steps=(0.0, 20.0)))
+    marks = [each.text for each in svg.iter("text") if each.get("class") == "x"]
+    assert marks[0] == "0" and marks[-2:] == ["20", "step"]
 
 
 def test_several_series_have_a_legend_and_their_own_steps() -> None:
     text = line_chart("t", "nats", [Series("<a>", [(1.0, 1.0), (2.0, 2.0)]), Series("b", [(2.0, 0.0), (3.0, 1.0)])])
     assert [item.text or "".join(item.itertext()) for item in ElementTree.fromstring(text).iter("li")] == ["<a>", "b"]
-    hover = json.loads(chart(text).get("data-hover") or "")
-    assert [said for _, said in hover] == ["step 1\n<a>: 1.000", "step 2\n<a>: 2.000\nb: 0.000", "step 3\nb: 1.000"]
+    assert numbers_under_the_pointer(chart(text)) == [
+        ("step 1", {"<a>": "1.000"}), ("step 2", {"<a>": "2.000", "b": "0.000"}), ("step 3", {"b": "1.000"})
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", [[], [None, None]])
@@ -127,7 +174,7 @@ def test_bars_are_as_high_as_their_seconds_and_stand_on_one_another() -> None:
 
 def test_many_bars_are_means_and_no_seconds_are_no_chart() -> None:
     text = stacked_bars("t", "s", range(1000), [BarSeries("a", 0, [float(k % 10) for k in range(1000)])])
-    assert "(means of 10 steps)" in text
+    assert "means of 10 steps" in text
     assert [float(bar.get("data-value") or "") for bar in chart(text).iter("rect")] == [4.5] * 100
     assert stacked_bars("t", "s", [1, 2], [BarSeries("a", 0, [0.0, 0.0])]) == ""
 

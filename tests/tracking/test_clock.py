@@ -6,6 +6,7 @@ import pytest
 
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.metrics import metric_of
+from mcore_rl.tracking.timeline import PhaseSpan
 
 
 class Hand:
@@ -40,6 +41,24 @@ def test_phases_and_what_is_left_of_the_step() -> None:
         "perf/overhead_share": pytest.approx(1.5 / 8, abs=1e-15),
     }
     assert all(metric_of(key) for key in seconds)
+
+
+def test_spans_say_when_a_phase_was_open() -> None:
+    hand = Hand()
+    clock = Clock(hand)
+    hand.turn(1)
+    with clock("validate"):
+        hand.turn(1)
+        with clock("generate"):
+            hand.turn(2)
+    with clock("sync"):
+        hand.turn(0.5)
+    clock.step()
+    assert clock.spans == (
+        PhaseSpan("validate", 1.0, 4.0), PhaseSpan("validate/generate", 2.0, 4.0), PhaseSpan("sync", 4.0, 4.5)
+    )  # fmt: skip
+    clock.step()
+    assert clock.spans == ()
 
 
 def test_a_step_starts_where_the_last_one_ended() -> None:

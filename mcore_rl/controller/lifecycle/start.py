@@ -58,7 +58,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     async with AsyncExitStack() as stack:
         stack.enter_context(_one_thread())
         scorer = stack.enter_context(_scorer(config, prepared))
-        tracker = open_directory(config, prepared, stack)
+        tracker = open_directory(config, prepared, platform, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)

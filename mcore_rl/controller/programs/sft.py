@@ -137,7 +137,7 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
     platform = detect(config.trainer.device)
     planned = forecast(config, platform, prepared.models)
     async with AsyncExitStack() as stack:
-        tracker = open_directory(config, prepared, stack)
+        tracker = open_directory(config, prepared, platform, stack)
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)

@@ -1,0 +1,130 @@
+"""The curves of a report, of one run or of several over one another.
+
+All charts have the same steps on their horizontal axes, so that a page can be read down a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rl.config.role_table import ROLES
+from mcore_rl.tracking.chart_points import MIN_SMOOTHED, Series, window
+from mcore_rl.tracking.charts import line_chart
+from mcore_rl.tracking.metrics import Metric, metric_of
+from mcore_rl.tracking.page import details, text
+from mcore_rl.tracking.run_files import RecordedRun
+
+ACCURACY = "Accuracy on training prompts"
+PARTS = "reward/part/"
+# Title and keys of the charts that are always open; the other metrics have charts in a fold below.  A key that ends in
+# a slash is every metric that begins so.
+CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Loss, per trained token", ("sft/loss", "sft/val_loss")),
+    ("Reward", ("reward/mean",)),
+    ("Parts of the reward", (PARTS,)),
+    (ACCURACY, ("reward/accuracy",)),
+    ("Response length", ("response/length_mean", "response/length_max")),
+    ("Responses cut off", ("response/clip_share",)),
+    ("KL to the reference, per token", ("kl/loss",)),
+    ("KL to the reference, per response", ("kl/reward",)),
+    ("KL of the update, per token", ("actor/kl_k3",)),
+    ("Entropy", ("actor/entropy",)),
+    ("Log-prob difference, trainer and sampler", ("rollout/logprob_diff_mean",)),
+    ("Gradient norm", tuple(f"{role.name}/grad_norm" for role in ROLES.values() if role.trains)),
+    ("Learning rate", tuple(f"{role.name}/lr" for role in ROLES.values() if role.trains)),
+    ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),
+    ("Explained variance of the critic", ("value/explained_variance",)),
+    ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
+    ("Model FLOPs utilisation", ("perf/mfu", "perf/mfu_logprobs")),
+    ("TFLOP/s of a device", ("perf/tflops_per_device", "perf/tflops_per_device_logprobs")),
+)
+
+
+def curves(runs: Sequence[RecordedRun]) -> str:
+    """The section's HTML: the charts of ``CHARTS``, and those of all other metrics in a fold."""
+    known = list(dict.fromkeys(key for run in runs for key in run.metric_keys()))
+    charts = [(title, [key for each in keys for key in _members(each, known)]) for title, keys in CHARTS]
+    shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in charts if keys)]
+    open_keys = {key for _, keys in charts for key in keys}
+    rest = [key for key in known if key not in open_keys and not key.startswith("time/") and not _validates(key)]
+    others = "".join(_chart(key, (key,), runs) for key in rest)
+    section = f'<h2>Curves</h2><p class="soft">{text(_legend(runs))}</p><div class="charts">{"".join(shown)}</div>'
+    if not "".join(shown):
+        section = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
+    return section + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
+
+
+def _members(key: str, known: Sequence[str]) -> list[str]:
+    """The metrics that a key of ``CHARTS`` stands for."""
+    return [each for each in known if each.startswith(key)] if key.endswith("/") else [key]
+
+
+def _validation_chart(runs: Sequence[RecordedRun]) -> str:
+    """The chart of accuracies: from samples with intervals; from metrics for a data source without samples."""
+    series = []
+    for name, run in zip(names_of(runs), runs, strict=True):
+        prefix = f"{name}: " if len(runs) > 1 else ""
+        for source, validations in run.accuracies.items():
+            points = [(float(each.step), each.mean) for each in validations]
+            intervals = {float(each.step): each.interval for each in validations}
+            series.append(Series(prefix + source, points, intervals))
+        for key in run.metric_keys():
+            source = key.removeprefix("val/").removesuffix("/accuracy")
+            if _validates(key) and source not in run.accuracies:
+                series.append(Series(prefix + source, run.values(key)))
+    return line_chart("Validation accuracy", "share", series, whole=True, steps=_steps(runs))
+
+
+def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
+    series, row = [], _row(keys[0])
+    smooth = row is None or row.reduction != "last"  # what is set, as a rate is, has no noise
+    for name, run in zip(names_of(runs), runs, strict=True):
+        for key in keys:
+            if values := run.values(key):
+                parts = [name] if len(runs) > 1 else []
+                parts += [_label(key)] if len(keys) > 1 or not parts else []
+                series.append(Series(": ".join(parts), values, smooth=smooth))
+    note = row.help if row is not None and len(keys) == 1 else ""
+    unit = "1" if row is None else row.unit
+    return line_chart(title, unit, series, whole=title == ACCURACY, steps=_steps(runs), note=note)
+
+
+def _legend(runs: Sequence[RecordedRun]) -> str:
+    """What thin and thick lines are."""
+    count = max((len(run.steps) for run in runs), default=0)
+    if count < MIN_SMOOTHED:
+        return ""
+    return f"Thin: every step. Thick: the mean of the {window(count)} steps around each, near ones counting more."
+
+
+def _steps(runs: Sequence[RecordedRun]) -> tuple[float, float]:
+    """The first and the last step that any run has."""
+    steps = [row["step"] for run in runs for row in run.steps]
+    return (min(steps), max(steps)) if steps else (0, 0)
+
+
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
+    """Names of ``runs``; whole paths if two directories have the same name."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+
+
+def _row(key: str) -> Metric | None:
+    """The row of ``key``; None for a metric of another version."""
+    try:
+        return metric_of(key)
+    except AssertionError:
+        return None
+
+
+def _validates(key: str) -> bool:
+    row = _row(key)
+    return row is not None and row.key == "val/{data_source}/accuracy"
+
+
+def _label(key: str) -> str:
+    """The short name of ``key``; of a part of the reward its name, of a member of another family the key itself."""
+    if key.startswith(PARTS):
+        return key.removeprefix(PARTS)
+    row = _row(key)
+    return key if row is None or row.key != key else row.short

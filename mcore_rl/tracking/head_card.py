@@ -1,0 +1,229 @@
+"""The head of a report: which model, by what, on what, for how long, at what cost, and with what result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.tracking.console import duration, number
+from mcore_rl.tracking.page import text
+from mcore_rl.tracking.run_files import RecordedRun
+from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
+from mcore_rl.tracking.verdict import gain
+
+RECENT = 20  # steps, of which the mean tells how long the rest will take
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One tile.  value: in large; notes: below it.  kind: "good", "bad" or "".  wide: the result, which comes first."""
+
+    name: str
+    value: str
+    notes: Sequence[str] = ()
+    kind: str = ""
+    wide: bool = False
+
+
+def head_card(run: RecordedRun) -> str:
+    """The HTML of the title, the state and the tiles."""
+    state, kind = _state(run)
+    tiles = "".join(_tile(fact) for fact in facts(run))
+    title = f'<div class="title"><h1>{text(run.name)}</h1><span class="badge {kind}">{text(state)}</span></div>'
+    return f'{title}<dl class="facts">{tiles}</dl>'
+
+
+def facts(run: RecordedRun) -> list[Fact]:
+    """The tiles of ``run``; what its files do not tell is left out."""
+    config = _config(run)
+    made = [_result(run), _model(run, config), _algorithm(config), _data(config), _hardware(run, config), *_time(run)]
+    return [fact for fact in made if fact is not None and fact.value]
+
+
+def _tile(fact: Fact) -> str:
+    lines = "".join(f"<dd>{text(line)}</dd>" for line in (fact.value, *fact.notes) if line)
+    kinds = " ".join(filter(None, [fact.kind, "result" if fact.wide else ""]))
+    return f'<div class="{kinds}"><dt>{text(fact.name)}</dt>{lines}</div>'
+
+
+def _state(run: RecordedRun) -> tuple[str, str]:
+    """The state of the run in words, and its class of the style sheet."""
+    if run.complete:
+        return "finished", "good"
+    owner, us = read_owner(run.path / OWNER), Owner()
+    if owner is None or (owner.machine == us.machine and owner.pid == os.getpid()):
+        return "ended before its last step", ""
+    lives = owner.lives(us) if owner.machine == us.machine else None
+    if lives is None:
+        return f"belongs to a program on {owner.host}", ""
+    return ("running", "good") if lives else ("killed", "bad")
+
+
+def _result(run: RecordedRun) -> Fact | None:
+    """The verdict in a number: of the first data source, or of the validation loss."""
+    for source, validations in run.accuracies.items():
+        first, last = validations[0], validations[-1]
+        if len(validations) == 1:
+            return Fact("Validated once", f"{last.mean:.1%}", [source], wide=True)
+        change = gain(first, last)
+        sure = "more than chance" if change.significant else "may be chance"
+        notes = [f"{first.mean:.1%} to {last.mean:.1%}, {source}; {sure}"]
+        kind = ("good" if change.points > 0 else "bad") if change.significant and run.complete else ""
+        name = "Validation" if run.complete else "Validation so far"
+        return Fact(name, f"{100 * change.points:+.1f} points", notes, kind, wide=True)
+    losses = [value for _, value in run.values("sft/val_loss") if value is not None]
+    if not losses:
+        return None
+    kind = ("good" if losses[-1] < losses[0] else "bad") if len(losses) > 1 and run.complete else ""
+    notes = [f"from {number(losses[0])} nats per trained token"]
+    return Fact("Validation loss", number(losses[-1]), notes, kind, wide=True)
+
+
+def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
+    path = str(_at(config, "model.path") or "")
+    count = run.plan.get("num_parameters")
+    size = f"{count / 1e9:.1f}B" if isinstance(count, int) and count >= 1e8 else f"{(count or 0) / 1e6:.2f}M"
+    notes = [f"{size} parameters"] if count else []
+    if title := _at(config, "recipe.title"):
+        notes.append(f"recipe: {title}")
+    parts = path.rstrip("/").split("/")
+    exported = parts[-2:-1] == ["hf"]  # of another run, whose folder is before
+    return Fact("Model", "/".join(parts[-3:] if exported else parts[-2:]), notes)
+
+
+def _algorithm(config: Mapping[str, Any]) -> Fact | None:
+    estimator, loss = _at(config, "algorithm.adv_estimator"), _at(config, "actor.loss_mode")
+    rate = _at(config, "actor.optim.lr")
+    notes = [] if rate is None else [f"learning rate {float(rate):.3g}"] if isinstance(rate, int | float) else []
+    if estimator is None:
+        return Fact("Algorithm", "Supervised fine-tuning", notes) if config else None
+    notes.insert(0, f"advantages {estimator}, loss {loss}")
+    if _at(config, "algorithm.use_kl_in_reward"):
+        notes.append(f"KL in the reward, {_at(config, 'algorithm.kl_ctrl.kl_coef')}")
+    if _at(config, "actor.use_kl_loss"):
+        notes.append(f"KL in the loss, {_at(config, 'actor.kl_loss_coef')}")
+    return Fact("Algorithm", title_of(config) or str(estimator), notes)
+
+
+def title_of(config: Mapping[str, Any]) -> str:
+    """The algorithm whose estimator and loss ``config`` has, and most of whose other keys; "" if there is none."""
+    parts = ("algorithm.adv_estimator", "actor.loss_mode")
+    best, title = (1.0, 0), ""
+    for each in algorithms().values():
+        wanted = {key: _plain(setting.value) for key, setting in each.all_settings().items()}
+        if any(_at(config, key) != wanted[key] for key in parts):
+            continue
+        fixed = {key: value for key, value in wanted.items() if not (isinstance(value, str) and "${" in value)}
+        missed = sum(_at(config, key) != value for key, value in fixed.items())
+        if (rank := (missed / len(fixed), -len(fixed))) < best:
+            best, title = rank, each.title
+    return title
+
+
+def _data(config: Mapping[str, Any]) -> Fact | None:
+    train, val = (_names(_at(config, f"data.{part}_files")) for part in ("train", "val"))
+    size, draws = _at(config, "data.train_batch_size"), _at(config, "rollout.n")
+    notes = [f"validated on {val}" if val else ""]
+    if size is not None:
+        notes.append(f"{size} prompts a step, {draws} responses each" if draws else f"{size} conversations a step")
+    return Fact("Data", train, notes)
+
+
+def _hardware(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
+    machine = run.environment.get("hardware")
+    if not isinstance(machine, dict):
+        return None
+    devices, nodes = num_devices(run), run.plan.get("num_nodes") or _at(config, "trainer.nnodes") or 1
+    where = f"{nodes} node" + ("s" if nodes != 1 else "")
+    layout = _short(str(run.plan.get("layout") or ""))
+    if on_accelerator(run):
+        return Fact("Hardware", f"{devices} x {machine.get('device_name') or 'accelerators'}", [where, layout])
+    cores = f"{machine.get('cpus', '?')} cores, {machine.get('memory_gib', '?')} GiB"
+    return Fact("Hardware", str(machine.get("processor") or "CPU"), [f"{cores}, {where}", layout])
+
+
+def _short(layout: str) -> str:
+    """``layout`` without what is 1."""
+    parts = (part.split(" ", 1) if " " in part else ["", part] for part in layout.split("; "))
+    kept = ((name, ",".join(size for size in sizes.split(",") if not size.endswith("=1"))) for name, sizes in parts)
+    return "; ".join(f"{name} {sizes}".strip() for name, sizes in kept if sizes)
+
+
+def _time(run: RecordedRun) -> list[Fact]:
+    times = [value or 0.0 for _, value in run.values("time/step")]
+    reached, total = run.last_step or 0, run.total_steps
+    if not times:
+        return []
+    recent = times[-RECENT:]
+    notes = [f"{duration(sum(recent) / len(recent))} a step", _started(run)]
+    if not run.complete and total is not None:
+        notes.insert(0, f"about {duration((total - reached) * sum(recent) / len(recent))} left")
+    hours = sum(times) / 3600
+    time = Fact("Time in steps", duration(sum(times)), notes)
+    if not on_accelerator(run):
+        return [time, Fact("Cost", "no GPU hours", [f"{hours:.2g} h of this machine's CPU"])]
+    devices = num_devices(run)
+    return [time, Fact("Cost", f"{_hours(hours * devices)} GPU hours", [f"{devices} devices, while in steps"])]
+
+
+def _started(run: RecordedRun) -> str:
+    """When the run last started, to the minute."""
+    try:
+        started = datetime.fromisoformat(str(run.environment.get("started")))
+    except ValueError:
+        return ""
+    return f"started {started:%Y-%m-%d %H:%M} {started.tzname() or ''}".rstrip()
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def on_accelerator(run: RecordedRun) -> bool:
+    """Whether the run's devices are accelerators; if it did not record that, whether torch was no CPU build."""
+    machine, versions = (run.environment.get(key) or {} for key in ("hardware", "versions"))
+    if isinstance(machine, dict) and machine.get("device"):
+        return bool(machine["device"] != "cpu")
+    return not str(versions.get("torch", "+cpu") if isinstance(versions, dict) else "+cpu").endswith("+cpu")
+
+
+def num_devices(run: RecordedRun) -> int:
+    """Devices of the whole run, those of a separate rollout included."""
+    planned = run.plan.get("num_gpus")
+    if isinstance(planned, int):
+        return planned
+    config = _config(run)
+    return int(_at(config, "trainer.nnodes") or 1) * int(_at(config, "trainer.n_gpus_per_node") or 1)
+
+
+def _config(run: RecordedRun) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(run.config)
+    except yaml.YAMLError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _names(files: object) -> str:
+    """The files' last folder and name each."""
+    listed = files if isinstance(files, list) else [files] if files else []
+    return ", ".join("/".join(str(each).split("/")[-2:]) for each in listed)

@@ -1,0 +1,135 @@
+"""The samples that a report carries, and the place where its script shows them.
+
+A page cannot hold all samples of a long run.  It has those of some steps, the first, the last and every so-many-th
+between, and of each step some samples: of rollouts those with the highest score, with the lowest, and the first of the
+file; of validations the same prompts at every step.  The page says how many of how many.  Long texts lose their middle.
+
+Samples are what a model wrote: they are data of the page (JSON, in which no ``<`` stands), and the script shows them as
+text alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.tracking.before_after import SampleRow, conversation, pairs, score_of
+from mcore_rl.tracking.page import UNPRINTABLE
+from mcore_rl.tracking.run_files import RecordedRun
+from mcore_rl.tracking.samples import Kind, sample_files
+
+MAX_STEPS = 24  # of a kind
+MOST, FEWEST = 30, 3  # samples of a step, by how long they are
+MAX_BYTES = 450_000  # of a kind, as JSON
+MAX_TEXT = 3000  # characters of a prompt or a response
+COLUMNS = (
+    "data_source", "prompt_id", "prompt", "ground_truth",
+    "response", "score", "correct", "num_tokens", "finish", "error",
+)  # fmt: skip
+
+
+def sample_browser(run: RecordedRun) -> str:
+    """The section's HTML; "" if the run has no samples."""
+    prompts: dict[tuple[str, str, str, str | None], int] = {}
+    sources = [source for kind in ("validation", "rollouts") if (source := _source(run, kind, prompts))]
+    if not sources:
+        return ""
+    data = as_data({"sources": sources, "prompts": [list(prompt) for prompt in prompts]})
+    return (
+        f'<h2>Browse samples</h2><script type="application/json" id="sample-data">{data}</script>'
+        '<div id="sample-browser"><p class="soft">The page\'s script shows samples here.</p></div>'
+    )
+
+
+def as_data(value: object) -> str:
+    """``value`` as JSON that neither ends the element around it nor is markup to any parser."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def chosen_steps(steps: Sequence[int]) -> list[int]:
+    """At most ``MAX_STEPS`` of ``steps``: the first, the last, and those that a power of two divides.
+
+    As the run goes on, a step leaves only when the power doubles, so that a reader of a live page keeps his place.
+    """
+    power = 1
+    while len(kept := [step for step in steps[1:-1] if step % power == 0]) > MAX_STEPS - 2:
+        power *= 2
+    return [*steps[:1], *kept, *steps[1:][-1:]]
+
+
+def shortened(text: str) -> str:
+    """``text`` without its middle, if it is longer than ``MAX_TEXT``; printable."""
+    if len(text) > MAX_TEXT:
+        half = MAX_TEXT // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"
+    return UNPRINTABLE.sub("\ufffd", text)
+
+
+def _source(run: RecordedRun, kind: Kind, prompts: dict[tuple[str, str, str, str | None], int]) -> dict[str, Any]:
+    """The samples of one kind as plain values; {} if there are none.  prompts: grows by theirs."""
+    steps = list(sample_files(run.path, kind))
+    by_step = {step: there for step in chosen_steps(steps) if (there := run.samples(step, kind, COLUMNS))}
+    if not by_step:
+        return {}
+    counts = [len(rows) for rows in by_step.values()]
+    for most in range(MOST, FEWEST - 1, -3):
+        fresh = dict(prompts)
+        chosen = _of_prompts(by_step, most) if kind == "validation" else _by_score(by_step, most)
+        rows = [_plain(step, at, by_step[step][at], fresh) for step, places in chosen.items() for at in places]
+        size = len(as_data([rows, list(fresh)[len(prompts) :]]).encode("utf-8", "replace"))
+        if size <= MAX_BYTES:
+            break
+    prompts |= fresh
+    rule = "the same prompts at each" if kind == "validation" else "the highest scores, the lowest, and the first drawn"
+    many = max(counts) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    of_each = max(len(places) for places in chosen.values())
+    note = f"{len(by_step)} of {len(steps)} steps are on this page, of each up to {of_each} of {many} samples: {rule}."
+    return {"name": kind, "note": note, "steps": list(by_step), "rows": rows}
+
+
+def _by_score(by_step: Mapping[int, Sequence[SampleRow]], most: int) -> dict[int, list[int]]:
+    """Step -> places of its samples: a third each with the highest score, the lowest, and the first that are left."""
+    chosen = {}
+    for step, rows in by_step.items():
+        ordered = sorted(range(len(rows)), key=lambda at: -score_of(rows[at]))
+        third = most // 3
+        extreme = dict.fromkeys([*ordered[:third], *ordered[-third:]])
+        rest = [at for at in range(len(rows)) if at not in extreme]
+        chosen[step] = sorted([*extreme, *rest[: most - len(extreme)]])
+    return chosen
+
+
+def _of_prompts(by_step: Mapping[int, Sequence[SampleRow]], most: int) -> dict[int, list[int]]:
+    """Step -> places of its first samples of ``most`` prompts: those that are compared above, and the file's first."""
+    first, last = (by_step[step] for step in (min(by_step), max(by_step)))
+    told = [_prompt_of(after) for _, _, after in pairs(first, last)]
+    wanted = set(list(dict.fromkeys([*told, *map(_prompt_of, last), *map(_prompt_of, first)]))[:most])
+    chosen = {}
+    for step, rows in by_step.items():
+        places: dict[tuple[str, str], int] = {}
+        for at, row in enumerate(rows):
+            if _prompt_of(row) in wanted:
+                places.setdefault(_prompt_of(row), at)
+        chosen[step] = sorted(places.values())
+    return chosen
+
+
+def _prompt_of(row: SampleRow) -> tuple[str, str]:
+    return str(row.get("data_source")), str(row.get("prompt_id"))
+
+
+def _plain(step: int, at: int, row: SampleRow, prompts: dict[tuple[str, str, str, str | None], int]) -> list[Any]:
+    """A sample as the script reads it; ``prompts`` grows by its prompt."""
+    gold = row.get("ground_truth")
+    source, prompt_id = _prompt_of(row)
+    asked = shortened(conversation(row.get("prompt", "")))
+    key = (shortened(source), shortened(prompt_id), asked, None if gold is None else shortened(str(gold)))
+    score, correct, error = score_of(row), row.get("correct"), row.get("error")
+    return [
+        step, prompts.setdefault(key, len(prompts)), score if abs(score) < float("inf") else None,
+        None if correct is None else int(bool(correct)), row.get("num_tokens"),
+        None if row.get("finish") is None else shortened(str(row["finish"])), shortened(str(row.get("response", ""))),
+        None if error is None else shortened(str(error)), at,
+    ]  # fmt: skip

@@ -1,0 +1,103 @@
+"""Where the seconds of a run's steps go: bars of every step, shares, and when each phase of some steps was open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rl.tracking.charts import BarSeries, stacked_bars, ticks
+from mcore_rl.tracking.console import duration
+from mcore_rl.tracking.metrics import PHASES
+from mcore_rl.tracking.page import NEUTRAL, table, text
+from mcore_rl.tracking.run_files import RecordedRun
+from mcore_rl.tracking.timeline import PhaseSpan
+
+WIDTH, ROW, LABEL, RIGHT, FOOT = 420, 20, 112, 52, 26  # of a timeline, in units of its SVG
+MAX_ROWS = 24  # phases and parts of one step
+
+
+def time_section(run: RecordedRun) -> str:
+    """The section's HTML."""
+    steps = [step for step, _ in run.values("time/step")]
+    if not steps:
+        return "<h2>Time</h2><p class='soft'>No times were recorded.</p>"
+    seconds = {phase: dict(run.values(f"time/{phase}")) for phase in run.phases()}
+    parts = [
+        BarSeries(phase, list(PHASES).index(phase), [times.get(step) or 0.0 for step in steps])
+        for phase, times in seconds.items()
+    ]
+    whole = {step: value or 0.0 for step, value in run.values("time/step")}
+    named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
+    other = [max(0.0, whole[step] - spent) for step, spent in zip(steps, named, strict=True)]
+    parts.append(BarSeries("controller", NEUTRAL, other))
+    total = sum(map(sum, (part.values for part in parts))) or 1.0
+    rows = [
+        [
+            part.label,
+            duration(sum(part.values)),
+            f"{sum(part.values) / len(steps):.2f} s",
+            f"{100 * sum(part.values) / total:.1f}%",
+        ]
+        for part in parts
+    ]
+    chart = stacked_bars("Seconds of each step", "s", steps, parts)
+    shares = table(["phase", "in all", "a step", "share"], rows)
+    return f'<h2>Time</h2><div class="charts">{chart}<figure>{shares}</figure></div>{_timelines(run, whole)}'
+
+
+def _timelines(run: RecordedRun, whole: dict[int, float]) -> str:
+    """The timelines of the newest step, of the middle one by duration, and of the longest."""
+    known = sorted((step for step in whole if step > 0 and run.timeline.get(step)), key=lambda step: whole[step])
+    if not known:
+        return ""
+    picked: dict[int, list[str]] = {}
+    for step, what in (
+        (max(known), "the newest"),
+        (known[len(known) // 2], "the median by duration"),
+        (known[-1], "the longest"),
+    ):
+        picked.setdefault(step, []).append(what)
+    figures = "".join(
+        timeline(f"Step {step}", ", ".join(what), run.timeline[step], whole[step])
+        for step, what in picked.items()
+    )  # fmt: skip
+    note = "When each phase of a step was open, from its begin on; a part of a phase stands below it."
+    return f'<h3>A step, phase by phase</h3><p class="soft">{note}</p><div class="charts">{figures}</div>'
+
+
+def timeline(title: str, note: str, spans: Sequence[PhaseSpan], seconds: float) -> str:
+    """A figure with a row for each phase and part, and a bar wherever it was open.  seconds: of the step."""
+    order = {phase: index for index, phase in enumerate(PHASES)}
+    names = list(dict.fromkeys(span.phase for span in spans))
+    first = {name: min(span.start for span in spans if span.phase == name) for name in names}
+    names.sort(key=lambda name: (first[name.partition("/")[0]], name.partition("/")[0], "/" in name, first[name]))
+    names = names[:MAX_ROWS]
+    marks = ticks(0.0, seconds, 5)
+    end = max(seconds, *(span.end for span in spans))
+    height = ROW * len(names) + FOOT
+
+    def x(at: float) -> float:
+        return LABEL + at / end * (WIDTH - LABEL - RIGHT)
+
+    drawn = []
+    for mark in marks:
+        if mark <= end:
+            drawn.append(f'<line class="grid" x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="0" y2="{height - FOOT}"/>')
+            drawn.append(f'<text class="x" x="{x(mark):.1f}" y="{height - 10}">{mark:.4g} s</text>')
+    for row, name in enumerate(names):
+        mine = [span for span in spans if span.phase == name]
+        top, spent = row * ROW, sum(span.end - span.start for span in mine)
+        phase, _, part = name.partition("/")
+        colour = order.get(phase, NEUTRAL)
+        drawn.append(f'<text x="{10 if part else 0}" y="{top + 14}">{text(part or phase)}</text>')
+        for span in mine:
+            wide = max(1.0, x(span.end) - x(span.start))
+            drawn.append(
+                f'<rect class="c{colour}" x="{x(span.start):.1f}" y="{top + (6 if part else 3)}" width="{wide:.1f}" '
+                f'height="{ROW - (12 if part else 6)}" data-start="{span.start:.4g}" data-end="{span.end:.4g}"/>'
+            )
+        drawn.append(f'<text class="y" x="{WIDTH}" y="{top + 14}">{spent:.3g} s</text>')
+    label = f"{title}: phases"
+    return (
+        f"<figure><figcaption><b>{text(title)}</b> <span>{text(note)}, {text(duration(seconds))}</span></figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{text(label)}">{"".join(drawn)}</svg></figure>'
+    )
