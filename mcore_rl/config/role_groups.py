@@ -68,7 +68,7 @@ class RoleGroups:
 
     @property
     def model_directory(self) -> str:
-        """The policy's checkpoint as it is read: ``model.path`` or its copy; where changed, its view in the run directory."""
+        """The policy's checkpoint as it is read: ``model.path`` or its copy; if it is changed, a view of it."""
         return str(Path(self.trainer.default_local_dir) / MODEL_VIEW) if self.model.is_changed else self.model.directory
 
     def has_weights(self, role: Role) -> bool:

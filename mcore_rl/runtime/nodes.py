@@ -102,23 +102,27 @@ def node_problems(facts: Sequence[Facts], nodes: Sequence[str], gpus_per_node: i
 
 
 def limit_warnings(facts: Sequence[Facts], open_files: int) -> list[str]:
-    """What may not be enough, and who can raise it: one sentence for each node and limit.
+    """What may not be enough, and who can raise it: one sentence for the nodes of each limit.
 
     open_files: that the job asks for.  Locked memory counts where nodes with accelerators talk to each other: RDMA
     registers memory, and NCCL fails where it may not.
     """
-    warnings = []
+    few, little = dict[int, list[str]](), dict[int, list[str]]()
     for each in facts:
         if 0 <= each.open_files < open_files:
-            told = (
-                f"{_name(each)}: a process may have {each.open_files:,} files open, and {open_files:,} were asked for"
-            )
-            warnings.append(f"{told}. Many Ray workers need more: {_RAISE.format('LimitNOFILE', open_files)}")
+            few.setdefault(each.open_files, []).append(_name(each))
         if each.locked_bytes >= 0 and each.num_devices and len(facts) > 1:
-            told = f"{_name(each)}: a process may lock {each.locked_bytes / 2**20:,.0f} MiB of memory"
-            remedy = _RAISE.format("LimitMEMLOCK", "infinity")
-            warnings.append(f"{told}. NCCL over InfiniBand and RoCE fails at it, in ibv_reg_mr: {remedy}")
-    return warnings
+            little.setdefault(each.locked_bytes, []).append(_name(each))
+    files = [
+        f"{', '.join(names)}: a process may have {limit:,} files open, and {open_files:,} were asked for. "
+        f"Many Ray workers need more: {_RAISE.format('LimitNOFILE', open_files)}"
+        for limit, names in few.items()
+    ]
+    return files + [
+        f"{', '.join(names)}: a process may lock {limit / 2**20:,.0f} MiB of memory. "
+        f"NCCL over InfiniBand and RoCE fails at it, in ibv_reg_mr: {_RAISE.format('LimitMEMLOCK', 'infinity')}"
+        for limit, names in little.items()
+    ]
 
 
 _RAISE = "the hard limit is slurmd's, which administrators raise ({}={} in slurmd.service)"

@@ -82,6 +82,8 @@ def test_limits_that_are_too_low_are_told_with_who_can_raise_them() -> None:
     (told,) = limit_warnings([ALIKE[0], replace(ALIKE[2], open_files=4096)], 65536)
     assert told.startswith("n3: a process may have 4,096 files open, and 65,536 were asked for")
     assert "LimitNOFILE=65536 in slurmd.service" in told
+    (told,) = limit_warnings([replace(each, open_files=4096) for each in ALIKE], 65536)
+    assert told.startswith("n1, n2, n3: a process may have 4,096 files open"), "one line for all nodes"
 
 
 def test_facts_are_read_from_among_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
