@@ -3,7 +3,9 @@
     python tools/check_environment.py planned RUNG REPORT     # REPORT: what `pip install --dry-run --report` wrote
     python tools/check_environment.py installed RUNG
     python tools/check_environment.py kept RUNG    # prints constraints for pip: the builds that nothing may replace
+    python tools/check_environment.py unchanged KEPT          # KEPT: what `kept` printed; fails where one was replaced
     python tools/check_environment.py cudnn        # prints the folder of cudnn.h that torch's CUDA build brought
+    python tools/check_environment.py asked RUNG PYPROJECT    # prints of PYPROJECT what RUNG makes pip install, no more
 
 The CPU rung holds no CUDA package at all: a CUDA build of torch runs there too, but it is gigabytes larger, and the
 tests would no longer prove that nothing needs one.  And its vLLM must import: pip, which was told to take it without
@@ -14,10 +16,12 @@ mcore_rl, which is not there yet when a plan is judged.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
@@ -97,6 +101,57 @@ def kept_constraints(rung: str, versions: dict[str, str]) -> list[str]:
     return [f"{name}=={versions[name]}" for name in kept if name in versions]
 
 
+def digest(distribution: importlib.metadata.Distribution) -> str:
+    """Of the list of its files and their hashes: the same version from elsewhere has other files."""
+    listed = distribution.read_text("RECORD") or distribution.read_text("METADATA") or ""
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def kept_lines(rung: str, installed: Mapping[str, importlib.metadata.Distribution]) -> list[str]:
+    """``kept_constraints``, each with the digest of what is ``installed`` (by normalised name) as a comment."""
+    lines = kept_constraints(rung, {name: each.version for name, each in installed.items()})
+    return [f"{line}  # {digest(installed[line.partition('==')[0]])}" for line in lines]
+
+
+def replaced(kept: str, installed: Mapping[str, importlib.metadata.Distribution]) -> list[str]:
+    """What of ``kept``, as ``kept_lines`` wrote it, is no longer so: one text each."""
+    problems = []
+    for line in kept.splitlines():
+        pin, _, recorded = line.partition("  # ")
+        name = pin.partition("==")[0]
+        if name not in installed:
+            problems.append(f"{pin} is gone")
+        elif digest(installed[name]) != recorded:
+            now = f"{name}=={installed[name].version}"
+            problems.append(f"{pin} became {now}" if now != pin else f"{pin} became another build of that version")
+    return problems
+
+
+def asked(rung: str, pyproject: str) -> str:
+    """A pyproject.toml that makes pip install what ``mcore_rl[rung]`` asks for, and nothing of ours.
+
+    It stays the same, byte for byte, where anything else of ``pyproject`` changes: the version, the settings of tools.
+    """
+    read = tomllib.loads(pyproject)
+    project = read["project"]
+    lines = [
+        "[build-system]",
+        f"requires = {json.dumps(read['build-system']['requires'])}",
+        f"build-backend = {json.dumps(read['build-system']['build-backend'])}",
+        "[project]",
+        'name = "mcore_rl"',
+        'version = "0"',
+        f"requires-python = {json.dumps(project['requires-python'])}",
+        f"dependencies = {json.dumps(sorted(project['dependencies']), indent=1)}",
+        "[project.optional-dependencies]",
+        f"{rung} = {json.dumps(sorted(project['optional-dependencies'][rung]), indent=1)}",
+        "dev = []",
+        "[tool.setuptools]",
+        "packages = []",
+    ]
+    return "\n".join(lines)
+
+
 def cudnn_headers() -> Path:
     """The folder of ``cudnn.h`` in the distribution of cuDNN that torch requires.
 
@@ -141,10 +196,17 @@ def main(arguments: list[str]) -> str | None:
         print(cudnn_headers())
         return None
     what, rung = arguments[:2]
-    if what == "kept":
-        versions = {normalised(dist.name): dist.version for dist in importlib.metadata.distributions()}
-        print("\n".join(kept_constraints(rung, versions)))
+    installed = {normalised(dist.name): dist for dist in importlib.metadata.distributions()}
+    if what == "asked":
+        print(asked(rung, Path(arguments[2]).read_text()))
         return None
+    if what == "kept":
+        print("\n".join(kept_lines(rung, installed)))
+        return None
+    if what == "unchanged":
+        problems = replaced(Path(arguments[1]).read_text(), installed)
+        wanted = "Nothing may replace them: see above what pip installed, and for whom."
+        return f"\nset-up failed: {'; '.join(problems)}.\n{wanted}" if problems else None
     if what == "planned":
         report = json.loads(Path(arguments[2]).read_text())["install"]
         problem = planned_problem(
@@ -153,7 +215,7 @@ def main(arguments: list[str]) -> str | None:
     else:
         import torch  # here, because a plan is judged before torch is there
 
-        versions = {normalised(dist.name): dist.version for dist in importlib.metadata.distributions()}
+        versions = {name: each.version for name, each in installed.items()}
         problem = installed_problem(rung, versions, torch.version.cuda, torch.version.hip) or rollout_problem(rung)
     return f"\nset-up failed: {problem}.\n{remedy(rung)}" if problem else None
 

@@ -75,6 +75,7 @@ if [[ $rung == cpu ]]; then
 fi
 
 say "5/5 check"
+"$python" tools/check_environment.py unchanged "$kept"
 "$python" tools/check_environment.py installed "$rung"
 touch "$stamp"
 say "ready in ${SECONDS} s"

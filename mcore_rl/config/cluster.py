@@ -6,6 +6,7 @@ The planner reads sizes and rates, ``mcore-rl submit`` the rest.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
@@ -38,10 +39,12 @@ class ContainerConfig:
 class DoctorStep(Enum):
     """What a job does before its run (docs/doctor.md).
 
-    none: nothing.  quick, full: ``mcore-rl doctor`` over all nodes; a FAIL ends the job.  only: full, and no run.
+    none: nothing.  nodes: ``mcore-rl doctor --quick`` on every node by itself, before Ray starts.  quick, full: it
+    examines all nodes together, over Ray.  A FAIL ends the job.  only: full, and no run.
     """
 
     none = "none"
+    nodes = "nodes"
     quick = "quick"
     full = "full"
     only = "only"
@@ -91,6 +94,9 @@ class SlurmConfig:
     port: the port of the Ray head; Ray's client server takes the next one.
     join_timeout_s: seconds that all nodes have to answer, and the same again to join Ray.
     doctor: what is examined before the run.
+    stage_model: a folder on disks of the nodes' own, into which every node copies the model before Ray starts; it may
+    have variables of the node, as ``$TMPDIR``; "" is none, and the run reads ``model.path`` itself.
+    keep_staged: whether that copy stays when the job ends, and later jobs of the same user take it as it is.
     """
 
     partition: str | None = None
@@ -106,6 +112,8 @@ class SlurmConfig:
     port: Annotated[int, Interval("[1, 65534]")] = 6379
     join_timeout_s: PositiveInt = 300
     doctor: DoctorStep = DoctorStep.none
+    stage_model: str = ""
+    keep_staged: bool = False
 
 
 @dataclass(kw_only=True)
@@ -152,7 +160,9 @@ class ClusterConfig:
 
 def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
     """Every violation within ``cluster``, not looking at other groups."""
-    return check(cluster, [_memory_violations, _image_violations, _time_violations, _environment_violations])
+    return check(
+        cluster, [_memory_violations, _image_violations, _time_violations, _environment_violations, _stage_violations]
+    )
 
 
 def _memory_violations(cluster: ClusterConfig) -> list[Violation]:
@@ -180,3 +190,14 @@ def _environment_violations(cluster: ClusterConfig) -> list[Violation]:
     wrong = [name for name in cluster.environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
     remedy = "Write letters, digits and underscores"
     return [Violation("environment", name, "is no name of a variable", remedy) for name in wrong]
+
+
+def _stage_violations(cluster: ClusterConfig) -> Iterator[Violation]:
+    folder, key = cluster.slurm.stage_model, "slurm.stage_model"
+    if folder and not folder.startswith(("/", "$")):
+        yield Violation(key, folder, "is no absolute path", "Write a folder of every node's own disks, or $TMPDIR")
+    elif "$" in folder and cluster.container.engine is not Container.none:
+        problem = "has a variable, and a container needs to know the folder to mount it"
+        yield Violation(key, folder, problem, "Write the folder itself")
+    if cluster.slurm.keep_staged and not folder:
+        yield Violation("slurm.keep_staged", True, "nothing is staged", f"Write {key}=DIR, or leave it out")

@@ -68,8 +68,8 @@ class RoleGroups:
 
     @property
     def model_directory(self) -> str:
-        """The policy's checkpoint as it is read: ``model.path``, or if it is changed its view in the run directory."""
-        return str(Path(self.trainer.default_local_dir) / MODEL_VIEW) if self.model.is_changed else self.model.path
+        """The policy's checkpoint as it is read: ``model.path`` or its copy; if it is changed, a view of it."""
+        return str(Path(self.trainer.default_local_dir) / MODEL_VIEW) if self.model.is_changed else self.model.directory
 
     def has_weights(self, role: Role) -> bool:
         """Whether the key that names the role's first weights has a value."""

@@ -173,15 +173,23 @@ class PolicyModelConfig(ModelPathConfig):
 
     config_overrides: field -> value instead of the file's.  ignore_fields: fields that are read as if the file lacked
     them; for those that change nothing.
+    staged: a copy of ``path`` on every node's own disk, which is read in its place (``cluster.slurm.stage_model`` makes
+    it and writes this); "" is none.
     """
 
     config_overrides: dict[str, Any] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
+    staged: InputDirectory = ""
 
     @property
     def is_changed(self) -> bool:
         """Whether the checkpoint is read with another config.json than its own."""
         return bool(self.config_overrides or self.ignore_fields)
+
+    @property
+    def directory(self) -> str:
+        """Where its files are read: the copy that was staged, or ``path``."""
+        return self.staged or self.path
 
 
 @dataclass(kw_only=True)

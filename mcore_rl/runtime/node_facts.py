@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -35,7 +36,9 @@ def facts_here(node: str, device: Device, marker: Path, listen: str | None) -> F
     node: its name in Slurm.  device: the kind of accelerators that the job wants.  marker: a file that the first node
     wrote into the run directory.  listen: HOST:PORT at which Ray's head will listen here; None on the other nodes.
     """
+    locked, files = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     known: dict[str, Any] = dict(node=node, host=socket.gethostname(), sees_run=_appears(marker))
+    known |= dict(locked_bytes=locked, open_files=files)
     try:
         platform = detect(device)
     except McoreRLError as error:

@@ -47,6 +47,7 @@ class Facts:
     sees_run: whether it sees the run directory that the first node made.
     port_taken: why Ray's head cannot listen on its port; "" if it can, and on the other nodes.
     environment: variables that Ray must be started with; None means unset.
+    locked_bytes, open_files: what a process of the job may lock of memory and hold open, at most; negative: no limit.
     """
 
     node: str
@@ -61,6 +62,8 @@ class Facts:
     sees_run: bool = True
     port_taken: str = ""
     environment: dict[str, str | None] = field(default_factory=dict)
+    locked_bytes: int = -1
+    open_files: int = -1
 
 
 class NodesError(McoreRLError):
@@ -97,6 +100,32 @@ def node_problems(facts: Sequence[Facts], nodes: Sequence[str], gpus_per_node: i
         problems += _different(what, alike, value)
     return problems
 
+
+def limit_warnings(facts: Sequence[Facts], open_files: int) -> list[str]:
+    """What may not be enough, and who can raise it: one sentence for the nodes of each limit.
+
+    open_files: that the job asks for.  Locked memory counts where nodes with accelerators talk to each other: RDMA
+    registers memory, and NCCL fails where it may not.
+    """
+    few, little = dict[int, list[str]](), dict[int, list[str]]()
+    for each in facts:
+        if 0 <= each.open_files < open_files:
+            few.setdefault(each.open_files, []).append(_name(each))
+        if each.locked_bytes >= 0 and each.num_devices and len(facts) > 1:
+            little.setdefault(each.locked_bytes, []).append(_name(each))
+    files = [
+        f"{', '.join(names)}: a process may have {limit:,} files open, and {open_files:,} were asked for. "
+        f"Many Ray workers need more: {_RAISE.format('LimitNOFILE', open_files)}"
+        for limit, names in few.items()
+    ]
+    return files + [
+        f"{', '.join(names)}: a process may lock {limit / 2**20:,.0f} MiB of memory. "
+        f"NCCL over InfiniBand and RoCE fails at it, in ibv_reg_mr: {_RAISE.format('LimitMEMLOCK', 'infinity')}"
+        for limit, names in little.items()
+    ]
+
+
+_RAISE = "the hard limit is slurmd's, which administrators raise ({}={} in slurmd.service)"
 
 SAME: Mapping[str, Callable[[Facts], str]] = {
     "accelerator": lambda facts: facts.device_name,
@@ -198,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--facts", type=Path, required=True, help="what node_facts wrote")
     check.add_argument("--gpus", type=int, required=True, help="that each must have")
     check.add_argument("--marker", type=Path, required=True)
+    check.add_argument("--open-files", type=int, default=0, help="that a process of the job is to have")
     check.add_argument("nodes", nargs="+")
     environment = commands.add_parser("environment", help="shell lines for what Ray is started with")
     environment.add_argument("--facts", type=Path, required=True)
@@ -221,7 +251,7 @@ def _run(chosen: argparse.Namespace) -> list[str]:
         return shell_lines(environment)
     if problems := node_problems(facts, chosen.nodes, chosen.gpus, chosen.marker):
         raise NodesError("\n".join(["these nodes cannot run together:", *(f"  - {each}" for each in problems)]))
-    return []
+    return [f"warning: {each}" for each in limit_warnings(facts, chosen.open_files)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

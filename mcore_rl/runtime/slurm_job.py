@@ -113,6 +113,12 @@ def _violations(job: Job) -> list[Violation]:
         problem = "a job that is queued again would begin anew"
         remedy = "Leave it out, or write cluster.slurm.requeue=false"
         violations.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
+    if cluster.slurm.stage_model and run.model.is_changed:
+        problem = (
+            "is for a model that is read as it is; with another config.json a view of it is read, in the run directory"
+        )
+        remedy = "Leave it out, or write the change into a config.json of your own, beside links to the weights"
+        violations.append(Violation("cluster.slurm.stage_model", cluster.slurm.stage_model, problem, remedy))
     if violations or not is_known(run):
         return violations
     planned = plan(run, run_model(run), cluster)
@@ -168,6 +174,9 @@ def render(job: Job) -> str:
         "device": cluster.device.value,
         "join_timeout_s": slurm.join_timeout_s,
         "doctor": slurm.doctor.value,
+        "model": shlex.quote(str(job.directory / job.run.model.path)),
+        "stage_under": shlex.quote(slurm.stage_model),
+        "keep_staged": "yes" if slurm.keep_staged else '""',
         "cluster": shlex.quote(str(job.logs / CLUSTER)),
         "command": " \\\n    ".join(
             ['"$python" -m mcore_rl.cli ' + shlex.join([program, *config]), *map(shlex.quote, job.overrides)]
@@ -199,6 +208,7 @@ def _container(job: Job) -> tuple[list[str], list[str]]:
     """
     wanted = job.cluster.container
     places = ["/tmp", str(job.directory), str(job.run_directory), str(job.recipe.parent)]
+    places += [staged] if (staged := job.cluster.slurm.stage_model) else []
     mounts = list(dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in [*places, *wanted.mounts]))
     if wanted.engine is Container.pyxis:
         inside = f"--container-workdir={job.directory}"

@@ -11,7 +11,6 @@ import json
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
@@ -22,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.house.test_pins import BASE, EXTRAS, locked
+from tests.support.wheels import wheel
 from tools.check_environment import cuda_packages, kept_constraints
 from tools.record_requirements import PYTHONS, RECORD, resolve
 
@@ -105,21 +105,6 @@ def test_uv_resolves_the_rung_from_the_index(rung: str, python: str) -> None:
 
 
 # ---- nothing replaces the build that is there ----
-
-
-def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
-    """A wheel of nothing but its metadata."""
-    info = f"{name}-{version}.dist-info"
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {line}" for line in requires),
-    ]
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", "\n".join([*lines, ""]))
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
 
 
 @pytest.mark.tier("test")

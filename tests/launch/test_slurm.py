@@ -6,9 +6,13 @@ The tiny task of ``tests/support/run_task.py`` runs over two nodes, one training
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
@@ -49,13 +53,98 @@ def assert_complete(job: SlurmJob, restarts: int, steps: int = 3) -> None:
 
 
 def test_a_run_over_two_nodes_ends_well(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
-    """The one job of the tier `test`."""
-    job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=2")
-    job.until(job.steps)
+    """The one job of the tier `test`: a node with a low limit, and a model that is copied to the nodes first."""
+    model, disk = tmp_path / "model", tmp_path / "disk"
+    shutil.copytree(task / "model", model)
+    staged = [f"model.path={model}", f"cluster.slurm.stage_model={disk}"]
+    with open_files_of(slurm.daemon("n2"), LOW, LOW), open_files_of(os.getpid(), 1024):
+        job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=2", *staged)
+        job.until(lambda: job.log.count(f"{disk}/mcore-rl-{job.id}-model") == 2)  # one of them made it: a disk for both
+        (model / "model.safetensors").write_bytes(b"whoever reads this now fails")
+        job.until(job.steps)
     assert sorted(job.hosts()) == ["n1", "n2"], "one training process on each node"
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert open_files_of_ray(job) == {"n1": min(most, 65536), "n2": LOW}
     assert_complete(job, restarts=0, steps=2)
+    assert re.search(rf"n2 \([^)]*\): a process may have {LOW:,} files open, and 65,536 were asked for", job.log)
     logs = job.run / "logs" / "slurm" / f"{job.id}.0"
     assert "Ray runtime started" in (logs / "n2.log").read_text()
+    identity = json.loads((job.run / "checkpoints" / "step_2" / "run.json").read_text())
+    assert identity["config"]["model"]["path"] == str(model), "who the run is does not depend on where it ran"
+    assert list(disk.iterdir()) == []
+
+
+LOW = 8192
+
+
+@contextmanager
+def open_files_of(process: int, soft: int, hard: int | None = None) -> Iterator[None]:
+    """Within: ``process``, and what it starts, may have so many files open."""
+    before = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (soft, before[1] if hard is None else hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(process, resource.RLIMIT_NOFILE, before)
+
+
+def open_files_of_ray(job: SlurmJob) -> dict[str, int]:
+    """node -> that its raylet may have open."""
+    found = {}
+    for each in processes_with("SLURM_JOB_ID", job.id):
+        with suppressed():
+            if each.name() == "raylet":
+                found[each.environ()["SLURMD_NODENAME"]] = resource.prlimit(each.pid, resource.RLIMIT_NOFILE)[0]
+    return found
+
+
+@pytest.mark.tier("full")
+def test_every_node_is_examined_before_ray_starts_and_an_ill_one_ends_the_job(
+    slurm: SlurmCluster, task: Path, tmp_path: Path
+) -> None:
+    more = ["cluster.slurm.doctor=nodes", "cluster.host_memory_gib=9999"]
+    job = slurm.start(task, tmp_path / "run", *more)
+    facts = job.finish()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0"), job.log
+    assert "no run was started on n1 n2: mend what the doctor calls FAIL" in job.log
+    assert job.log.count("host_memory_gib=9999, and the node has ") == 2, "each node's own table"
+    assert not (job.run / "logs" / "slurm" / f"{job.id}.0" / "n1.log").exists() and "Ray runs on all" not in job.log
+    assert job.left() == []
+
+
+@pytest.mark.tier("full")
+def test_a_run_on_nodes_that_are_well_leaves_the_copy_that_it_is_told_to_keep(
+    slurm: SlurmCluster, task: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "my disks"
+    keep = [f"cluster.slurm.stage_model='{disk}'", "cluster.slurm.keep_staged=true", "cluster.slurm.doctor=nodes"]
+    job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=1", *keep)
+    assert_complete(job, restarts=0, steps=1)
+    for node in ("n1", "n2"):
+        values = json.loads((job.run / "doctor" / node / "doctor.json").read_text())
+        assert values["num_nodes"] == 1 and "FAIL" not in {each["verdict"] for each in values["diagnoses"]}
+    (copy,) = disk.iterdir()
+    assert {each.name: each.read_bytes() for each in copy.iterdir()} == {
+        each.name: each.read_bytes() for each in (task / "model").iterdir()
+    }
+
+
+@pytest.mark.tier("full")
+def test_copies_that_not_all_nodes_could_make_are_removed_and_the_job_ends(
+    slurm: SlurmCluster, task: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "n2").touch()
+    job = slurm.start(task, tmp_path / "run", f"cluster.slurm.stage_model='{tmp_path}/$SLURMD_NODENAME'")
+    facts = job.finish()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "2:0"), job.log
+    assert f"n2: error: 1 problem in the configuration:\n  - cluster.slurm.stage_model={tmp_path}/n2: " in job.log
+    assert "no run was started: the model could not be copied to every node" in job.log
+    assert list((tmp_path / "n1").iterdir()) == [] and "Ray runs on all" not in job.log
+    (tmp_path / "n2").unlink()
+    job = slurm.start(task, tmp_path / "again", f"cluster.slurm.stage_model='{tmp_path}/$SLURMD_NODENAME'")
+    assert job.finish()["ExitCode"] == "2:0"
+    assert "/$SLURMD_NODENAME is not one folder on all nodes: " in job.log
+    assert [*(tmp_path / "n1").iterdir(), *(tmp_path / "n2").iterdir()] == []
 
 
 @pytest.mark.tier("full")

@@ -101,12 +101,30 @@ def test_the_doctor_is_a_step_where_the_cluster_asks_for_it(tmp_path: Path) -> N
     script = render(job(tmp_path, "cluster.slurm.doctor=quick"))
     assert "doctor=quick #" in script
     assert f"-m mcore_rl.cli doctor --cluster {tmp_path}/run/logs/slurm/cluster.yaml " in script
-    assert "expected one of [none, quick, full, only]" in refusal(tmp_path, *PLAIN, "cluster.slurm.doctor=fast")
+    assert "expected one of [none, nodes, quick, full, only]" in refusal(tmp_path, *PLAIN, "cluster.slurm.doctor=fast")
+
+
+def test_the_model_is_staged_where_the_cluster_asks_for_it(tmp_path: Path) -> None:
+    plain = render(job(tmp_path, "model.path=models/m"))
+    assert f"export model={tmp_path}/models/m stage_under='' #" in plain and 'keep_staged=""\n' in plain
+    script = render(job(tmp_path, "cluster.slurm.stage_model=$TMPDIR", "cluster.slurm.keep_staged=true"))
+    assert " stage_under='$TMPDIR' #" in script and "keep_staged=yes\n" in script, "each node's own"
+    contained = ["cluster.container.engine=pyxis", "cluster.container.image=img.sqsh"]
+    script = render(job(tmp_path, "cluster.slurm.stage_model=/nvme/rl", *contained))
+    assert ",/nvme/rl:/nvme/rl" in script, "a container must see it"
+    said = refusal(tmp_path, *PLAIN, "cluster.slurm.stage_model=$TMPDIR", *contained)
+    assert "slurm.stage_model=$TMPDIR: has a variable, and a container needs to know the folder" in said
+    said = refusal(tmp_path, *PLAIN, "cluster.slurm.stage_model=nvme")
+    assert "slurm.stage_model=nvme: is no absolute path. Write a folder of every node's own disks" in said
+    assert "slurm.keep_staged=True: nothing is staged" in refusal(tmp_path, *PLAIN, "cluster.slurm.keep_staged=true")
+    said = refusal(tmp_path, *PLAIN, "cluster.slurm.stage_model=/nvme", "model.ignore_fields=[use_cache]")
+    assert "cluster.slurm.stage_model=/nvme: is for a model that is read as it is" in said
 
 
 def test_every_script_is_sound_bash(tmp_path: Path) -> None:
     awkward = ["custom_reward_function.path='a $b.py'", "cluster.slurm.requeue=false", "cluster.slurm.qos=high"]
-    for more in (["cluster.slurm.doctor=full"], [], awkward):
+    staged = ["cluster.slurm.stage_model='/my disks/rl'", "cluster.slurm.doctor=nodes"]
+    for more in (["cluster.slurm.doctor=full"], [], staged, awkward):
         path = tmp_path / "script"
         path.write_text(render(job(tmp_path, *more)))
         subprocess.run(["bash", "-n", str(path)], check=True)

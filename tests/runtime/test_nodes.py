@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from mcore_rl.runtime.nodes import Facts, NodesError, main, node_problems, read_facts, shell_lines, wait_for
+from mcore_rl.runtime.nodes import (
+    Facts,
+    NodesError,
+    limit_warnings,
+    main,
+    node_problems,
+    read_facts,
+    shell_lines,
+    wait_for,
+)
 
 MARKER = Path("/run/here")
 GOOD = Facts(
@@ -59,6 +68,22 @@ def test_all_problems_are_told_at_once_and_a_broken_node_only_once() -> None:
     told = problems(replace(ALIKE[0], num_devices=4), broken, replace(ALIKE[2], python="3.12.1", version="2"))
     assert [each.partition(" ")[0] for each in told] == ["n1", "n2", "n3", "n3"]
     assert told[1] == "n2 (elsewhere): device=rocm: torch 2.13.0 is built for cpu"
+
+
+def test_limits_that_are_too_low_are_told_with_who_can_raise_them() -> None:
+    assert limit_warnings([replace(each, open_files=65536) for each in ALIKE], 65536) == []
+    assert limit_warnings(ALIKE, 65536) == [], "no limit at all"
+    locked = replace(ALIKE[1], locked_bytes=64 * 2**20)
+    (told,) = limit_warnings([ALIKE[0], locked], 65536)
+    assert told.startswith("n2: a process may lock 64 MiB of memory. NCCL over InfiniBand and RoCE fails at it")
+    assert told.endswith("administrators raise (LimitMEMLOCK=infinity in slurmd.service)")
+    assert limit_warnings([locked], 65536) == [], "one node sends nothing over a network"
+    assert limit_warnings([replace(each, num_devices=0, locked_bytes=1) for each in ALIKE], 65536) == []
+    (told,) = limit_warnings([ALIKE[0], replace(ALIKE[2], open_files=4096)], 65536)
+    assert told.startswith("n3: a process may have 4,096 files open, and 65,536 were asked for")
+    assert "LimitNOFILE=65536 in slurmd.service" in told
+    (told,) = limit_warnings([replace(each, open_files=4096) for each in ALIKE], 65536)
+    assert told.startswith("n1, n2, n3: a process may have 4,096 files open"), "one line for all nodes"
 
 
 def test_facts_are_read_from_among_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

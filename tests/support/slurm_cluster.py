@@ -91,9 +91,13 @@ class SlurmCluster:
         assert match, done.stdout
         return SlurmJob(self, match[1], run)
 
+    def daemon(self, node: str) -> int:
+        """The id of the process whose children are the steps of jobs on ``node``."""
+        return int((self.directory / f"slurmd-{node}.pid").read_text())
+
     def lose(self, node: str) -> None:
         """Kill everything of a node, as when its power fails."""
-        daemon = psutil.Process(int((self.directory / f"slurmd-{node}.pid").read_text()))
+        daemon = psutil.Process(self.daemon(node))
         below = daemon.children(recursive=True)
         for each in [daemon, *below, *processes_with("SLURMD_NODENAME", node)]:
             with suppressed():

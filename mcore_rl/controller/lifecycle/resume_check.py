@@ -28,8 +28,14 @@ RUN = "run.json"
 JUDGES = ("custom_reward_function.path", "reward_model.model.path", "reward_model.model", "data.val_files")
 MEANT = ". If the change is meant, name the checkpoint: trainer.resume_mode=path trainer.resume_from_path="
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"
-# Keys of places only: the run directory, the checkpoint to resume from, the Ray cluster.
-NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path", "ray_init.")
+# Keys of places only: the run directory, the checkpoint to resume from, a copy of the model, the Ray cluster.
+NOT_COMPARED = (
+    "trainer.default_local_dir",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "model.staged",
+    "ray_init.",
+)
 # The keys of what has no key of its own.
 KEYS = {TOKENIZER: "model.tokenizer_path", TEMPLATE: "model.tokenizer_path"}
 MAX_FILES = 3

@@ -115,7 +115,7 @@ def work_of(config: GenerateConfig, prompts: PromptSet) -> dict[str, Any]:
 
 def model_directory(config: GenerateConfig) -> Path:
     """The checkpoint as it is read: ``model.path``, or where it is changed its view among the logs."""
-    return logs_beside(Path(config.out)) / MODEL_VIEW if config.model.is_changed else Path(config.model.path)
+    return logs_beside(Path(config.out)) / MODEL_VIEW if config.model.is_changed else Path(config.model.directory)
 
 
 def logs_beside(out: Path) -> Path:
