@@ -39,7 +39,7 @@ SMALLER = (
         "total_training_steps", "val_before_train",
     )),
     *(f"{role}.{key}" for role in ("actor", "critic") for key in (
-        "parallel", "device", "precision", "microbatch_tokens", "ppo_mini_batch_size",
+        "parallel", "device", "precision", "microbatch_tokens", "ppo_mini_batch_size", "optim.lr_warmup_steps",
     )),
 )  # fmt: skip
 STEPS = 2
@@ -109,7 +109,8 @@ def shadow(run: RunConfig | SftConfig, family: str, task: Path, directory: Path)
         f"trainer.default_local_dir={directory}",
     ]
     if isinstance(run, SftConfig):
-        return [*overrides, f"data.max_length={PROMPT_TOKENS + RESPONSE_TOKENS}"]
+        warmup = f"actor.optim.lr_warmup_steps={min(run.actor.optim.lr_warmup_steps, STEPS - 1)}"
+        return [*overrides, f"data.max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", warmup]
     return [*overrides, *_of_run(run, world_size), f"custom_reward_function.path={task}/reward.py"]
 
 
