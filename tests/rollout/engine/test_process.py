@@ -65,6 +65,9 @@ def test_no_process_outlives_the_program(mode: str, tmp_path: Path, processes: N
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             if mode == "stopped":
+                while not is_guarded(leader):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
                 os.kill(leader, signal.SIGSTOP)
             parent.send_signal(signal.SIGKILL)
         parent.wait(30)
