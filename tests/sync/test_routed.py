@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -140,6 +141,10 @@ def take_part(member: int, transport: RoutedTransport, victim: int, reports: Pat
     except SyncError as error:
         report = str(error)
     (reports / str(member)).write_text(report)
+    deadline, living = time.monotonic() + 120, 8 - (victim >= 0)
+    while len(list(reports.iterdir())) < living:  # as in a run, whose processes outlive an update that failed
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def take_part_on_devices(member: int, transport: RoutedTransport, careless: bool, reports: Path) -> None:
