@@ -27,10 +27,9 @@ SLICE = (
 WHOLE_RUNS = ("tests/test_cli.py", "tests/e2e/test_secrets.py")
 
 
+@pytest.mark.tier("full")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "paths", [SLICE, pytest.param(WHOLE_RUNS, marks=pytest.mark.tier("full"))], ids=["quick", "runs"]
-)
+@pytest.mark.parametrize("paths", [SLICE, WHOLE_RUNS], ids=["quick", "runs"])
 def test_a_slice_of_the_gate_passes(paths: tuple[str, ...], processes: None) -> None:
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier=test", *paths]
     command, environment = under_hostile_parent(pytest_command)

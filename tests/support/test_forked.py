@@ -147,6 +147,7 @@ def test_a_server_that_was_killed_is_replaced() -> None:
     assert len(run_ranks(end, 2, ("well",))) == 2
 
 
+@pytest.mark.tier("full")
 def test_a_forked_engine_computes_in_a_process_like_a_fresh_one_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,11 +101,12 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
 
 def _cosines_and_sines(rotary: Any) -> Tensor:
     """The rows by position that ``rotary`` looks up; longrope has two sets of them, and uses one (forward)."""
+    rows: Tensor
     if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
         rows, trained = rotary.long_short_cos_sin_cache, rotary.original_max_position_embeddings
         return rows[trained:] if rotary.use_long_rope else rows[:trained]
-    table: Tensor = rotary.cos_sin_cache
-    return table
+    rows = rotary.cos_sin_cache
+    return rows
 
 
 def _routing_fields(runner: Any) -> dict[str, Value]:
