@@ -34,7 +34,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.rules import HfTensor
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
-from tests.support import checkpoints, models
+from tests.support import checkpoints, hf_reference, models
 from tests.support.transformer_engine_stub import import_transformer_engine
 
 WORLD_SIZE = 4
@@ -104,7 +104,8 @@ def write_checkpoints(options: Options) -> None:
     """One of each bridge and family, in bfloat16; a router's bias in float32, as DeepSeek publishes it."""
     for bridge, family in options.cases():
         directory = options.scratch / bridge / family
-        checkpoints.write_model(MODELS[bridge][family], directory, torch.bfloat16)
+        reference = hf_reference.build(MODELS[bridge][family], torch.bfloat16)
+        reference.save_pretrained(directory, max_shard_size="100KB")  # in several files: mbridge asks their index
         for path in directory.glob("*.safetensors"):
             held = load_file(path)
             biases = {name: torch.randn(bias.shape) for name, bias in held.items() if name.endswith(ROUTER_BIAS)}

@@ -39,14 +39,7 @@ WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not 
 
 def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard_size: str = "100KB") -> PreTrainedModel:
     """Save a checkpoint of family ``name``, in several shards, with the files that stand beside one."""
-    return write_model(MODELS[name], directory, dtype, shard_size)
-
-
-def write_model(
-    model: ModelConfig, directory: Path, dtype: torch.dtype = torch.float32, shard_size: str = "100KB"
-) -> PreTrainedModel:
-    """``write`` for any model."""
-    reference = hf_reference.build(model, dtype)
+    reference = hf_reference.build(MODELS[name], dtype)
     reference.save_pretrained(directory, max_shard_size=shard_size)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     (directory / "chat_template.jinja").write_text("{{ messages }}")
