@@ -19,7 +19,7 @@ import pytest
 from mcore_rl.families.registry import FAMILIES
 from tests.house.source import ROOT
 from tests.support import checkpoints
-from tests.support.bridges import LIKE, MODELS, VERSIONS, WORLD_SIZE, layouts
+from tests.support.bridge_cases import LIKE, MODELS, VERSIONS, WORLD_SIZE, layouts
 from tests.support.transformer_engine_stub import VERSION as TRANSFORMER_ENGINE_VERSION
 
 BRIDGES = Path(sys.prefix) / "bridges"
@@ -116,7 +116,7 @@ def test_every_family_is_asked_about_or_has_no_bridge() -> None:
     for bridge, of_bridge in MODELS.items():
         asked_about = {LIKE.get(name, name) for name in of_bridge}
         undecided = FAMILIES.keys() - asked_about - UNKNOWN[bridge]
-        assert not undecided, f"{bridge}: MODELS of tests/support/bridges.py asks about them, or UNKNOWN has them"
+        assert not undecided, f"{bridge}: tests/support/bridge_cases.py asks about them, or UNKNOWN has them"
         assert asked_about | UNKNOWN[bridge] == FAMILIES.keys()
         assert not of_bridge.keys() & UNKNOWN[bridge]
 

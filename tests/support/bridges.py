@@ -3,8 +3,8 @@
     python -m tests.support.bridges BRIDGES TRANSFORMER_ENGINE SCRATCH [--families llama ...] [--swap k_proj=v_proj ...]
 
 BRIDGES, TRANSFORMER_ENGINE: folders that ``pip install --no-deps --target`` made (``tools/set_up.sh``).  SCRATCH: an
-empty folder, for the checkpoints that are read.  --families: of ``MODELS``; all unless given.  --swap: our table has
-each of two sources in the other's place, to show what a mistake looks like.
+empty folder, for the checkpoints that are read.  --families: of ``bridge_cases``; all unless given.  --swap: our table
+has each of two sources in the other's place, to show what a mistake looks like.
 
 The models are GPTModels of Transformer Engine's layers, the only ones whose names both bridges know: its Python is
 real, its compiled half a stub.  The bridges read the files, split, scatter over gloo, gather and name with their own
@@ -34,36 +34,13 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.rules import HfTensor
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
-from tests.support import checkpoints, hf_reference, models
 from tests.support.transformer_engine_stub import import_transformer_engine
 
-WORLD_SIZE = 4
-LAYOUTS = ("", "tp=2,pp=2", "tp=4", "pp=2,vpp=2")  # tp=4: twice the key/value heads
-EXPERT_LAYOUTS = ("", "pp=2,vpp=2,ep=2", "tp=2,pp=2,ep=2,etp=1", "tp=2,ep=2,etp=2")
 UNSET = 7.0  # in every parameter before it is loaded
 ROUTER_BIAS = "e_score_correction_bias"
 
 Chunks = list[torch.nn.Module]
 Weights = dict[str, Tensor]
-
-VERSIONS = {"mbridge": "0.15.1", "megatron-bridge": "0.3.1"}
-
-_BOTH = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")
-_SHARED = {name: checkpoints.MODELS[name] for name in _BOTH} | {"moonlight": models.deepseek_v3(q_lora_rank=None)}
-_MEGATRON_BRIDGE = ("mistral", "deepseek_v2", "olmoe", "gemma2", "gemma3_text")
-LIKE = {"moonlight": "deepseek_v3"}  # a model of which family it is
-# The models of each bridge.  Megatron-Bridge pads no vocabulary: its loading refuses one that does not divide.
-MODELS: dict[str, dict[str, ModelConfig]] = {
-    "mbridge": _SHARED
-    | {
-        "mixtral": checkpoints.MODELS["mixtral"],
-        "qwen2_moe": replace(models.qwen2_moe(()), head_dim=12),  # its bridge knows no layer without experts
-    },
-    "megatron-bridge": {
-        name: replace(model, vocab_size=104)
-        for name, model in (_SHARED | {name: checkpoints.MODELS[name] for name in _MEGATRON_BRIDGE}).items()
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -78,6 +55,8 @@ class Options:
 
     def cases(self) -> Iterator[tuple[str, str]]:
         """(bridge, family)."""
+        from tests.support.bridge_cases import MODELS
+
         for bridge, of_bridge in MODELS.items():
             yield from ((bridge, name) for name in of_bridge if not self.families or name in self.families)
 
@@ -102,6 +81,9 @@ class Outcome:
 
 def write_checkpoints(options: Options) -> None:
     """One of each bridge and family, in bfloat16; a router's bias in float32, as DeepSeek publishes it."""
+    from tests.support import hf_reference
+    from tests.support.bridge_cases import MODELS
+
     for bridge, family in options.cases():
         directory = options.scratch / bridge / family
         reference = hf_reference.build(MODELS[bridge][family], torch.bfloat16)
@@ -110,12 +92,6 @@ def write_checkpoints(options: Options) -> None:
             held = load_file(path)
             biases = {name: torch.randn(bias.shape) for name, bias in held.items() if name.endswith(ROUTER_BIAS)}
             save_file(held | biases, path, metadata={"format": "pt"})
-
-
-def layouts(model: ModelConfig) -> Iterator[str]:
-    """Those of its kind; a norm over all heads is split over tensor ranks by us, and held whole by Megatron-Bridge."""
-    of_kind = LAYOUTS if model.moe is None else EXPERT_LAYOUTS
-    return (layout for layout in of_kind if not (model.joint_qk_norm and "tp=" in layout))
 
 
 # ---- what a rank does ----
@@ -179,12 +155,15 @@ def measure(rank: Rank, options: Options) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     import_transformer_engine(options.transformer_engine)  # before Megatron is imported, which looks for it then
     sys.path.append(options.bridges)
+    with pretended_accelerator():
+        import mcore_rl.training.model  # noqa: F401  # and Megatron, which asks Transformer Engine what it has
 
     from mcore_rl.config.engine import Device
     from mcore_rl.config.parallel import parse_layout
     from mcore_rl.parallel.device import detect, device_of
     from mcore_rl.parallel.groups import destroy_groups, init_groups
     from mcore_rl.parallel.layout import Layout
+    from tests.support.bridge_cases import MODELS, WORLD_SIZE, layouts
 
     platform = detect(Device.cpu)
     rank.init_process_group(platform)
@@ -226,7 +205,7 @@ def compared(bridge: str, directory: Path, swap: Sequence[str], parallel: Any, g
     from mcore_rl.weights.table import Table
 
     family, model = model_of(json.loads((directory / "config.json").read_text()))
-    table = Table(swapped(family, swap), model, parallel, WORLD_SIZE)
+    table = Table(swapped(family, swap), model, parallel, groups.layout.world_size)
     ours, theirs = (built(model, parallel, groups) for _ in range(2))
     with HfCheckpoint.open(directory) as checkpoint:
         load_hf(ours, checkpoint, table, groups.rank)
@@ -267,13 +246,17 @@ def built(model: ModelConfig, parallel: Any, groups: Any) -> Chunks:
     lacks = transformer_engine_lacks(model, parallel)
     spec = LayerSpec.local if lacks else LayerSpec.transformer_engine
     config = transformer_config(model, parallel, EngineConfig(precision=Precision.bfloat16), spec)
-    # Transformer Engine's modules ask for an accelerator when they are made.
-    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+    with pretended_accelerator():
         chunks: Chunks = build_chunks(model, config, parallel, spec, groups, head=Head.lm)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.fill_(UNSET)
     return chunks
+
+
+def pretended_accelerator() -> Any:
+    """Transformer Engine asks for one when it is imported, and when its modules are made."""
+    return mock.patch.object(torch.cuda, "is_available", return_value=True)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -298,6 +281,8 @@ def main() -> None:
     for name in ("--families", "--swap"):
         parser.add_argument(name, nargs="+", default=())
     options = Options(**vars(parser.parse_args()))
+    from tests.support.bridge_cases import WORLD_SIZE
+
     write_checkpoints(options)
     ranks = run_ranks(measure, WORLD_SIZE, (options,))
     outcomes = [outcome for report in ranks for outcome in report["outcomes"]]
