@@ -28,7 +28,7 @@ from mcore_rl.errors import ConfigError, WeightMapError
 from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
-from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage
+from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage, replicated_qkv
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
@@ -289,9 +289,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
     if rule.layers is Layers.dense and without_dense:
         return "the family has experts in every layer, so the rule makes nothing"
     known = {
-        "layout": "no axis cuts it, and its one shard is the whole tensor" if rule.axis is Axis.none
-        else "it cuts one tensor, whose rows the shards divide evenly, into the same ranges" if len(rule.hf) == 1
-        and not isinstance(rule.layout, Sections) else None,
+        "layout": _why_layout_unchanged(rule, models),
         "dim": "no axis cuts it, so no dimension is divided" if rule.axis is Axis.none else None,
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
         "layers": "the family's layers are all of one kind, or the rule is outside the layers"
@@ -304,6 +302,16 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "only": "every model of the family has the rule" if rule.only in (tied, untied) else None,
     }  # fmt: skip
     return known.get(mutant.part)
+
+
+def _why_layout_unchanged(rule: Rule, models: Sequence[ModelConfig]) -> str | None:
+    if rule.axis is Axis.none:
+        return "no axis cuts it, and its one shard is the whole tensor"
+    if len(rule.hf) == 1 and not isinstance(rule.layout, Sections):
+        return "it cuts one tensor, whose rows the shards divide evenly, into the same ranges"
+    if rule.layout is replicated_qkv and all(model.joint_qk_norm for model in models):
+        return "a norm over all key heads allows no more ranks than key/value heads, so no head has a copy"
+    return None
 
 
 @dataclass(frozen=True)

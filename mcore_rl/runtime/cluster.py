@@ -20,7 +20,7 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import num_cores
 from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
@@ -48,7 +48,7 @@ def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begi
     ``config.num_cpus=None`` is the number of cores that this process may use, which may be fewer than the machine has,
     as under Slurm.
 
-    Raises ConfigError if no cluster answers at ``config.address``.
+    Raises ConfigError if no cluster answers at ``config.address``, WorkerError if Ray cannot be started here.
     """
     with ExitStack() as stack:
         if not ray.is_initialized():
@@ -79,11 +79,20 @@ def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
         kept = os.environ.get("RAY_TMPDIR")  # whoever sets it wants Ray's logs to stay
         alone = {"VLLM_HOST_IP": LOOPBACK, **interfaces(LOOPBACK)}  # what all that Ray starts here listens at
         with inherited_environment({**dict.fromkeys(hidden), **alone, **NO_MONITOR_PORT}):
-            # "local": never a cluster that others run here
-            ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
+            try:
+                # "local": never a cluster that others run here
+                ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
+            except Exception as error:  # of many classes: it could not write, listen, or one of its processes died
+                how = "Begin again; with RAY_TMPDIR=DIR, a short path, Ray's logs stay in DIR"
+                raise WorkerError(f"Ray did not start: {_first_line(error)}. {how}.") from error
         return
     with _refusing(config.address):
         ray.init(address=config.address, **options)
+
+
+def _first_line(error: Exception) -> str:
+    """What ``error`` says first, or its class where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @contextmanager
@@ -92,7 +101,7 @@ def _refusing(address: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        problem = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
+        problem = f"no Ray cluster answers there: {_first_line(error)}"
         remedy = "Start one with ray start --head, or leave ray_init.address out to start one here"
         raise ConfigError([Violation("ray_init.address", address, problem, remedy)]) from error
 

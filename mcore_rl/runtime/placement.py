@@ -228,7 +228,9 @@ def _spans(trainer: TrainerConfig, layout: RolloutLayout) -> bool:
 
 async def _ready(groups: Sequence[PlacementGroup], wanted: str, keys: tuple[str, str]) -> None:
     try:
-        await asyncio.wait_for(asyncio.gather(*(group.ready() for group in groups)), WAIT_S)
+        # Not wait_for: interrupted, it leaves the error of gather's future for Python to print when the program ends.
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(group.ready() for group in groups))
     except TimeoutError as error:
         there = ", ".join(
             f"{count:g} {name}" for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")

@@ -33,7 +33,8 @@ _open: list[Path] = []  # this program's folder, while there is one
 def scratch() -> Iterator[Path]:
     """The folder, which is also where this program and all that it starts put temporary files (TMPDIR).
 
-    Within it, it is the same folder again.
+    Within it, it is the same folder again.  A program without HOME gets the user's: else wandb's service looks for its
+    cache in /tmp.
     """
     if _open:
         yield _open[0]
@@ -48,8 +49,10 @@ def scratch() -> Iterator[Path]:
     )
     os.close(reading)
     before = tempfile.tempdir
+    home = os.path.expanduser("~")  # HOME, or what the system says of the user; "~" if it says nothing
+    own = {"TMPDIR": str(folder), "HOME": home if os.path.isabs(home) else str(folder)}
     try:
-        with inherited_environment({"TMPDIR": str(folder)}):
+        with inherited_environment(own):
             tempfile.tempdir = None  # Python has read TMPDIR already
             _open.append(folder)
             yield folder

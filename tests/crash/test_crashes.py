@@ -66,8 +66,9 @@ def stopped(moment: Moment, which: int, doing: str) -> Blow:
 
 
 def ray(moment: Moment, name: str) -> Blow:
-    """A process of Ray's dies."""
-    words = rf"error: Ray's .*{name}, process \d+\) died\. .* is complete: the same command goes on from there"
+    """A process of Ray's dies.  The checkpoint of the step before may still be on its way to the disk."""
+    end = r"(There is no checkpoint yet\.|.* is complete: the same command goes on from there)"
+    words = rf"error: Ray's .*{name}, process \d+\) died\. {end}"
     return Blow(moment, name, exit_code=REQUEUE, words=words)
 
 

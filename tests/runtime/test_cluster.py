@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, WorkerError
 from mcore_rl.runtime import cluster
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 from tests.support.outsider import as_another_user
@@ -38,6 +38,16 @@ os._exit(0)
 
 
 def nothing() -> None: ...
+
+
+def test_a_ray_that_does_not_start_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 100)))  # no socket has so long a path
+    message = r"^Ray did not start: .*107 bytes.*a short path, Ray's logs stay"
+    with pytest.raises(WorkerError, match=message) as error, ray_cluster(RayInitConfig(num_cpus=1)):
+        pass
+    assert "\n" not in str(error.value)
 
 
 def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_path: Path, processes: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -129,6 +130,23 @@ def test_more_than_there_is_is_refused_in_time(cluster: None, monkeypatch: pytes
     assert "trainer.nnodes" in said and "1 nodes of 5 accelerators each were not free within 0.5 s" in said
     assert "the cluster has" in said and "4 GPU" in said and "8 CPU" in said
     asyncio.run(place(TrainerConfig(n_gpus_per_node=4), RolloutLayout(), ACCELERATOR)).close()  # nothing is held
+
+
+def test_an_interrupted_wait_leaves_nothing_for_python_to_print(cluster: None) -> None:
+    """A Ctrl-C cancels the wait for devices that are not free."""
+    heard: list[str] = []
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["message"]))
+        placing = asyncio.ensure_future(place(TrainerConfig(n_gpus_per_node=5), RolloutLayout(), ACCELERATOR))
+        await asyncio.sleep(0.5)
+        placing.cancel()
+        await asyncio.wait([placing])
+        assert placing.cancelled()
+
+    asyncio.run(interrupted())
+    gc.collect()
+    assert heard == []
 
 
 def test_engines_that_do_not_fit_on_the_trainer_s_devices_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -38,6 +39,16 @@ def test_temporary_files_are_in_it_and_it_goes(processes: None) -> None:
         if os.getuid() == 0:
             assert as_another_user(look, folder) == "kept out\n"
     assert not folder.exists() and tempfile.gettempdir() == before
+
+
+def test_a_program_without_a_home_has_the_user_s(monkeypatch: pytest.MonkeyPatch, processes: None) -> None:
+    monkeypatch.delenv("HOME")
+    with scratch():
+        assert os.environ["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
+    assert "HOME" not in os.environ
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the system does not know the user
+    with scratch() as folder:
+        assert os.environ["HOME"] == str(folder)
 
 
 def test_a_long_folder_for_temporary_files_has_no_room_for_sockets(

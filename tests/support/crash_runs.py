@@ -24,7 +24,7 @@ import psutil
 import pyarrow.parquet as pq
 
 from mcore_rl.rollout.engine.process_group import is_helper, is_tracker
-from mcore_rl.runtime.answers import last_phase
+from mcore_rl.runtime.answers import last_phase, phase_file
 from tests.support.hostile import under_hostile_parent
 from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrides
 
@@ -56,6 +56,7 @@ class Started:
     output: Path
     calls: Path
     heard: int = 0
+    begun: float = field(default_factory=time.time)
     _before: tuple[int, int] = (0, 0)  # lines that were logged, and calls made until then
 
     @property
@@ -73,8 +74,16 @@ class Started:
         return made - self._before[1]
 
     def phase(self, rank: int = 0) -> str:
-        """Of a training worker."""
-        return last_phase(self.directory / "logs" / f"actor-rank-{rank}.log")
+        """Of a training worker of this start; that of one before stays in its file for a while."""
+        log = self.directory / "logs" / f"actor-rank-{rank}.log"
+        return last_phase(log) if self.is_new(phase_file(log)) else ""
+
+    def is_new(self, path: Path) -> bool:
+        """Whether this start made or changed ``path``."""
+        try:
+            return path.stat().st_mtime >= self.begun
+        except FileNotFoundError:
+            return False
 
     def until(self, moment: Callable[[Started], bool]) -> None:
         """Return at ``moment``; the run must not end before."""
@@ -98,11 +107,7 @@ class Started:
         return [each for each in own.children(recursive=True) if _name(each) == name]
 
     def strike_at(self, moment: Callable[[Started], bool], name: str, number: int = signal.SIGKILL) -> None:
-        """Send the signal ``number`` to ``victims(name)`` at ``moment``, or where it has none, at its next that has.
-
-        A busy machine can be late with a blow.  What the run was then doing stays on the disk until it begins again,
-        and looks like the next moment.
-        """
+        """Send the signal ``number`` to ``victims(name)`` at ``moment``, or where it has none, at its next that has."""
         self.until(lambda run: moment(run) and run.strike(name, number))
 
     def strike(self, name: str, number: int = signal.SIGKILL) -> bool:
@@ -276,7 +281,7 @@ Moment = Callable[[Started], bool]
 
 def starting(run: Started) -> bool:
     """Training processes are there, and no step was done."""
-    return (run.directory / "logs" / "actor-rank-1.log").is_file() and run.num_logged == 0
+    return run.is_new(run.directory / "logs" / "actor-rank-1.log") and run.num_logged == 0
 
 
 def drawing(step: int) -> Moment:
@@ -296,7 +301,7 @@ def doing(step: int, words: str) -> Moment:
 
 def writing(step: int) -> Moment:
     """The checkpoint of ``step`` is on its way."""
-    return lambda run: (run.directory / "checkpoints" / f"step_{step}.incomplete").is_dir()
+    return lambda run: run.is_new(run.directory / "checkpoints" / f"step_{step}.incomplete")
 
 
 def says(pattern: str) -> Moment:

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent / "slurm"
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 800.0  # for anything, on a busy machine
 # Of a job that has not ended for good.
-UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED")
+UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "PREEMPTED", "REQUEUED")
 MISSING = 77  # exit code of set_up.sh where there is neither Slurm nor apt
 REWARD = '''
 """Takes its time after the first step, so that a job is under way when something happens to it, until it may go on."""
