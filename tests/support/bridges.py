@@ -14,12 +14,14 @@ code.  Prints as JSON {known: bridge -> families, outcomes: [``Outcome``]}.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import pickle
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,10 +135,19 @@ class MegatronBridge:
 
     def __init__(self, directory: Path, model: ModelConfig, tp: int) -> None:
         from megatron.bridge import AutoBridge
-        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping
 
         AutoMapping.register_module_type("Router", "replicated")  # ours
         AutoMapping.register_module_type("NormedRowParallelLinear", "row")
+        # What it scatters are views of one tensor.  Their copies in a GPU are contiguous; a CPU needs none, and gloo
+        # reads no strides.
+        scatter = inspect.unwrap(MegatronParamMapping.scatter_to_tp_ranks)
+
+        @wraps(scatter)
+        def scattered(mapping: Any, splits: Sequence[Tensor] | None, *shape_and_place: Any) -> Tensor:
+            return scatter(mapping, splits and [split.contiguous() for split in splits], *shape_and_place)
+
+        MegatronParamMapping.scatter_to_tp_ranks = scattered
         self._bridge = AutoBridge.from_hf_pretrained(str(directory), torch_dtype=torch.bfloat16)
 
     def load(self, chunks: Chunks) -> None:
