@@ -11,7 +11,6 @@ STARTERS = {"run_ranks": "mcore_rl.parallel.launch", "start_engine": "mcore_rl.r
 FRESH = {
     "tests/parallel/test_launch.py": "how ranks start, die and hang",
     "tests/parallel/test_cpu.py": "what importing Megatron does to a process",
-    "tests/support/bridges.py": "Megatron, imported without Transformer Engine",
     "tests/gpu/": "accelerators, which a forked process cannot share",
     "tests/rollout/engine/test_process.py": "how engines start, and what is left of them",
     "tests/rollout/engine/test_vllm_engine_ranks.py": "the death of an engine's rank, and the cores of each",

@@ -1,0 +1,116 @@
+"""mbridge and Megatron-Bridge behind one face, and what each is given so that it runs on a CPU, with these versions.
+
+Imported behind Transformer Engine (tests/support/bridge_imports.py).  Each adaptation is
+left out once by ``bridge_cases.LIMITS``, which shows that it is needed, and what for.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from mbridge import AutoBridge as MBridgeOf
+from mbridge.models import DeepseekV3Bridge, Qwen2Bridge
+from mbridge.models.ext.deepseek_v3 import dequant_fp8_safetensor_io
+from megatron.bridge import AutoBridge as MegatronBridgeOf
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping
+from megatron.core.transformer import MLATransformerConfig
+from safetensors.torch import safe_open
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from transformers import AutoConfig
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.training.model import padded_vocab_size
+
+Chunks = list[torch.nn.Module]
+Weights = dict[str, Tensor]
+
+
+class MBridge:
+    """mbridge, which was written for transformers 4, for megatron-core before 0.16 and for GPUs."""
+
+    def __init__(self, directory: Path, model: ModelConfig, tp: int) -> None:
+        config = AutoConfig.from_pretrained(directory)
+        config.rope_theta = config.rope_parameters["rope_theta"]  # where transformers 5 keeps it
+        self._bridge = MBridgeOf.from_config(config, make_vocab_size_divisible_by=tp)
+        self._bridge.vocab_size = model.vocab_size  # these two are get_model's to set
+        self._bridge.padded_vocab_size = padded_vocab_size(model.vocab_size, tp)
+        self._directory = str(directory)
+
+    def load(self, chunks: Chunks) -> None:
+        self._bridge.load_weights(chunks, self._directory)
+
+    def export(self, chunks: Chunks) -> Weights:
+        return {name: tensor.clone() for name, tensor in self._bridge.export_weights(chunks)}
+
+
+class MegatronBridge:
+    """Megatron-Bridge."""
+
+    def __init__(self, directory: Path, model: ModelConfig, tp: int) -> None:
+        self._bridge = MegatronBridgeOf.from_hf_pretrained(str(directory), torch_dtype=torch.bfloat16)
+
+    def load(self, chunks: Chunks) -> None:
+        self._bridge.load_hf_weights(chunks)
+
+    def export(self, chunks: Chunks) -> Weights:
+        named = self._bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
+        return {name: tensor.clone() for name, tensor in named}
+
+
+BRIDGES = {"mbridge": MBridge, "megatron-bridge": MegatronBridge}
+
+
+def _latent_config(max_position_embeddings: int, **settings: Any) -> MLATransformerConfig:
+    return MLATransformerConfig(**settings)
+
+
+def _opened_on_cpu(path: str, framework: str, device: str) -> Any:
+    return safe_open(path, framework)
+
+
+_scatter = MegatronParamMapping.scatter_to_tp_ranks
+
+
+def _scattered(mapping: Any, splits: Sequence[Tensor] | None, *shape_and_place: Any) -> Tensor:
+    parts: Tensor = _scatter(mapping, splits and [split.contiguous() for split in splits], *shape_and_place)
+    return parts
+
+
+MODULE_TYPES = AutoMapping._MODULE_TYPE_REGISTRY
+# Name -> what is put in the place of something of theirs.  A patch undoes itself.
+ADAPTATIONS: dict[str, Callable[[], Any]] = {
+    # The bridge of a tied Qwen2 writes the tie into its class, where every Qwen after it would find it.
+    "a tie that is forgotten": lambda: mock.patch.dict(Qwen2Bridge._DIRECT_MAPPING),
+    # megatron-core 0.16 has the field max_position_embeddings no more.
+    "fields of megatron-core 0.16": lambda: mock.patch.object(
+        DeepseekV3Bridge, "TransformerConfigClass", staticmethod(_latent_config)
+    ),
+    "files read on a CPU": lambda: mock.patch.object(dequant_fp8_safetensor_io, "safe_open", _opened_on_cpu),
+    "our router": lambda: mock.patch.dict(MODULE_TYPES, replicated=MODULE_TYPES["replicated"] | {"Router"}),
+    "our normed projection": lambda: mock.patch.dict(
+        MODULE_TYPES, row=MODULE_TYPES["row"] | {"NormedRowParallelLinear"}
+    ),
+    # What it scatters are views of one tensor.  Their copies in a GPU are contiguous; a CPU makes none, and gloo reads
+    # no strides.
+    "contiguous parts": lambda: mock.patch.object(MegatronParamMapping, "scatter_to_tp_ranks", _scattered),
+    # It sends its configurations from stage to stage; ours are to send plain data alone.
+    "objects sent": lambda: mock.patch.object(distributed_c10d, "_unpickler", pickle.Unpickler),
+}
+
+
+@contextmanager
+def adapted(without: str = "") -> Iterator[None]:
+    """All ADAPTATIONS but ``without``."""
+    assert not without or without in ADAPTATIONS, without
+    with ExitStack() as stack:
+        for name, patch in ADAPTATIONS.items():
+            if name != without:
+                stack.enter_context(patch())
+        yield
