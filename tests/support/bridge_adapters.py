@@ -18,8 +18,14 @@ from mbridge import AutoBridge as MBridgeOf
 from mbridge.models import DeepseekV3Bridge, Qwen2Bridge
 from mbridge.models.ext.deepseek_v3 import dequant_fp8_safetensor_io
 from megatron.bridge import AutoBridge as MegatronBridgeOf
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    MegatronParamMapping,
+    RMSNorm2ZeroCenteredRMSNormMapping,
+)
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import safe_open
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -51,17 +57,53 @@ class MBridge:
 
 
 class MegatronBridge:
-    """Megatron-Bridge."""
+    """Megatron-Bridge, which reads sizes from Megatron's configuration and knows grouped experts."""
 
     def __init__(self, directory: Path, model: ModelConfig, tp: int) -> None:
         self._bridge = MegatronBridgeOf.from_hf_pretrained(str(directory), torch_dtype=torch.bfloat16)
+        self._linear = model.linear_attention
 
     def load(self, chunks: Chunks) -> None:
-        self._bridge.load_hf_weights(chunks)
+        self._tell_sizes(chunks)
+        with grouped_experts(chunks):
+            self._bridge.load_hf_weights(chunks)
 
     def export(self, chunks: Chunks) -> Weights:
-        named = self._bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
-        return {name: tensor.clone() for name, tensor in named}
+        self._tell_sizes(chunks)
+        with grouped_experts(chunks):
+            named = self._bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
+            return {name: tensor.clone() for name, tensor in named}
+
+    def _tell_sizes(self, chunks: Chunks) -> None:
+        """Those of linear attention, which our layers do not take from there."""
+        for name, value in vars(self._linear).items() if self._linear else ():
+            for chunk in chunks:
+                setattr(chunk.config, f"linear_{name}", value)
+
+
+@contextmanager
+def grouped_experts(chunks: Chunks) -> Iterator[None]:
+    """Experts that are modules of their own, under the names that Transformer Engine's have: the same parameters."""
+    layers = [each for chunk in chunks for each in chunk.modules() if isinstance(each, MoELayer)]
+    apart = [layer.experts for layer in layers]
+    for layer, experts in zip(layers, apart, strict=True):
+        if isinstance(experts, SequentialMLP):
+            layer.experts = torch.nn.Module()
+            for name, kind in (
+                ("linear_fc1", "TEColumnParallelGroupedLinear"),
+                ("linear_fc2", "TERowParallelGroupedLinear"),
+            ):
+                linear = type(kind, (torch.nn.Module,), {})()
+                linear.config = layer.config
+                for place, expert in enumerate(experts.local_experts):
+                    for end, parameter in getattr(expert, name).named_parameters():
+                        linear.register_parameter(f"{end}{place}", parameter)
+                layer.experts.add_module(name, linear)
+    try:
+        yield
+    finally:
+        for layer, experts in zip(layers, apart, strict=True):
+            layer.experts = experts
 
 
 BRIDGES = {"mbridge": MBridge, "megatron-bridge": MegatronBridge}
@@ -83,7 +125,21 @@ def _scattered(mapping: Any, splits: Sequence[Tensor] | None, *shape_and_place: 
     return parts
 
 
+def _plain_norm(mapping: Any, given: Any, module: Any) -> Any:
+    return AutoMapping.hf_to_megatron(mapping, given, module)
+
+
+def _plain_norm_back(mapping: Any, given: Any, module: Any) -> Any:
+    return AutoMapping.megatron_to_hf(mapping, given, module)
+
+
 MODULE_TYPES = AutoMapping._MODULE_TYPE_REGISTRY
+# Our classes, by how Megatron's in their place are split.
+OURS = {
+    "column": {"PackedAttention", "PackedGatedDeltaNet"},
+    "row": {"NormedRowParallelLinear", "ExpertOutputLinear"},
+    "replicated": {"Router"},
+}
 # Name -> what is put in the place of something of theirs.  A patch undoes itself.
 ADAPTATIONS: dict[str, Callable[[], Any]] = {
     # The bridge of a tied Qwen2 writes the tie into its class, where every Qwen after it would find it.
@@ -93,9 +149,10 @@ ADAPTATIONS: dict[str, Callable[[], Any]] = {
         DeepseekV3Bridge, "TransformerConfigClass", staticmethod(_latent_config)
     ),
     "files read on a CPU": lambda: mock.patch.object(dequant_fp8_safetensor_io, "safe_open", _opened_on_cpu),
-    "our router": lambda: mock.patch.dict(MODULE_TYPES, replicated=MODULE_TYPES["replicated"] | {"Router"}),
-    "our normed projection": lambda: mock.patch.dict(
-        MODULE_TYPES, row=MODULE_TYPES["row"] | {"NormedRowParallelLinear"}
+    "our classes": lambda: mock.patch.dict(MODULE_TYPES, {split: MODULE_TYPES[split] | OURS[split] for split in OURS}),
+    # Megatron's norm behind the delta rule is zero-centred, ours is not.
+    "a norm that is not zero-centred": lambda: mock.patch.multiple(
+        RMSNorm2ZeroCenteredRMSNormMapping, hf_to_megatron=_plain_norm, megatron_to_hf=_plain_norm_back
     ),
     # What it scatters are views of one tensor.  Their copies in a GPU are contiguous; a CPU makes none, and gloo reads
     # no strides.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.model import build_chunks, transformer_config
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.table import Table
-from tests.support import hf_reference
+from tests.support import checkpoints, hf_reference
 from tests.support.forked import RankProcess, Server, run_ranks
 from tests.support.transformer_engine_stub import pretended_accelerator
 
@@ -161,11 +162,12 @@ def compared(case: Case, swap: Mapping[str, str], parallel: Any, groups: Any) ->
     from tests.support.bridge_adapters import BRIDGES
 
     family, model = model_of(json.loads((case.checkpoint / "config.json").read_text()))
+    by_table = partial(checkpoints.by_table, family.name)
     table = Table(swapped(family, swap), model, parallel, groups.layout.world_size)
     ours, theirs = (built(model, parallel, groups) for _ in range(2))
     with HfCheckpoint.open(case.checkpoint) as checkpoint:
         load_hf(ours, checkpoint, table, groups.rank)
-        source = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        source = by_table({name: checkpoint.read(name) for name in checkpoint.tensors})
     other = BRIDGES[case.bridge](case.checkpoint, model, parallel.tp)
     other.load(theirs)
     pairs = list(zip(*(bind(chunks, table, groups.rank) for chunks in (ours, theirs)), strict=True))
@@ -173,7 +175,7 @@ def compared(case: Case, swap: Mapping[str, str], parallel: Any, groups: Any) ->
     return {
         "tensors": len(pairs),
         "loaded": [one.local.name for one, another in pairs if not same(one.tensor, another.tensor)],
-        "exported": differences(source, other.export(ours)),
+        "exported": differences(source, by_table(other.export(ours))),
         "ours": differences(source, exported) if groups.rank == 0 else [],  # which gets them all
     }
 
