@@ -19,7 +19,7 @@ from mcore_rl.families.registry import FAMILIES
 from tests.house.source import ROOT
 from tests.support import checkpoints
 from tests.support.bridge_cases import LIKE, LIMITS, MODELS, UNKNOWN, VERSIONS, WORLD_SIZE, layouts
-from tests.support.bridges import Case, asked, known, write_checkpoint
+from tests.support.bridges import Case, adaptations, asked, known, write_checkpoint
 from tests.support.transformer_engine_stub import VERSION as TRANSFORMER_ENGINE_VERSION
 
 WHEELS = {  # beside the environment: folder -> what is in it
@@ -82,6 +82,12 @@ def test_what_a_bridge_cannot_do_it_still_cannot(name: str, both: None, tmp_path
     except WorkerError as error:
         said = str(error)
     assert limit.says in said
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(900)
+def test_every_adaptation_is_left_out_once(both: None) -> None:
+    assert {limit.without for limit in LIMITS.values() if limit.without} == adaptations()
 
 
 @pytest.mark.tier("full")

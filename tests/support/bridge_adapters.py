@@ -1,7 +1,7 @@
 """mbridge and Megatron-Bridge behind one face, and what each is given so that it runs on a CPU, with these versions.
 
-Imported behind Transformer Engine (tests/support/bridge_imports.py).  Each adaptation is
-left out once by ``bridge_cases.LIMITS``, which shows that it is needed, and what for.
+Imported behind Transformer Engine (tests/support/bridge_imports.py).  Each of ADAPTATIONS is left out once by
+``bridge_cases.LIMITS``, which shows that it is needed, and what for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from mbridge import AutoBridge as MBridgeOf
-from mbridge.models import DeepseekV3Bridge, Qwen2Bridge
+from mbridge.models import DeepseekV3Bridge
 from mbridge.models.ext.deepseek_v3 import dequant_fp8_safetensor_io
 from megatron.bridge import AutoBridge as MegatronBridgeOf
 from megatron.bridge.models.conversion.param_mapping import (
@@ -125,14 +125,6 @@ def _scattered(mapping: Any, splits: Sequence[Tensor] | None, *shape_and_place: 
     return parts
 
 
-def _plain_norm(mapping: Any, given: Any, module: Any) -> Any:
-    return AutoMapping.hf_to_megatron(mapping, given, module)
-
-
-def _plain_norm_back(mapping: Any, given: Any, module: Any) -> Any:
-    return AutoMapping.megatron_to_hf(mapping, given, module)
-
-
 MODULE_TYPES = AutoMapping._MODULE_TYPE_REGISTRY
 # Our classes, by how Megatron's in their place are split.
 OURS = {
@@ -142,8 +134,6 @@ OURS = {
 }
 # Name -> what is put in the place of something of theirs.  A patch undoes itself.
 ADAPTATIONS: dict[str, Callable[[], Any]] = {
-    # The bridge of a tied Qwen2 writes the tie into its class, where every Qwen after it would find it.
-    "a tie that is forgotten": lambda: mock.patch.dict(Qwen2Bridge._DIRECT_MAPPING),
     # megatron-core 0.16 has the field max_position_embeddings no more.
     "fields of megatron-core 0.16": lambda: mock.patch.object(
         DeepseekV3Bridge, "TransformerConfigClass", staticmethod(_latent_config)
@@ -152,7 +142,9 @@ ADAPTATIONS: dict[str, Callable[[], Any]] = {
     "our classes": lambda: mock.patch.dict(MODULE_TYPES, {split: MODULE_TYPES[split] | OURS[split] for split in OURS}),
     # Megatron's norm behind the delta rule is zero-centred, ours is not.
     "a norm that is not zero-centred": lambda: mock.patch.multiple(
-        RMSNorm2ZeroCenteredRMSNormMapping, hf_to_megatron=_plain_norm, megatron_to_hf=_plain_norm_back
+        RMSNorm2ZeroCenteredRMSNormMapping,
+        hf_to_megatron=AutoMapping.hf_to_megatron,
+        megatron_to_hf=AutoMapping.megatron_to_hf,
     ),
     # What it scatters are views of one tensor.  Their copies in a GPU are contiguous; a CPU makes none, and gloo reads
     # no strides.

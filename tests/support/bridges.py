@@ -135,6 +135,18 @@ def _known(_: Rank) -> dict[str, list[str]]:
     }
 
 
+def adaptations() -> set[str]:
+    """Their names."""
+    names: set[str] = run_ranks(_adaptations, 1, context=_Context())[0]
+    return names
+
+
+def _adaptations(_: Rank) -> set[str]:
+    from tests.support.bridge_adapters import ADAPTATIONS
+
+    return set(ADAPTATIONS)
+
+
 # ---- what a rank does ----
 
 
