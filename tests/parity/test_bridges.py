@@ -17,7 +17,6 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import WorkerError
 from mcore_rl.families.registry import FAMILIES
 from tests.house.source import ROOT
-from tests.support import checkpoints
 from tests.support.bridge_cases import LIKE, LIMITS, MODELS, UNKNOWN, VERSIONS, WORLD_SIZE, layouts
 from tests.support.bridges import Case, adaptations, asked, known, write_checkpoint
 from tests.support.transformer_engine_stub import VERSION as TRANSFORMER_ENGINE_VERSION
@@ -94,16 +93,16 @@ def test_every_adaptation_is_left_out_once(both: None) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("bridge", MODELS)
 def test_a_bridge_names_what_a_wrong_table_puts_elsewhere(bridge: str, both: None, tmp_path: Path) -> None:
-    """Keys for values and gate for up, in our table alone."""
-    found: dict[str, set[str]] = defaultdict(set)  # layout -> what is wrong there
+    """Keys for values and gate for up, in our table alone: every rank says so of what it loaded."""
+    exported: dict[str, set[str]] = defaultdict(set)  # layout -> what is wrong there
     swap = {"k_proj": "v_proj", "gate_proj": "up_proj"}
     for outcome in asked(of_model(bridge, "llama", tmp_path), WORLD_SIZE, swap=swap):
-        found[outcome.case.layout] |= outcome.wrong
-    layers = range(checkpoints.MODELS["llama"].num_layers)
-    megatron = {f"decoder.layers.{n}.{name}" for n in layers for name in (QKV, FC1)}
-    attention = {f"model.layers.{n}.self_attn.{name}.weight" for n in layers for name in ("k_proj", "v_proj")}
-    mlp = {f"model.layers.{n}.mlp.{name}.weight" for n in layers for name in ("gate_proj", "up_proj")}
-    assert found == dict.fromkeys(layouts(bridge, MODELS[bridge]["llama"]), megatron | attention | mlp)
+        assert {name.split(".", 3)[3] for name in outcome.loaded} == {QKV, FC1}  # decoder.layers.N.
+        exported[outcome.case.layout] |= {*outcome.exported, *outcome.ours}
+    model = MODELS[bridge]["llama"]
+    parts = [f"self_attn.{part}_proj.weight" for part in "kv"] + [f"mlp.{part}_proj.weight" for part in ("gate", "up")]
+    wrong = {f"model.layers.{layer}.{part}" for layer in range(model.num_layers) for part in parts}
+    assert exported == dict.fromkeys(layouts(bridge, model), wrong)
 
 
 def test_every_family_is_asked_about_or_has_no_bridge() -> None:

@@ -117,6 +117,14 @@ def _opened_on_cpu(path: str, framework: str, device: str) -> Any:
     return safe_open(path, framework)
 
 
+_merge = DeepseekV3Bridge._weight_merge_across_tp
+
+
+def _merged(bridge: DeepseekV3Bridge, name: str, parts: list[Tensor], param: Tensor) -> Tensor:
+    whole: Tensor = parts[0] if name.endswith("_down_proj.weight") else _merge(bridge, name, parts, param)
+    return whole
+
+
 _scatter = MegatronParamMapping.scatter_to_tp_ranks
 
 
@@ -139,6 +147,8 @@ ADAPTATIONS: dict[str, Callable[[], Any]] = {
         DeepseekV3Bridge, "TransformerConfigClass", staticmethod(_latent_config)
     ),
     "files read on a CPU": lambda: mock.patch.object(dequant_fp8_safetensor_io, "safe_open", _opened_on_cpu),
+    # Transformer Engine marks the weights of all its linears as split, also those that every tensor rank has whole.
+    "down projections that are whole": lambda: mock.patch.object(DeepseekV3Bridge, "_weight_merge_across_tp", _merged),
     "our classes": lambda: mock.patch.dict(MODULE_TYPES, {split: MODULE_TYPES[split] | OURS[split] for split in OURS}),
     # Megatron's norm behind the delta rule is zero-centred, ours is not.
     "a norm that is not zero-centred": lambda: mock.patch.multiple(
