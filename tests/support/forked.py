@@ -128,7 +128,9 @@ class _Pickled:
         return pickle.loads, (pickle.dumps(self.value),)
 
 
-class _RankProcess(_Process):
+class RankProcess(_Process):
+    """A training rank."""
+
     def __init__(self, *, args: tuple[Any, ...], **how: Any) -> None:
         super().__init__(
             args=tuple(_Pickled(each) if isinstance(each, (tuple, list)) else each for each in args), **how
@@ -143,7 +145,7 @@ class _RankProcess(_Process):
 
 
 class _RankContext(ForkServerContext):
-    Process = _RankProcess
+    Process = RankProcess
 
 
 RANKS = _RankContext()  # for processes that are no ranks, too

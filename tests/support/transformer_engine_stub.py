@@ -17,7 +17,7 @@ import os
 import sys
 import types
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,11 @@ def import_transformer_engine(folder: str) -> None:
     import transformer_engine.pytorch
 
 
+def pretended_accelerator() -> Any:
+    """Within: torch says that there is one.  Transformer Engine asks when it is imported, and when it makes modules."""
+    return patch.object(torch.cuda, "is_available", return_value=True)
+
+
 def outcome(config: dict[str, Any], layout: str, world_size: int) -> dict[str, Any]:
     """What became of one model under one layout."""
     from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
@@ -171,13 +176,12 @@ def main(folder: str) -> None:
 
     configs = json.loads((Path(__file__).parents[2] / "model_configs" / "hf_configs.json").read_text())
     import_transformer_engine(folder)
-    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     results = {}
     for name, config in configs.items():
         if name.startswith("tiny-"):
             layouts = EXPERT_LAYOUTS if any("expert" in key for key in config) else LAYOUTS
-            results[name] = {layout: outcome(config, layout, world_size) for layout, world_size in layouts.items()}
-    torch.cuda.is_available = available
+            with pretended_accelerator():
+                results[name] = {layout: outcome(config, layout, world_size) for layout, world_size in layouts.items()}
     print(json.dumps(results))
 
 

@@ -1,11 +1,11 @@
-"""What benchmarks/convert.py measures of mbridge and Megatron-Bridge, in a Python that has them.
+"""What benchmarks/convert.py measures of mbridge and Megatron-Bridge.
 
-    python benchmarks/other_converters.py CONVERTER MODEL CHECKPOINT SCRATCH RESULT [--repetitions 3]
+    python -m benchmarks.converters.bridges BRIDGES CONVERTER MODEL CHECKPOINT SCRATCH RESULT [--repetitions 3]
 
-Both get bare parameters under the names of Transformer Engine's layers, which a CPU cannot have; their own code loads
-and saves them.  Megatron-Bridge imports Transformer Engine and triton: triton is PyPI's, which imports on a CPU, and
-``TransformerEngineStub`` answers every import of the other with a class that does nothing.  What they saved is held
-against the source by checksums.
+BRIDGES: the folder that has them.  Both get bare parameters under the names of Transformer Engine's layers, which a CPU
+cannot have; their own code loads and saves them.  Megatron-Bridge imports Transformer Engine and triton:
+``AcceleratorStub`` answers every import of these with a class that does nothing.  What they saved is held against the
+source by checksums; that they put each weight where we do is proven in tests/parity/test_bridges.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convert import Row, cheapest, described, peak, read_all, removed, same
 
+from benchmarks.convert import Row, cheapest, described, peak, read_all, removed, same
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import detect, device_of
@@ -91,11 +91,11 @@ class _StubModule(types.ModuleType):
     __getattr__ = _Nothing.__getattr__
 
 
-class TransformerEngineStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds ``transformer_engine`` and every module in it: modules that hold whatever is asked of them."""
+class AcceleratorStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``transformer_engine``, ``triton`` and every module in them, which hold whatever is asked of them."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        mine = name.split(".")[0] == "transformer_engine"
+        mine = name.split(".")[0] in ("transformer_engine", "triton")
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -124,11 +124,11 @@ def of_mbridge(directory: Path) -> Calls:
 
 def of_megatron_bridge(directory: Path) -> Calls:
     """Megatron-Bridge's own loading and saving."""
-    import torch._dynamo  # what looks for Transformer Engine itself is imported before the stub is there
+    import torch._dynamo  # what looks for these itself is imported before the stub is there
     import torch._inductor.config
     from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel  # noqa: F401
 
-    sys.meta_path.insert(0, TransformerEngineStub())
+    sys.meta_path.insert(0, AcceleratorStub())
     from megatron.bridge import AutoBridge
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -160,8 +160,11 @@ def _split_of(name: str) -> str:
 CONVERTERS = {"mbridge": of_mbridge, "megatron-bridge": of_megatron_bridge}
 
 
-def measure(rank: Rank, converter: str, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
+def measure(
+    rank: Rank, bridges: Path, converter: str, name: str, directory: Path, scratch: Path, repetitions: int
+) -> list[Row]:
     """The rows of ``converter`` on the checkpoint ``directory``."""
+    sys.path.append(str(bridges))
     platform = detect(Device.cpu)
     rank.init_process_group(platform)
     init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
@@ -198,13 +201,14 @@ def measure(rank: Rank, converter: str, name: str, directory: Path, scratch: Pat
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0; an error is a traceback."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bridges", type=Path)
     parser.add_argument("converter", choices=list(CONVERTERS))
     parser.add_argument("model")
     for name in ("checkpoint", "scratch", "result"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--repetitions", type=int, default=3)
     given = parser.parse_args(arguments)
-    wanted = (given.converter, given.model, given.checkpoint, given.scratch, given.repetitions)
+    wanted = (given.bridges, given.converter, given.model, given.checkpoint, given.scratch, given.repetitions)
     rows = run_ranks(measure, 1, wanted)[0]
     given.result.write_text(json.dumps([asdict(row) for row in rows]))
     return 0

@@ -1,0 +1,1 @@
+"""What benchmarks/convert.py runs beside ours; not run by itself."""
