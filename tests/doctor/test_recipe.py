@@ -20,6 +20,6 @@ def test_a_recipe_is_planned_with_what_a_device_has(tmp_path: Path) -> None:
     assert diagnosis.verdict is Verdict.PASS and " of 79.6 GiB" in diagnosis.measured
     (diagnosis,) = check.run(replace(subject, platform=replace(H100, memory_total_bytes=40 << 30)), 60.0)
     assert diagnosis.verdict is Verdict.FAIL and "of 40.0 GiB" in diagnosis.measured
-    assert "plan_run.py --search" in diagnosis.remedy
+    assert "mcore-rl plan --search" in diagnosis.remedy
     assert check.lacking(replace(subject, recipe=None)) == "needs a run to plan: --recipe NAME"
     assert check.lacking(replace(subject, cluster=None)) == "needs a cluster: --cluster NAME"
