@@ -21,6 +21,7 @@ from mcore_rl.tracking.page import NUM_COLOURS
 WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 18, 10, 34
 MAX_BARS = 100
+MAX_BANDS = 3  # curves of one chart; bands of more hide one another, and the numbers under the pointer tell the range
 MAX_MARKED = 40  # points; more of them are a line
 _Rows = dict[tuple[float, float], list[str]]  # first and last step -> numbers as text, "" where there is none
 
@@ -105,14 +106,15 @@ def line_chart(
     x, y = _scales([first, last], min([ends[0], *bounds]), max([ends[1], *bounds]))
     width = bin_width(series)
     curves = [Curve(each, index % NUM_COLOURS, bins(each, min(places), width)) for index, each in enumerate(series)]
-    lines = [f'<g class="series c{curve.colour}">{_line(curve, x, y)}</g>' for curve in curves]
+    banded = len(series) <= MAX_BANDS
+    lines = [f'<g class="series c{curve.colour}">{_line(curve, x, y, banded)}</g>' for curve in curves]
     rows: _Rows = {}
     for index, curve in enumerate(curves):
         for each in curve.bins:
             row = rows.setdefault((each.first, each.last), [""] * len(curves))
             row[index] = _said(each, curve.series, unit)
     beyond = [value for value in numbers if not y.low <= value <= y.high]
-    notes = [note, "" if width == 1 else f"band: lowest and highest of {width} steps"]
+    notes = [note, f"band: lowest and highest of {width} steps" if width > 1 and len(series) <= MAX_BANDS else ""]
     if beyond:
         farthest = ", ".join(number(value, unit) for value in sorted({min(beyond), max(beyond)}))
         notes.append(f"{len(beyond)} of {len(numbers)} values lie beyond the axis (\u25b2\u25bc), up to {farthest}")
@@ -188,7 +190,7 @@ def _tick(tick: float, scale: Scale, unit: str) -> str:
     return f"{factor * tick:.{decimals}f}" + ("%" if unit == "share" else "")
 
 
-def _line(curve: Curve, x: Scale, y: Scale) -> str:
+def _line(curve: Curve, x: Scale, y: Scale, banded: bool) -> str:
     """SVG of a curve: intervals, the band or the raw line, the smoothed line, marks at the edges, and few points."""
     elements = [
         f'<line class="interval" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}"/>'
@@ -196,7 +198,7 @@ def _line(curve: Curve, x: Scale, y: Scale) -> str:
     ]
     smoothed = any(each.smooth is not None for each in curve.bins)
     if any(each.last > each.first for each in curve.bins):
-        for run in _runs(curve.bins):
+        for run in _runs(curve.bins) if banded else []:
             tops = [f"{x(each.place):.1f},{y.inside(each.high or 0.0):.1f}" for each in run]
             bottoms = [f"{x(each.place):.1f},{y.inside(each.low or 0.0):.1f}" for each in run]
             elements.append(f'<polygon class="band" points="{" ".join(tops + bottoms[::-1])}"/>')

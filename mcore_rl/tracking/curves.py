@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.tracking.chart_points import MIN_SMOOTHED, Series, window
+from mcore_rl.tracking.chart_points import MAX_BINS, MIN_SMOOTHED, Series, window
 from mcore_rl.tracking.charts import line_chart
 from mcore_rl.tracking.metrics import Metric, metric_of
 from mcore_rl.tracking.page import details, text
@@ -94,7 +94,8 @@ def _legend(runs: Sequence[RecordedRun]) -> str:
     count = max((len(run.steps) for run in runs), default=0)
     if count < MIN_SMOOTHED:
         return ""
-    return f"Thin: every step. Thick: the mean of the {window(count)} steps around each, near ones counting more."
+    behind = "Thin: every step." if count <= MAX_BINS else "Bands: from the lowest value to the highest."
+    return f"{behind} Thick: the mean of the {window(count)} steps around each, near ones counting more."
 
 
 def _steps(runs: Sequence[RecordedRun]) -> tuple[float, float]:

@@ -36,7 +36,8 @@
     rule.setAttribute("x2", x);
     rule.classList.add("seen");
     const output = svg.closest("figure")?.querySelector("output");
-    if (output && !silent) output.textContent = row.slice(2).filter(Boolean).slice(0, 2).join(" · ");
+    const values = row.slice(2).filter(Boolean).slice(0, 2).map(value => value.split(" ")[0]);
+    if (output && !silent) output.textContent = values.join(" · ");
     shown.push(svg);
   }
 
@@ -98,6 +99,7 @@
   document.addEventListener("pointermove", point);
   document.addEventListener("pointerdown", point);
   document.addEventListener("pointerleave", clear);
+  document.addEventListener("scroll", () => shown.length && clear(), {capture: true, passive: true});
   document.addEventListener("keydown", step);
   document.addEventListener("focusout", clear);
   document.addEventListener("fresh", clear);

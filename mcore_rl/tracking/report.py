@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import before_after
-from mcore_rl.tracking.console import number
+from mcore_rl.tracking.console import duration, number
 from mcore_rl.tracking.curves import curves, names_of
 from mcore_rl.tracking.head_card import head_card
 from mcore_rl.tracking.metrics import METRICS
@@ -108,7 +108,9 @@ def _progress(run: RecordedRun) -> str:
         if (amount := sum(value or 0 for _, value in run.values(row.key)))
     ]
     notes = "".join(f"<p>Worth a look: {text(each)}.</p>" for each in troubles)
-    return f'<p class="soft">{text(run.name)}: {text(reached)} of {text(total)} steps recorded.</p>{notes}'
+    seconds = sum(value or 0 for _, value in run.values("time/step"))
+    lasted = f", {duration(seconds)} in steps" if seconds else ""
+    return f'<p class="soft">{text(run.name)}: {reached} of {total} steps recorded{lasted}.</p>{notes}'
 
 
 def _verdict(source: str, validations: Sequence[Accuracy]) -> str:

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import signal
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from mcore_rl.errors import DeadEngineError, WorkerError
 from mcore_rl.rollout.engine.process_group import is_helper
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.watchdog import Watchdog
+from mcore_rl.tracking.timeline import read_timeline
 from tests.support import prompt_files
 from tests.support.run_task import AGREEMENT, SPEED, holders_of, is_in, nothing_left, overrides, write_task
 
@@ -178,6 +180,19 @@ def test_every_step_says_all_there_is_to_say(whole: Observed) -> None:
         validated = {f"val/arithmetic/{name}" for name in ("reward", "response_length", "clip_share", "prompts")}
         expected = validated | {"time/validate", "time/save"} if step == STEPS else set()
         assert extra == expected
+
+
+def test_the_timeline_of_a_step_adds_up_to_its_times(whole: Observed) -> None:
+    timeline = read_timeline(whole.directory / "timeline.jsonl")
+    assert list(timeline) == list(whole.metrics) and len(timeline) >= STEPS
+    for step, metrics in whole.metrics.items():
+        seconds: dict[str, float] = defaultdict(float)
+        for span in timeline[step]:
+            assert span.end <= metrics["time/step"] + 1e-3
+            seconds[f"time/{span.phase}"] += span.end - span.start
+        timed = {key: value for key, value in metrics.items() if key.startswith("time/") and key != "time/step"}
+        assert seconds == pytest.approx(timed, abs=2e-3)  # the file has tenths of a millisecond
+    assert json.loads((whole.directory / "environment.json").read_text())["hardware"]["device"] == "cpu"
 
 
 def test_the_first_minibatch_is_on_policy(whole: Observed) -> None:

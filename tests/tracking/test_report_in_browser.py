@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT), pytest.mark.
 WIDTHS = (360, 1280)
 HOSTILE = (
     "<script>document.title = 'run'</script>",
-    "</script><script>document.title = 'run'</script>",
+    "</script ><script >document.title = 'run'</script>",
     "<img src=x onerror=\"document.title = 'run'\">",
     "<svg onload=\"document.title = 'run'\"></svg>",
     "<!-- <script> \" ' & &lt;b&gt; ]]> {{ }} <style>body { display: none }</style>",
     "<a href=\"javascript:document.title = 'run'\">here</a><meta http-equiv=refresh content=0>",
 )
+HEIGHT = "document.documentElement.scrollHeight"
 SIDEWAYS = "document.documentElement.scrollWidth > window.innerWidth"
 
 
@@ -85,7 +86,8 @@ def test_every_chart_shows_its_numbers_under_the_pointer(chromium: Browser, run_
 
 def test_charts_show_the_same_step_together_and_keys_move_it(chromium: Browser, run_dir: Path) -> None:
     chromium.open((run_dir / "report.html").as_uri())
-    chromium.ask("document.querySelector('svg[aria-label=Entropy]').focus()")
+    before = chromium.ask(HEIGHT)
+    chromium.ask("document.querySelector('svg[aria-label=Entropy]').focus({preventScroll: true})")
     for _ in range(7):
         chromium.press("ArrowRight")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -95,6 +97,7 @@ def test_charts_show_the_same_step_together_and_keys_move_it(chromium: Browser, 
     )
     assert float(reward.partition(" ")[0]) == pytest.approx(rows[7]["reward/mean"], abs=5.1e-4)
     assert chromium.ask("document.querySelectorAll('.rule.seen').length") > 5
+    assert chromium.ask(HEIGHT) == before, "nothing moves under the pointer"
     chromium.press("Escape")
     assert chromium.ask("document.getElementById('tip').hidden && !document.querySelectorAll('.rule.seen').length")
 

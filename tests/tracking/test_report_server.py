@@ -171,14 +171,15 @@ def test_an_open_page_follows_the_run_and_keeps_what_its_reader_did(tmp_path: Pa
     path = record(tmp_path / "run", total_steps=6, until=3, test_freq=3)
     with serving(path) as server, browser() as chromium:
         chromium.open(server.address, width=360)
-        chromium.ask("document.querySelector('#notes details').open = true")
+        chromium.ask("document.querySelectorAll('#curves details, #notes details').forEach(each => each.open = true)")
         chromium.ask("window.before = document.getElementById('browse')")
         with (path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 4, "reward/mean": 0.25, "time/step": 1.0}) + "\n")
         chromium.until("document.getElementById('head').textContent.includes('step 4 of 6')")
         last = "JSON.parse(document.querySelector('svg[aria-label=Reward]').dataset.hover).rows.at(-1)"
         assert chromium.ask(last)[:2] == [4, 4] and chromium.ask(last)[2].startswith("0.250")
-        assert chromium.ask("document.querySelector('#notes details').open"), "a fold stays open"
+        opened = "[...document.querySelectorAll('#curves details, #notes details')].every(each => each.open)"
+        assert chromium.ask(opened), "a fold stays open, also in a section that has changed"
         assert chromium.ask("document.getElementById('browse') === window.before"), (
             "what has not changed is not touched"
         )
