@@ -1,17 +1,20 @@
-"""Resolve the rung cuda with uv, and record what the distributions that only it has require.
+"""Resolve every rung with uv, and record what the distributions that only the rung cuda has require.
 
     python tools/record_requirements.py            # writes tests/accelerators/requirements.json
-    python tools/record_requirements.py --dry-run  # resolves alone
+    python tools/record_requirements.py --dry-run  # resolves alone: every rung, Python and kind of machine
 
-tests/accelerators/test_requirements.py holds pyproject.toml and constraints.txt against the record, without a network
-or uv.  What constraints.txt has too is not recorded: that is installed on every rung, and asked there.  Needs uv on
-PATH, and an index whose torch is the CUDA build, as that of PyPI is.
+No interpreter but this one is needed: uv is told which Python and machine to resolve for, and takes wheels alone, so
+that a version that has none for one of them is found.  tests/accelerators/test_requirements.py holds pyproject.toml
+and constraints.txt against the record, without a network or uv.  What constraints.txt has too is not recorded: that is
+installed on every rung, and asked there.  Needs an index whose torch is the CUDA build, as that of PyPI is.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +27,13 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "accelerators" / "requirements.json"
-PYTHONS = ("3.11", "3.12")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = tuple(re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"])))
+RUNGS = ("cpu", "cuda", "rocm")
+MACHINES = ("x86_64", "aarch64")  # aarch64: Grace, of GH200 and GB200
+GLIBC = "manylinux_2_34"  # RHEL 9's; Ubuntu 22.04 and Debian 12 have newer ones
+# Published as source alone.  The first is pure Python, of omegaconf; the second is compiled against the torch there is.
+SOURCES = ("antlr4-python3-runtime", "transformer-engine-torch")
 # Source distributions whose metadata is computed by running them, with nvcc.  From build_tools/pytorch.py and
 # transformer_engine/pytorch/setup.py of Transformer Engine 2.11, with a torch that is built for CUDA 13.
 COMPUTED = {
@@ -43,23 +52,29 @@ def locked() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines if line)}
 
 
-def resolve(extra: str, python: str) -> dict[str, str]:
-    """name -> version of what ``mcore_rl[extra,dev]`` comes to under the lock, as uv resolves it from the index.
+def uv_program() -> str | None:
+    """The uv of this environment, or one on PATH."""
+    return shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+
+
+def resolve(extra: str, python: str, machine: str = "x86_64") -> dict[str, str]:
+    """name -> version of what ``mcore_rl[extra,dev]`` comes to under the lock, as uv resolves it from wheels.
 
     Raises:
         SystemExit: it does not resolve, with uv's own words; or there is no uv.
     """
-    uv = shutil.which("uv")
+    uv = uv_program()
     if uv is None:
-        raise SystemExit("uv is not on PATH: pip install uv")
+        raise SystemExit("there is no uv: pip install uv")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "resolved.txt"
         command = [uv, "pip", "compile", "pyproject.toml", f"--extra={extra}", "--extra=dev", "--quiet", "--no-header",
-                   f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28", "--no-annotate",
+                   f"--python-version={python}", f"--python-platform={machine}-{GLIBC}", "--no-annotate",
+                   "--only-binary=:all:", *(f"--no-binary={name}" for name in SOURCES),
                    "--constraint=constraints.txt", f"--output-file={out}"]  # fmt: skip
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if run.returncode:
-            raise SystemExit(f"mcore_rl[{extra},dev] does not resolve on Python {python}:\n{run.stderr}")
+            raise SystemExit(f"mcore_rl[{extra},dev] does not resolve on Python {python}, {machine}:\n{run.stderr}")
         pairs = (line.split("==") for line in out.read_text().splitlines())
         return {canonicalize_name(name): version for name, version in pairs}
 
@@ -79,8 +94,7 @@ def of_the_rung(requires: dict[str, list[str]]) -> dict[str, list[str]]:
     linux = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64", "os_name": "posix"}
     pythons = [linux | {"python_version": python, "python_full_version": f"{python}.1"} for python in PYTHONS]
     asked: dict[str, set[str]] = {}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
-    for line in [*project, *(line for lines in requires.values() for line in lines)]:
+    for line in [*PROJECT["optional-dependencies"]["cuda"], *(line for lines in requires.values() for line in lines)]:
         requirement = Requirement(line)
         asked.setdefault(canonicalize_name(requirement.name), set()).update(requirement.extras)
 
@@ -95,10 +109,16 @@ def of_the_rung(requires: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Resolve for every Python, then record."""
+    """Resolve, then record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="resolve, for every Python, and record nothing")
+    parser.add_argument("--dry-run", action="store_true", help="resolve everything, and record nothing")
     options = parser.parse_args()
+    if options.dry_run:
+        for rung, machine, python in itertools.product(RUNGS, MACHINES, PYTHONS):
+            print(
+                f"{rung}, {machine}, Python {python}: {len(resolve(rung, python, machine))} distributions", flush=True
+            )
+        return
     resolved: dict[str, str] = {}
     for python in PYTHONS:
         for name, version in resolve("cuda", python).items():
@@ -107,8 +127,6 @@ def main() -> None:
                     f"{name} is {resolved[name]} and {version} on different Pythons: pin it in pyproject.toml"
                 )
         print(f"Python {python}: resolved, {len(resolved)} distributions")
-    if options.dry_run:
-        return
     lock = locked()
     own = {n: v for n, v in resolved.items() if n not in NOT_OURS and (n not in lock or n in OTHER_BUILD)}
     requires = {pin: lines for pin, lines in COMPUTED.items() if own.get(pin.split("==")[0]) == pin.split("==")[1]}

@@ -8,7 +8,6 @@ what is locked has the versions of constraints.txt, and says itself, where it is
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,12 +17,13 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from tests.house.test_pins import BASE, EXTRAS, locked
+from tests.house.test_pins import BASE, EXTRAS, PROJECT, locked
 from tests.support.wheels import wheel
 from tools.check_environment import cuda_packages, kept_constraints
-from tools.record_requirements import PYTHONS, RECORD, resolve
+from tools.record_requirements import MACHINES, PYTHONS, RECORD, RUNGS, resolve, uv_program
 
 Record = Mapping[str, list[str]]  # NAME==VERSION -> Requires-Dist
 RECORDED: Record = json.loads(RECORD.read_text())["requires"]
@@ -91,13 +91,21 @@ def test_a_lock_that_the_vendor_does_not_allow_is_named() -> None:
     assert unmet == ["vllm==0.32.0 requires numba==0.65.0, of which nothing is recorded"]
 
 
+def test_the_pythons_are_those_that_pip_lets_in() -> None:
+    assert PYTHONS == ("3.11", "3.12", "3.13")
+    allowed = SpecifierSet(PROJECT["requires-python"])
+    assert [minor for minor in range(20) if allowed.contains(f"3.{minor}.9")] == [11, 12, 13]
+
+
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("rung", ["cuda", "rocm"])
-def test_uv_resolves_the_rung_from_the_index(rung: str, python: str) -> None:
-    if shutil.which("uv") is None:
-        pytest.skip("uv is not on PATH: pip install uv")
-    resolved = resolve(rung, python)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_rung_resolves_from_wheels_of_the_index(rung: str, machine: str, python: str) -> None:
+    """No interpreter but this one is needed.  Wheels alone: what has none for a Python or a machine is not found."""
+    if uv_program() is None:
+        pytest.skip("there is no uv: pip install uv")
+    resolved = resolve(rung, python, machine)
     assert {name: resolved[name] for name in resolved.keys() & lock()} == {
         n: v for n, v in lock().items() if n in resolved
     }

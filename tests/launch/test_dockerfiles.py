@@ -1,7 +1,4 @@
-"""Images, as far as no engine is needed: layers, user, devices; and the ROCm image's guard, whose steps run here.
-
-``test_images.py`` builds the CPU image with a real builder.
-"""
+"""Images, as far as no engine is needed: layers, user, devices; and the ROCm image's guard, whose steps run here."""
 
 from __future__ import annotations
 

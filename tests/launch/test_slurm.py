@@ -6,7 +6,6 @@ The tiny task of ``tests/support/run_task.py`` runs over two nodes, one training
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import shutil
@@ -57,11 +56,12 @@ def test_a_run_over_two_nodes_ends_well(slurm: SlurmCluster, task: Path, tmp_pat
     model, disk = tmp_path / "model", tmp_path / "disk"
     shutil.copytree(task / "model", model)
     staged = [f"model.path={model}", f"cluster.slurm.stage_model={disk}"]
-    with open_files_of(slurm.daemon("n2"), LOW, LOW), open_files_of(os.getpid(), 1024):
+    resource.prlimit(slurm.daemon("n2"), resource.RLIMIT_NOFILE, (LOW, LOW))  # for good: only privilege raises it
+    with few_open_files(1024):  # srun hands on what sbatch found
         job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=2", *staged)
-        job.until(lambda: job.log.count(f"{disk}/mcore-rl-{job.id}-model") == 2)  # one of them made it: a disk for both
-        (model / "model.safetensors").write_bytes(b"whoever reads this now fails")
-        job.until(job.steps)
+    job.until(lambda: job.log.count(f"{disk}/mcore-rl-{job.id}-model") == 2)  # one of them made it: a disk for both
+    (model / "model.safetensors").write_bytes(b"whoever reads this now fails")
+    job.until(job.steps)
     assert sorted(job.hosts()) == ["n1", "n2"], "one training process on each node"
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert open_files_of_ray(job) == {"n1": min(most, 65536), "n2": LOW}
@@ -78,14 +78,14 @@ LOW = 8192
 
 
 @contextmanager
-def open_files_of(process: int, soft: int, hard: int | None = None) -> Iterator[None]:
-    """Within: ``process``, and what it starts, may have so many files open."""
-    before = resource.prlimit(process, resource.RLIMIT_NOFILE)
-    resource.prlimit(process, resource.RLIMIT_NOFILE, (soft, before[1] if hard is None else hard))
+def few_open_files(soft: int) -> Iterator[None]:
+    """Within: this process, and what it starts, may have so many files open, and may raise that again."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
         yield
     finally:
-        resource.prlimit(process, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def open_files_of_ray(job: SlurmJob) -> dict[str, int]:
