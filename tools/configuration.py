@@ -61,7 +61,8 @@ def values_of(each: Setting) -> str:
     elif isinstance(each.kind, type) and issubclass(each.kind, Enum):
         kind = " or ".join(f"`{one.value}`" for one in each.kind)
     elif place is not None:
-        kind = f"{place.kind}{' to write' if place.written else ''}"
+        named = {"": "", "model": " or [Hub id](hub.md)", "dataset": ", folder or [Hub id](hub.md)"}[place.hub]
+        kind = f"{place.kind}{' to write' if place.written else ''}{named}"
     else:
         kind = {bool: "`true` or `false`", str: "text"}.get(each.kind, "keys and values")
         assert kind != "keys and values" or get_origin(each.kind) is dict, each.key

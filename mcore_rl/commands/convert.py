@@ -30,7 +30,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from mcore_rl.config.bounds import InputDirectory, OutputDirectory
+from mcore_rl.config.bounds import InputDirectory, InputModel, InputTokenizer, OutputDirectory
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     made = commands.add_parser("to-megatron", parents=[write], help="write a megatron-core distributed checkpoint")
     made.add_argument(
-        "--hf", type=typed(InputDirectory), required=True, help="directory with config.json and *.safetensors"
+        "--hf", type=typed(InputModel), required=True, help="directory with config.json and *.safetensors, or a Hub id"
     )
     layout = "cut the files for this layout, as tp=2,ep=2: it then loads fastest; every other layout loads them too"
     made.add_argument("--layout", type=typed(parse_layout), default="", help=layout)
@@ -73,12 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--megatron", type=typed(InputDirectory), help=megatron)
     run = "a checkpoint of a run, RUN/checkpoints/step_N, or a role in it; --dtype fp32 gives its main weights"
     source.add_argument("--run", type=typed(InputDirectory), help=run)
-    config = "directory with the model's config.json and tokenizer; not needed for what to-megatron wrote"
-    back.add_argument("--config", type=typed(InputDirectory), help=config)
+    config = "directory or Hub id with the model's config.json and tokenizer; not needed for what to-megatron wrote"
+    back.add_argument("--config", type=typed(InputTokenizer), help=config)
 
     look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
-    look.add_argument("directory", type=typed(InputDirectory), metavar="DIR")
-    look.add_argument("--config", type=typed(InputDirectory), help=config)
+    look.add_argument("directory", type=typed(InputModel), metavar="DIR")
+    look.add_argument("--config", type=typed(InputTokenizer), help=config)
 
 
 class Bars:

@@ -61,6 +61,7 @@ class Program:
     def run(self, options: argparse.Namespace) -> int:
         """See ``mcore_rl.cli.Command``."""
         from mcore_rl.config.compose import as_yaml, compose
+        from mcore_rl.hub.fetch import fetched
 
         directory, name, overrides = self._begin(options)
         config = compose(self.schema, self.name, overrides, directory, name)
@@ -70,6 +71,7 @@ class Program:
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
         refuse_if_any([*self.violations(config), *file_violations(config)])
+        config = fetched(config)
         _keep_what_torch_compiles()
         return self.act(config, options.check)
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from mcore_rl.config.bounds import (
     InputDirectory,
+    InputModel,
+    InputTokenizer,
     Interval,
     NonNegativeFloat,
     NonNegativeInt,
@@ -161,10 +163,10 @@ def is_due(frequency: int, step: int, last_step: int) -> bool:
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """path: a Hugging Face checkpoint directory.  tokenizer_path: the directory of its tokenizer; None is ``path``."""
+    """path: a Hugging Face checkpoint: its directory, or its Hub id.  tokenizer_path: of its tokenizer; None is ``path``."""
 
-    path: InputDirectory = ""
-    tokenizer_path: InputDirectory | None = None
+    path: InputModel = ""
+    tokenizer_path: InputTokenizer | None = None
 
 
 @dataclass(kw_only=True)
