@@ -163,7 +163,7 @@ def is_due(frequency: int, step: int, last_step: int) -> bool:
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """path: a Hugging Face checkpoint: its directory, or its Hub id.  tokenizer_path: of its tokenizer; None is ``path``."""
+    """path: the directory of a Hugging Face checkpoint, or its Hub id.  tokenizer_path: of a tokenizer; None: ``path``."""
 
     path: InputModel = ""
     tokenizer_path: InputTokenizer | None = None
