@@ -163,7 +163,10 @@ def is_due(frequency: int, step: int, last_step: int) -> bool:
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """path: the directory of a Hugging Face checkpoint, or its Hub id.  tokenizer_path: of a tokenizer; None: ``path``."""
+    """path: the directory of a Hugging Face checkpoint, or its Hub id.
+
+    tokenizer_path: of its tokenizer; None is ``path``.
+    """
 
     path: InputModel = ""
     tokenizer_path: InputTokenizer | None = None

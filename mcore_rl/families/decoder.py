@@ -9,6 +9,8 @@ from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.families.fields import FULL, Fields
 from mcore_rl.families.rope import Reader, read_partial_rotary_factor, read_rope
 
+# Fields with the number of layers of multi-token prediction, which are no part of the policy: neither read nor written.
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 SLIDING = "sliding_attention"
 # Other names under which vLLM looks for the longest sequence; it takes the least of those that are there.
 OTHER_LENGTHS = (

@@ -1,7 +1,7 @@
 """Replaces every name in a configuration by local files, before anything starts: Hub ids and folders of data.
 
-The type of a key says what may stand there (``PathKind.hub`` and ``split`` of ``config/bounds.py``).  A run that goes on
-keeps the commits that it began with, unless its user names another.
+The type of a key says what may stand there (``PathKind.hub`` and ``split`` of ``config/bounds.py``).  A run that goes
+on keeps the commits that it began with, unless its user names another.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mcore_rl.hub.names import named
 
 
 async def demand_seen(paths: Mapping[str, Path], nodes: Collection[str]) -> None:
-    """Raises ConfigError with each of ``paths``, by key, that is no directory on one of ``nodes``, Ray's ids of them."""
+    """Raises ConfigError with each of ``paths``, by key, that is no directory on one of ``nodes``, by Ray's ids."""
     here, texts = ray.get_runtime_context().get_node_id(), {key: str(path) for key, path in paths.items()}
     names = {each["NodeID"]: str(each["NodeName"]) for each in ray.nodes() if each["NodeID"] in nodes}
     asked = {

@@ -1,4 +1,4 @@
-"""What the Hub's real client brings from a server that speaks its API: which files, once, resumed, and what it refuses."""
+"""What the Hub's real client brings from a server that speaks its API: which files, once, resumed, or a refusal."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_weights_that_cannot_be_taken(hub: HubServer) -> None:
     for bad in ("../../../../escaped.safetensors", "/tmp/escaped.safetensors", "absent.safetensors", 7):
         index = json.dumps({"weight_map": {"a": bad}}).encode()
         hub.repos["models/owner/evil"] = Repo({"config.json": b"{}", "model.safetensors.index.json": index})
-        with pytest.raises(NotFetchedError, match="no file beside it|cannot be read"):
+        with pytest.raises(NotFetchedError, match=r"no file beside it|cannot be read"):
             model_folder(HubName(MODEL, "owner/evil"), Part.weights)
 
 

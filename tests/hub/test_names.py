@@ -30,9 +30,10 @@ def test_ids(text: str, kind: str, expected: HubName) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "MODEL", "./a/b", "/a/b", "~/a/b", "a/b/c", "../b", "a/..", "a/b@", "a/b@../c", "a/b:../c", "a/b:/etc/passwd",
+        "", "MODEL", "./a/b", "/a/b", "~/a/b", "a/b/c", "../b", "a/..", "a/b@", "a/b@../c", "a/b:../c",
+        "a/b:/etc/passwd", "a/b:c//d",
         "a/b:c\\d", "a--b/c", "a/b--c", "a/-b", "a/b.", ".a/b", "a b/c", "ä/b", "a/b@v@w", "a/b:c:d", f"a/{'b' * 96}",
-        "data/train.parquet", "data/train.jsonl", "data/train.jsonl.gz", "data/x.arrow", "data/x.json", "a/b\n", "a/b:c//d",
+        "data/train.parquet", "data/train.jsonl", "data/train.jsonl.gz", "data/x.arrow", "data/x.json", "a/b\n",
     ],
 )  # fmt: skip
 def test_paths_and_names_that_leave_the_cache_are_no_ids(text: str) -> None:

@@ -39,7 +39,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from mcore_rl.config.model import Activation, ModelConfig, RopeType, RouterScore
+from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeType, RouterScore
 from tests.support import models
 from tests.support.full_weights import Weights
 
@@ -195,70 +195,62 @@ def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:
     )
 
 
-def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Config:
-    mla, moe = model.mla, model.moe
-    assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
-    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
-    return DeepseekV3Config(
-        **{name: value for name, value in shared.items() if name != "head_dim"},
+def _latent(mla: MlaConfig, shared: dict[str, object]) -> dict[str, object]:
+    """The fields of latent attention, beside those of all families; the width of a head is no field of these."""
+    return {name: value for name, value in shared.items() if name != "head_dim"} | dict(
         q_lora_rank=mla.q_lora_rank,
         kv_lora_rank=mla.kv_lora_rank,
         qk_nope_head_dim=mla.qk_nope_head_dim,
         qk_rope_head_dim=mla.qk_rope_head_dim,
         v_head_dim=mla.v_head_dim,
-        rope_interleave=mla.interleaved,
+    )
+
+
+def _experts_behind_dense_layers(moe: MoeConfig) -> dict[str, object]:
+    """The fields of DeepSeek's experts, and of those of families after it."""
+    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
+    return dict(
         n_routed_experts=moe.num_experts,
         num_experts_per_tok=moe.top_k,
         moe_intermediate_size=moe.ffn_hidden_size,
         n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
         first_k_dense_replace=len(moe.dense_layers),
-        norm_topk_prob=moe.norm_topk_prob,
         n_group=moe.num_groups,
         topk_group=moe.top_k_groups,
         routed_scaling_factor=moe.routed_scaling_factor,
+    )
+
+
+def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Config:
+    mla, moe = model.mla, model.moe
+    assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
+    return DeepseekV3Config(
+        **_latent(mla, shared),
+        rope_interleave=mla.interleaved,
+        **_experts_behind_dense_layers(moe),
+        norm_topk_prob=moe.norm_topk_prob,
     )
 
 
 def _deepseek_v2(model: ModelConfig, shared: dict[str, object]) -> DeepseekV2Config:
     mla, moe = model.mla, model.moe
     assert mla is not None and moe is not None and moe.score is RouterScore.softmax and not moe.norm_topk_prob
-    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
     return DeepseekV2Config(
-        **{name: value for name, value in shared.items() if name != "head_dim"},
-        q_lora_rank=mla.q_lora_rank,
-        kv_lora_rank=mla.kv_lora_rank,
-        qk_nope_head_dim=mla.qk_nope_head_dim,
-        qk_rope_head_dim=mla.qk_rope_head_dim,
-        v_head_dim=mla.v_head_dim,
-        n_routed_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        moe_intermediate_size=moe.ffn_hidden_size,
-        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
-        first_k_dense_replace=len(moe.dense_layers),
+        **_latent(mla, shared),
+        **_experts_behind_dense_layers(moe),
         topk_method="group_limited_greedy" if moe.num_groups > 1 else "greedy",
-        n_group=moe.num_groups,
-        topk_group=moe.top_k_groups,
-        routed_scaling_factor=moe.routed_scaling_factor,
     )
 
 
 def _glm4_moe(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeConfig:
     moe = model.moe
     assert moe is not None and moe.score is RouterScore.sigmoid
-    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
     return Glm4MoeConfig(
         **shared,
         attention_bias=model.qkv_bias,
         use_qk_norm=model.qk_norm,
-        n_routed_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        moe_intermediate_size=moe.ffn_hidden_size,
-        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
-        first_k_dense_replace=len(moe.dense_layers),
+        **_experts_behind_dense_layers(moe),
         norm_topk_prob=moe.norm_topk_prob,
-        n_group=moe.num_groups,
-        topk_group=moe.top_k_groups,
-        routed_scaling_factor=moe.routed_scaling_factor,
         num_mtp_layers=0,
     )
 

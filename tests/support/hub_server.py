@@ -1,7 +1,7 @@
 """A small server that speaks as much of the Hub's HTTP API as huggingface_hub's client asks for here.
 
-Written from the client's own requests (huggingface_hub 2.4: hf_api.py, file_download.py, _commit_api.py, lfs.py) and the
-Hub's error headers (utils/_http.py, ``hf_raise_for_status``).  Files are served whole or from a byte on, with their
+Written from the client's own requests (huggingface_hub 2.4: hf_api.py, file_download.py, _commit_api.py, lfs.py) and
+the Hub's error headers (utils/_http.py, ``hf_raise_for_status``).  Files are served whole or from a byte on, with their
 ETag; what is uploaded becomes a new commit.  It knows no Xet, so that the client takes plain HTTP.
 """
 
