@@ -107,7 +107,7 @@ def _told(name: HubName) -> Iterator[None]:
     """Everything that the Hub, its client, the network and the disk can answer, as NotFetchedError."""
     import httpx2
     from huggingface_hub import constants, errors
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not Console(stderr=True).is_terminal:
         disable_progress_bars()  # which a log file would have thousands of lines of

@@ -115,9 +115,8 @@ def test_convert_verify_models_and_plan_take_ids(
     hub.repos["models/owner/mix"] = Repo({path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()})
     assert main(["models", "owner/mix"]) == 0
     assert "family mixtral" in said(capsys)
-    assert (
-        main(["verify", "recipe=mixtral_8x22b_rloo", "--check", "model.path=owner/mix"]) == 2
-    )  # 4 layers, pp 4 of 8 ranks
+    assert main(["verify", "recipe=mixtral_8x22b_rloo", "--check", "model.path=owner/mix"]) == 2
+    assert "tp=8" in said(capsys), "of the tiny model, not of Mixtral-8x22B"
     cluster = ["cluster=cpu", "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "actor.parallel.tp=1"]
     small = ["actor.parallel.pp=1", "actor.parallel.ep=1", "rollout.tp=1", "rollout.dp=1"]
     capsys.readouterr()
