@@ -239,6 +239,8 @@ class _Handler(BaseHTTPRequestHandler):
                 repo.files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 repo.files[value["path"]] = self.server_hub.objects[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del repo.files[value["path"]]
         commit, shown = repo.commit(), name.partition("/")[2]
         url = f"{self.server_hub.url}/{shown}/commit/{commit}"
         return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
