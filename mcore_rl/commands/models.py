@@ -53,9 +53,9 @@ def _of_the_hub(name: str) -> int:
     from mcore_rl.families.config_json import read_config
     from mcore_rl.families.registry import model_of
     from mcore_rl.hub.fetch import local_paths
-    from mcore_rl.hub.selection import Part
+    from mcore_rl.hub.selection import ModelPart
 
-    (folder,) = local_paths("NAME", name, PathKind("directory", hub=MODEL), part=Part.config)
+    (folder,) = local_paths("NAME", name, PathKind("directory", hub=MODEL), part=ModelPart.config)
     family, model = model_of(read_config(Path(folder)))
     known = [each.name for each in known_checkpoints(MODEL_CONFIGS).values() if each.hf_id == name.partition("@")[0]]
     table = Table("", named(folder), box=None, pad_edge=False)

@@ -110,8 +110,8 @@ def _first_odd(column: str, rows: Sequence[dict[str, Any]], error: Exception) ->
         try:
             pa.array([row.get(column) for row in rows[:middle]])
             least = middle
-        except (pa.ArrowException, ValueError, OverflowError) as found:
-            most, error = middle, found
+        except (pa.ArrowException, ValueError, OverflowError) as why:
+            most, error = middle, why
     return most - 1, str(error).partition("\n")[0].rstrip(".")
 
 

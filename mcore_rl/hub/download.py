@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mcore_rl.hub.names import HubName, is_inside
-from mcore_rl.hub.selection import CONFIG, INDEX, Part, SelectionError, small_files, tables_of, weight_files
+from mcore_rl.hub.selection import CONFIG, INDEX, ModelPart, SelectionError, small_files, tables_of, weight_files
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision
@@ -38,7 +38,7 @@ class NotFetchedError(Exception):
         self.problem, self.remedy = problem, remedy
 
 
-def model_folder(name: HubName, part: Part) -> Path:
+def model_folder(name: HubName, part: ModelPart) -> Path:
     """The folder in the cache with ``part`` of a model, which is downloaded if it is not there.
 
     Raises NotFetchedError, also where the model has no safetensors.
@@ -46,11 +46,11 @@ def model_folder(name: HubName, part: Part) -> Path:
     with _told(name):
         revision = _commit(name)
         folder = _snapshot(name, revision, [CONFIG])
-        if part is Part.config:
+        if part is ModelPart.config:
             return folder
         names = _names(name, revision, folder)
         _snapshot(name, revision, small_files(names))
-        if part is Part.weights:
+        if part is ModelPart.weights:
             _snapshot(name, revision, weight_files(names, folder / INDEX))
         return folder
 

@@ -20,7 +20,7 @@ from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.hub.download import NotFetchedError, data_files, model_folder
 from mcore_rl.hub.names import DATASET, MODEL, HubName, hub_name, named
-from mcore_rl.hub.selection import Part, SelectionError, folder_tables
+from mcore_rl.hub.selection import ModelPart, SelectionError, folder_tables
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def fetched_config(config: T) -> T:
     changes = {}
     for key, place, value in _named_values(config):
         if place.hub == MODEL and isinstance(value, str) and hub_name(value, MODEL):
-            (changes[key],) = local_paths(key, value, place, None, Part.config)
+            (changes[key],) = local_paths(key, value, place, None, ModelPart.config)
     return changed(config, changes)
 
 
@@ -62,13 +62,13 @@ def config_folder(path: str) -> Path:
     """
     name = hub_name(path, MODEL)
     try:
-        return Path(path).expanduser() if name is None else model_folder(name, Part.config)
+        return Path(path).expanduser() if name is None else model_folder(name, ModelPart.config)
     except NotFetchedError:
         return Path(path)
 
 
 def local_paths(
-    key: str, text: str, place: PathKind, kept: list[HubName] | None = None, part: Part | None = None
+    key: str, text: str, place: PathKind, kept: list[HubName] | None = None, part: ModelPart | None = None
 ) -> list[str]:
     """The local files or the folder that ``text`` means.  Raises ConfigError, with ``key``.
 
@@ -83,7 +83,7 @@ def local_paths(
         name = _with_commit(name, kept or [])
         Console(stderr=True).print(f"{key}: {name}, of the Hub", markup=False, highlight=False, soft_wrap=True)
         paths = (
-            data_files(name, place.split) if name.kind == DATASET else [model_folder(name, part or Part[place.part])]
+            data_files(name, place.split) if name.kind == DATASET else [model_folder(name, part or ModelPart[place.part])]
         )
     except (NotFetchedError, SelectionError) as error:
         raise ConfigError([Violation(key, text, error.problem, error.remedy)]) from error

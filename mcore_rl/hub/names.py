@@ -43,10 +43,10 @@ class HubName:
 
 def hub_name(text: str, kind: str) -> HubName | None:
     """The repository of ``kind`` that ``text`` names; None where it is a path."""
-    found = ID.fullmatch(text)
-    if not found or os.path.lexists(text):
+    matched = ID.fullmatch(text)
+    if not matched or os.path.lexists(text):
         return None
-    name, revision, path = found[1], found[2], found[3] or ""
+    name, revision, path = matched[1], matched[2], matched[3] or ""
     if ".." in name or "--" in name or len(name) > MAX_NAME or ".." in (revision or "") or not is_inside(path):
         return None
     if kind == MODEL and path:
@@ -64,10 +64,10 @@ def is_inside(path: str) -> bool:
 
 def named(path: str) -> str:
     """The id, with its commit, of a file or folder in the Hub's cache; any other path as it is."""
-    found = CACHED.search(path)
-    if not found:
+    matched = CACHED.search(path)
+    if not matched:
         return path
-    kind, owner, name, commit, inner = found.groups()
+    kind, owner, name, commit, inner = matched.groups()
     return str(HubName(MODEL if kind == "models" else DATASET, f"{owner}/{name}", commit, inner or ""))
 
 

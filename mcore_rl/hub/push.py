@@ -49,8 +49,8 @@ class Target:
 def target(name: str, *, private: bool) -> Target:
     """The repository called ``name``.  Raises ConfigError if that is no name of one."""
     text = name if "/" in name else ""
-    found = hub_name(f"{text}@main", MODEL)  # with a revision, which no folder of that name has
-    if found is None or "@" in name or found.name != name:
+    repository = hub_name(f"{text}@main", MODEL)  # with a revision, which no folder of that name has
+    if repository is None or "@" in name or repository.name != name:
         raise _refused(name, "is no name of a repository", "Write OWNER/NAME, of letters, digits, -, _ and .")
     return Target(name, private)
 

@@ -24,7 +24,7 @@ ARROW, STATE = ".arrow", "state.json"  # as ``datasets`` save_to_disk writes the
 MAX_SHOWN = 8
 
 
-class Part(Enum):
+class ModelPart(Enum):
     """How much of a model's repository: its config.json, that and its tokenizer, or its weights too."""
 
     config = "config.json"
@@ -81,36 +81,36 @@ def tables_of(
     several configurations do.
     """
     under = [name for name in names if not path or name == path or name.startswith(f"{path}/")]
-    found = sorted(
+    tables = sorted(
         name for name in under if name.endswith(tuple(endings)) and is_inside(name) and "/." not in f"/{name}"
     )
-    if not found:
+    if not tables:
         there = _few(sorted({PurePosixPath(name).suffix or name for name in under}))
         said = f"has no {', '.join(endings)} files{f' below {path}' if path else ''}"
         remedy = "Name a data set that has, or convert it to parquet or jsonl"
         raise SelectionError(f"{said}, only {there}" if there else said, remedy)
-    if path in found:
+    if path in tables:
         return [path]
-    found = _of_split(found, split, path, prefix)
-    folders = sorted({str(PurePosixPath(name).parent) for name in found})
+    tables = _of_split(tables, split, path, prefix)
+    folders = sorted({str(PurePosixPath(name).parent) for name in tables})
     if len(folders) > 1:
         raise SelectionError(f"has files in the folders {_few(folders)}", f"Name one of them, as {prefix}{folders[0]}")
-    best = next(ending for ending in endings if any(name.endswith(ending) for name in found))
-    return [name for name in found if name.endswith(best)]
+    best = next(ending for ending in endings if any(name.endswith(ending) for name in tables))
+    return [name for name in tables if name.endswith(best)]
 
 
-def _of_split(found: list[str], split: str, path: str, prefix: str) -> list[str]:
-    splits = {name: _split(name.removeprefix(path)) for name in found}
+def _of_split(tables: list[str], split: str, path: str, prefix: str) -> list[str]:
+    splits = {name: _split(name.removeprefix(path)) for name in tables}
     there = sorted({each for each in splits.values() if each})
     if not there:
-        return found
+        return tables
     wanted = [each for each in SPLITS[split] if each in there]
     if not split and len(there) == 1:
         wanted = there
     if not wanted:
-        remedy = f"Name the file or folder that is meant, as {prefix}{found[0]}"
+        remedy = f"Name the file or folder that is meant, as {prefix}{tables[0]}"
         raise SelectionError(f"has the splits {', '.join(there)}, and which is meant does not follow", remedy)
-    return [name for name in found if splits[name] == wanted[0]]
+    return [name for name in tables if splits[name] == wanted[0]]
 
 
 def folder_tables(folder: Path, split: str) -> list[Path]:

@@ -142,8 +142,8 @@ def _versions(run: RecordedRun) -> Iterator[str]:
 def _shown(path: Any) -> str:
     """A model or a file: its Hub id, else its name alone."""
     text = named(str(path or "unknown"))
-    found = hub_name(text, DATASET) or hub_name(text, MODEL)
-    return _cell(str(found) if found and found.revision else Path(text).name)
+    name = hub_name(text, DATASET) or hub_name(text, MODEL)
+    return _cell(str(name) if name and name.revision else Path(text).name)
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from mcore_rl.hub.download import NotFetchedError, data_files, model_folder
 from mcore_rl.hub.names import DATASET, MODEL, HubName, named
-from mcore_rl.hub.selection import Part
+from mcore_rl.hub.selection import ModelPart
 from tests.hub.conftest import ask
 from tests.support.hub_server import TOKEN, HubServer, Repo, sha256
 
@@ -48,7 +48,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_a_run_needs_comes_and_nothing_else(hub: HubServer, repo: Repo, tmp_path: Path) -> None:
-    folder = model_folder(NAME, Part.weights)
+    folder = model_folder(NAME, ModelPart.weights)
     assert files_in(folder) == NEEDED
     assert folder == tmp_path / "hub" / "models--owner--tiny" / "snapshots" / repo.head
     assert named(str(folder)) == f"owner/tiny@{repo.head}"
@@ -58,34 +58,34 @@ def test_what_a_run_needs_comes_and_nothing_else(hub: HubServer, repo: Repo, tmp
 
 @pytest.mark.parametrize(
     ("part", "files"),
-    [(Part.config, {"config.json"}), (Part.tokenizer, {name for name in NEEDED if not name.endswith(".safetensors")})],
+    [(ModelPart.config, {"config.json"}), (ModelPart.tokenizer, {name for name in NEEDED if not name.endswith(".safetensors")})],
 )
-def test_a_part_of_a_model(repo: Repo, part: Part, files: set[str]) -> None:
+def test_a_part_of_a_model(repo: Repo, part: ModelPart, files: set[str]) -> None:
     assert set(files_in(model_folder(NAME, part))) == files
 
 
 def test_the_second_time_only_the_commit_is_asked_for(hub: HubServer, repo: Repo) -> None:
-    folder = model_folder(NAME, Part.weights)
+    folder = model_folder(NAME, ModelPart.weights)
     hub.requests.clear()
-    assert model_folder(NAME, Part.weights) == folder
+    assert model_folder(NAME, ModelPart.weights) == folder
     assert [(method, path) for method, path, _ in hub.requests] == [("GET", "/api/models/owner/tiny")]
     hub.requests.clear()
-    assert model_folder(HubName(MODEL, "owner/tiny", repo.head), Part.weights) == folder
+    assert model_folder(HubName(MODEL, "owner/tiny", repo.head), ModelPart.weights) == folder
     assert hub.requests == [], "a commit is a commit"
 
 
 def test_what_did_not_change_is_not_read_again(hub: HubServer, repo: Repo) -> None:
-    before = model_folder(NAME, Part.weights)
+    before = model_folder(NAME, ModelPart.weights)
     repo.files["config.json"] = b'{"model_type": "qwen3"}'
     repo.commit()
     hub.requests.clear()
-    after = model_folder(NAME, Part.weights)
+    after = model_folder(NAME, ModelPart.weights)
     assert after != before and files_in(before) == NEEDED
     assert files_in(after) == {**NEEDED, "config.json": b'{"model_type": "qwen3"}'}
     assert [path for path in hub.paths("GET") if "/resolve/" in path] == [
         f"/owner/tiny/resolve/{repo.head}/config.json"
     ]
-    assert model_folder(HubName(MODEL, "owner/tiny", before.name), Part.weights) == before
+    assert model_folder(HubName(MODEL, "owner/tiny", before.name), ModelPart.weights) == before
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(
@@ -93,40 +93,40 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     hub.cut[SHARDS[1]] = 1234
-    folder = model_folder(NAME, Part.weights)
+    folder = model_folder(NAME, ModelPart.weights)
     assert (folder / SHARDS[1]).read_bytes() == NEEDED[SHARDS[1]]
     ranges = [headers.get("Range") for _, path, headers in hub.requests if path.endswith(SHARDS[1])]
     assert "bytes=1000-" in ranges, "in whole chunks"
 
 
 def test_without_a_network_the_cache_answers(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = model_folder(NAME, Part.weights)
+    folder = model_folder(NAME, ModelPart.weights)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
-    assert model_folder(NAME, Part.weights) == folder and hub.requests == []
+    assert model_folder(NAME, ModelPart.weights) == folder and hub.requests == []
     (folder / SHARDS[0]).unlink()
     with pytest.raises(NotFetchedError, match=r"or not whole, where HF_HUB_OFFLINE"):
-        model_folder(NAME, Part.weights)
+        model_folder(NAME, ModelPart.weights)
 
 
 def test_a_hub_that_does_not_answer(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = model_folder(NAME, Part.weights)
+    folder = model_folder(NAME, ModelPart.weights)
     ask("http://127.0.0.1:9", monkeypatch)  # the port of discard, where nobody listens
-    assert model_folder(NAME, Part.weights) == folder
+    assert model_folder(NAME, ModelPart.weights) == folder
     with pytest.raises(NotFetchedError, match="cannot be reached") as caught:
-        model_folder(HubName(MODEL, "owner/other"), Part.weights)
+        model_folder(HubName(MODEL, "owner/other"), ModelPart.weights)
     assert "hf download owner/other" in caught.value.remedy
 
 
 def test_what_is_not_there(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFetchedError, match="no such model, or hides it") as caught:
-        model_folder(HubName(MODEL, "owner/none"), Part.weights)
+        model_folder(HubName(MODEL, "owner/none"), ModelPart.weights)
     assert "HF_TOKEN" in caught.value.remedy
     with pytest.raises(NotFetchedError, match="has no revision v9"):
-        model_folder(HubName(MODEL, "owner/tiny", "v9"), Part.weights)
+        model_folder(HubName(MODEL, "owner/tiny", "v9"), ModelPart.weights)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotFetchedError, match="HF_HUB_OFFLINE says to look") as caught:
-        model_folder(HubName(MODEL, "owner/none"), Part.weights)
+        model_folder(HubName(MODEL, "owner/none"), ModelPart.weights)
     assert "hf download owner/none" in caught.value.remedy
 
 
@@ -136,29 +136,29 @@ def test_who_may_not_read_is_told_how_to(hub: HubServer, kind: str, monkeypatch:
     name = HubName(MODEL, "meta/llama")
     said = {"gated": "is gated", "private": "hides it from you"}[kind]
     with pytest.raises(NotFetchedError, match=said) as caught:
-        model_folder(name, Part.weights)
+        model_folder(name, ModelPart.weights)
     assert "HF_TOKEN" in caught.value.remedy and "hf auth login" in caught.value.remedy
     assert kind == "private" or f"{hub.url}/meta/llama" in caught.value.remedy
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert files_in(model_folder(name, Part.weights)) == NEEDED
+    assert files_in(model_folder(name, ModelPart.weights)) == NEEDED
 
 
 def test_weights_that_cannot_be_taken(hub: HubServer) -> None:
     hub.repos["models/owner/old"] = Repo({"config.json": b"{}", "pytorch_model.bin": b""})
     with pytest.raises(NotFetchedError, match=r"only pytorch_model.bin, and neither model.safetensors"):
-        model_folder(HubName(MODEL, "owner/old"), Part.weights)
+        model_folder(HubName(MODEL, "owner/old"), ModelPart.weights)
     for bad in ("../../../../escaped.safetensors", "/tmp/escaped.safetensors", "absent.safetensors", 7):
         index = json.dumps({"weight_map": {"a": bad}}).encode()
         hub.repos["models/owner/evil"] = Repo({"config.json": b"{}", "model.safetensors.index.json": index})
         with pytest.raises(NotFetchedError, match=r"no file beside it|cannot be read"):
-            model_folder(HubName(MODEL, "owner/evil"), Part.weights)
+            model_folder(HubName(MODEL, "owner/evil"), ModelPart.weights)
 
 
 def test_a_listing_with_names_that_leave_the_cache(hub: HubServer, tmp_path: Path) -> None:
     hub.repos["models/owner/evil"] = Repo({"config.json": b"{}"})
     hub.lists = ["additional_chat_templates/../../../../../escaped.jinja"]
     with pytest.raises(NotFetchedError, match="would leave the cache"):
-        model_folder(HubName(MODEL, "owner/evil"), Part.tokenizer)
+        model_folder(HubName(MODEL, "owner/evil"), ModelPart.tokenizer)
     assert not list(tmp_path.rglob("escaped*"))
     assert not any("escaped" in path for path in hub.paths("GET"))
 
@@ -168,7 +168,7 @@ def test_a_commit_that_is_no_hash(hub: HubServer, tmp_path: Path) -> None:
     evil.commits = {"../../../escaped": evil.files}
     hub.repos["models/owner/evil"] = evil
     with pytest.raises(NotFetchedError, match="no hash"):
-        model_folder(HubName(MODEL, "owner/evil"), Part.config)
+        model_folder(HubName(MODEL, "owner/evil"), ModelPart.config)
 
 
 def test_the_files_of_a_split(hub: HubServer) -> None:
@@ -193,5 +193,5 @@ def test_the_files_of_a_split(hub: HubServer) -> None:
 
 
 def test_checksums_of_the_tests_are_what_the_client_names_files_by(hub: HubServer, repo: Repo) -> None:
-    folder = model_folder(NAME, Part.weights)
+    folder = model_folder(NAME, ModelPart.weights)
     assert (folder / SHARDS[0]).resolve().name == sha256(NEEDED[SHARDS[0]])

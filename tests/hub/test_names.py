@@ -54,7 +54,7 @@ def test_what_is_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_names_of_the_cache() -> None:
-    model = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{COMMIT}"
+    model = f"/cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{COMMIT}"
     data = f"/x/datasets--openai--gsm8k/snapshots/{COMMIT}/main/train-00000-of-00001.parquet"
     assert named(model) == f"Qwen/Qwen2.5-0.5B@{COMMIT}"
     assert named(data) == f"openai/gsm8k@{COMMIT}:main/train-00000-of-00001.parquet"

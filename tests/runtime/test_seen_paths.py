@@ -15,7 +15,7 @@ COMMIT = "0" * 40
 
 
 def test_what_is_said() -> None:
-    cached = f"/home/me/hub/models--a--b/snapshots/{COMMIT}"
+    cached = f"/cache/hub/models--a--b/snapshots/{COMMIT}"
     paths = {"model.path": cached, "critic.path": "/models/critic", "reference.path": "/models/reference"}
     blind = {"n2": ["model.path"], "n1": ["model.path", "critic.path"], "n3": []}
     model, critic = map(str, seen_paths.unseen_violations(paths, blind))

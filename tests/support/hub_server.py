@@ -70,7 +70,7 @@ class HubServer:
 
 
 def sha256(data: bytes) -> str:
-    """In hexadecimal."""
+    """The digest in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Says nothing on standard error."""
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -126,15 +126,15 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length) if length else b""
         hub.requests.append((self.command, path, dict(self.headers)))
-        if path.startswith("/api/") and (found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(/.*)?", path)):
-            return self._api(f"{found[1]}/{found[2]}", found[3] or "", body, query)
+        if path.startswith("/api/") and (matched := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(/.*)?", path)):
+            return self._api(f"{matched[1]}/{matched[2]}", matched[3] or "", body, query)
         if path in ("/api/repos/create", "/api/whoami-v2", "/api/validate-yaml") or ".git/info/lfs" in path:
             return self._account(path, body)
         if path.startswith("/upload/"):
             hub.objects[path.removeprefix("/upload/")] = body
             return self._answer(200)
-        if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            return self._file(f"{'datasets' if found[1] else 'models'}/{found[2]}", found[3], found[4])
+        if matched := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self._file(f"{'datasets' if matched[1] else 'models'}/{matched[2]}", matched[3], matched[4])
         return self._refuse(404, "NoSuchPath")
 
     do_GET = do_HEAD = do_POST = do_PUT = _handle
@@ -160,10 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
         if rest.startswith(("/preupload/", "/commit/")):
             return self._written(name, rest, body)
         _, what, revision = (*rest.split("/"), "", "main")[:3] if rest else ("", "", "main")
-        found = self._repo(name, revision, read=what == "tree")
-        if found is None:
+        matched = self._repo(name, revision, read=what == "tree")
+        if matched is None:
             return None
-        repo, commit = found
+        repo, commit = matched
         if what == "tree":
             listed = {**repo.commits[commit], **dict.fromkeys(self.server_hub.lists, b"")}
             return self._json(
@@ -177,10 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({**owned, "sha": commit, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
 
     def _file(self, name: str, revision: str, path: str) -> None:
-        found = self._repo(name, revision, read=True)
-        if found is None:
+        matched = self._repo(name, revision, read=True)
+        if matched is None:
             return None
-        repo, commit = found
+        repo, commit = matched
         if path not in repo.commits[commit]:
             return self._refuse(404, "EntryNotFound")
         data = repo.commits[commit][path]

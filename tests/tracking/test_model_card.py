@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {
     "model": {"path": f"Qwen/Qwen2.5-0.5B@{COMMIT}"},
     "data": {
-        "train_files": [f"openai/gsm8k@{COMMIT}:main/train.parquet", "/home/me/secret place/mine.parquet"],
+        "train_files": [f"openai/gsm8k@{COMMIT}:main/train.parquet", "/secret place/mine.parquet"],
         "val_files": [f"openai/gsm8k@{COMMIT}:main/test.parquet"],
     },
     "algorithm": {"adv_estimator": "grpo"},
