@@ -90,7 +90,7 @@ class Program:
         """
         from mcore_rl.hub.fetch import fetched
 
-        refuse_if_any([*self.violations(config), *file_violations(config)])
+        refuse_if_any([*self.violations(config), *file_violations(config), *_absent(config)])
         _keep_what_torch_compiles()
         return fetched(config)
 
@@ -153,6 +153,13 @@ _ALL = (
     ),
 )  # fmt: skip
 PROGRAMS = {program.name: program for program in _ALL}
+
+
+def _absent(config: Any) -> list[Violation]:
+    """Loggers whose packages are not here, where the run will be."""
+    from mcore_rl.tracking.loggers import absent_loggers
+
+    return absent_loggers(config.trainer.logger) if isinstance(config, (RunConfig, SftConfig)) else []
 
 
 def _keep_what_torch_compiles() -> None:

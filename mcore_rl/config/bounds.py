@@ -81,7 +81,7 @@ class PathKind:
     """A path.  kind: ``file`` or ``directory``.  written: whether the program writes it; else it must be there.
 
     hub: the kind of repository whose Hub id may stand there instead, ``model`` or ``dataset``; of the latter a folder
-    may too.  part: what is needed of a model, a name of ``hub.selection.ModelPart``.  split: what is meant of a data set.
+    may too.  part: what is needed of a model, by the name in ``hub.selection.ModelPart``.  split: that is meant.
     """
 
     kind: str

@@ -35,6 +35,9 @@ class Logger(Enum):
     console = "console"
     wandb = "wandb"
     tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    swanlab = "swanlab"
+    trackio = "trackio"
 
 
 class ResumeMode(Enum):

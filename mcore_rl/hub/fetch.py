@@ -83,7 +83,9 @@ def local_paths(
         name = _with_commit(name, kept or [])
         Console(stderr=True).print(f"{key}: {name}, of the Hub", markup=False, highlight=False, soft_wrap=True)
         paths = (
-            data_files(name, place.split) if name.kind == DATASET else [model_folder(name, part or ModelPart[place.part])]
+            data_files(name, place.split)
+            if name.kind == DATASET
+            else [model_folder(name, part or ModelPart[place.part])]
         )
     except (NotFetchedError, SelectionError) as error:
         raise ConfigError([Violation(key, text, error.problem, error.remedy)]) from error

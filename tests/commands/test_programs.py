@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -67,6 +68,17 @@ def test_rows_of_every_kind_of_file(
     (tmp_path / "saved" / "test" / "state.json").write_text("{}")
     code, said = check(capsys, *words, train, val)
     assert code == 2 and f"data.val_files[0]={tmp_path / 'saved'}: has no .parquet, .jsonl, .jsonl.gz files" in said
+
+
+def test_a_logger_that_is_not_installed_is_told_before_torch_is_loaded(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ["train", *overrides(task, tmp_path / "run"), "trainer.logger=[mlflow,console,wandb]"]
+    code, said = check(capsys, *words)
+    assert code == 2 and "2 problems" in said and "loading torch" not in said
+    assert 'trainer.logger=mlflow: the package mlflow is not installed. Run `pip install "mcore_rl[mlflow]"`' in said
 
 
 def test_the_other_programs(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:

@@ -58,7 +58,10 @@ def test_what_a_run_needs_comes_and_nothing_else(hub: HubServer, repo: Repo, tmp
 
 @pytest.mark.parametrize(
     ("part", "files"),
-    [(ModelPart.config, {"config.json"}), (ModelPart.tokenizer, {name for name in NEEDED if not name.endswith(".safetensors")})],
+    [
+        (ModelPart.config, {"config.json"}),
+        (ModelPart.tokenizer, {name for name in NEEDED if not name.endswith(".safetensors")}),
+    ],
 )
 def test_a_part_of_a_model(repo: Repo, part: ModelPart, files: set[str]) -> None:
     assert set(files_in(model_folder(NAME, part))) == files
