@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.tracking.atomic import replaced
@@ -30,7 +30,7 @@ class ServiceSink(ABC):
     resumed: go on with the run that this run directory has there.  Raises whatever the service raises.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, config: Mapping[str, Any], resumed: bool) -> None:
         logs = run_dir / "logs"
