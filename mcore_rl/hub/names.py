@@ -15,6 +15,9 @@ from typing import Any
 
 MODEL, DATASET = "model", "dataset"  # kinds of repositories, as huggingface_hub calls them
 TABLES = (".parquet", ".jsonl", ".jsonl.gz")  # what rows are read from
+# Folders that recipes and people keep things in.  One that is missing is a mistake to be told of: asked for as an owner,
+# it would be whatever somebody else has put there.
+FOLDERS = ("checkpoints", "data", "datasets", "exports", "models", "outputs", "results", "runs", "tmp")
 MAX_NAME = 96  # characters, as huggingface_hub's validate_repo_id
 PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 ID = re.compile(rf"({PART}/{PART})(?:@([A-Za-z0-9_][\w./-]*))?(?::([^:@]+))?", re.ASCII)
@@ -47,6 +50,8 @@ def hub_name(text: str, kind: str) -> HubName | None:
     if not matched or os.path.lexists(text):
         return None
     name, revision, path = matched[1], matched[2], matched[3] or ""
+    if name.partition("/")[0].lower() in FOLDERS:
+        return None
     if ".." in name or "--" in name or len(name) > MAX_NAME or ".." in (revision or "") or not is_inside(path):
         return None
     if kind == MODEL and path:
