@@ -15,8 +15,8 @@ from typing import Any
 
 MODEL, DATASET = "model", "dataset"  # kinds of repositories, as huggingface_hub calls them
 TABLES = (".parquet", ".jsonl", ".jsonl.gz")  # what rows are read from
-# Folders that recipes and people keep things in.  One that is missing is a mistake to be told of: asked for as an owner,
-# it would be whatever somebody else has put there.
+# Folders that recipes and people keep things in.  One that is missing is a mistake to be told of: asked for as an
+# owner, it would be whatever somebody else has put there.
 FOLDERS = ("checkpoints", "data", "datasets", "exports", "models", "outputs", "results", "runs", "tmp")
 MAX_NAME = 96  # characters, as huggingface_hub's validate_repo_id
 PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
