@@ -132,8 +132,7 @@ def _composed(program: str, config: Any, config_dir: Path | str | None, config_n
         overrides = list(overrides_of(config) if isinstance(config, Mapping) else map(str, config))
         directory = None if config_dir is None else Path(config_dir)
         config = PROGRAMS[program].composed(overrides, directory, config_name)
-    PROGRAMS[program].ready(config)
-    return config
+    return PROGRAMS[program].ready(config)
 
 
 def _result(run: RunConfig | SftConfig, running: Coroutine[Any, Any, int]) -> RunResult:

@@ -41,11 +41,11 @@ between keys are refused too, and not listed here.
 `[0, 1)` is 0 <= x < 1. Where a range ends at inf, a whole number is at most {LARGEST_INT:,} and another at most
 {LARGEST_FLOAT:g}; nan and inf are never taken. A list of one item may be written without brackets. A text is what was
 written, on a command line and in a file: `8:00:00`, `0123`, `1e3` and `on` are no numbers and no booleans where a
-text belongs. Only below `megatron`, `config_overrides` and `chat_template_kwargs`, whose keys have no declared type,
-yaml decides. A text has one line of at most 4,096 characters, and is empty only where its default is. A path that is
-read must be there and be a regular file (or a directory without pipes and devices in it); a path that is written must
-be writable. A yaml file has at most 128 KiB, 32 levels, and 100,000 values with every alias written out; an override
-has at most 65,536 characters.
+text belongs. Only below `megatron`, `engine`, `config_overrides` and `chat_template_kwargs`, whose keys have no
+declared type, yaml decides. A text has one line of at most 4,096 characters, and is empty only where its default is.
+A path that is read must be there and be a regular file (or a directory without pipes and devices in it); a path that
+is written must be writable. A yaml file has at most 128 KiB, 32 levels, and 100,000 values with every alias written
+out; an override has at most 65,536 characters.
 The planner and the rehearsal look at no path of the run.
 
 | key | commands | values | default |
@@ -61,7 +61,8 @@ def values_of(each: Setting) -> str:
     elif isinstance(each.kind, type) and issubclass(each.kind, Enum):
         kind = " or ".join(f"`{one.value}`" for one in each.kind)
     elif place is not None:
-        kind = f"{place.kind}{' to write' if place.written else ''}"
+        named = {"": "", "model": " or [Hub id](hub.md)", "dataset": ", folder or [Hub id](hub.md)"}[place.hub]
+        kind = f"{place.kind}{' to write' if place.written else ''}{named}"
     else:
         kind = {bool: "`true` or `false`", str: "text"}.get(each.kind, "keys and values")
         assert kind != "keys and values" or get_origin(each.kind) is dict, each.key

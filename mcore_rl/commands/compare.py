@@ -25,6 +25,7 @@ from rich.table import Table
 from mcore_rl.config.bounds import (
     InputDirectory,
     InputFile,
+    InputModel,
     NonNegativeFloat,
     OutputFile,
     PositiveFloat,
@@ -53,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is compared")
     what.add_argument(
         "--hf",
-        type=typed(InputDirectory),
+        type=typed(InputModel),
         required=True,
-        help="directory with config.json, *.safetensors and tokenizer",
+        help="directory with config.json, *.safetensors and tokenizer, or a Hub id",
     )
     what.add_argument(
         "--megatron", type=typed(InputDirectory), help="a Megatron checkpoint of the same model, for Megatron's side"

@@ -3,6 +3,7 @@
     mcore-rl convert to-megatron --hf Qwen2.5-7B-Instruct --out Qwen2.5-7B-megatron
     mcore-rl convert to-hf --megatron Qwen2.5-7B-megatron --out Qwen2.5-7B-again
     mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100
+    mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100 --push-to-hub OWNER/NAME --private
     mcore-rl convert inspect Qwen2.5-7B-megatron
 
 Every tensor that was written is read back and held against the source by a checksum before the output gets its name;
@@ -30,7 +31,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from mcore_rl.config.bounds import InputDirectory, OutputDirectory
+from mcore_rl.config.bounds import InputDirectory, InputModel, InputTokenizer, OutputDirectory
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation
@@ -40,8 +41,10 @@ from mcore_rl.families.registry import unread_fields
 
 if TYPE_CHECKING:
     from mcore_rl.checkpoints.convert import Converted
+    from mcore_rl.hub.push import Target
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CARD = "README.md"
 SPELT = {"parallel.": "--layout "}
 
 
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     made = commands.add_parser("to-megatron", parents=[write], help="write a megatron-core distributed checkpoint")
     made.add_argument(
-        "--hf", type=typed(InputDirectory), required=True, help="directory with config.json and *.safetensors"
+        "--hf", type=typed(InputModel), required=True, help="directory with config.json and *.safetensors, or a Hub id"
     )
     layout = "cut the files for this layout, as tp=2,ep=2: it then loads fastest; every other layout loads them too"
     made.add_argument("--layout", type=typed(parse_layout), default="", help=layout)
@@ -73,12 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--megatron", type=typed(InputDirectory), help=megatron)
     run = "a checkpoint of a run, RUN/checkpoints/step_N, or a role in it; --dtype fp32 gives its main weights"
     source.add_argument("--run", type=typed(InputDirectory), help=run)
-    config = "directory with the model's config.json and tokenizer; not needed for what to-megatron wrote"
-    back.add_argument("--config", type=typed(InputDirectory), help=config)
+    config = "directory or Hub id with the model's config.json and tokenizer; not needed for what to-megatron wrote"
+    back.add_argument("--config", type=typed(InputTokenizer), help=config)
+    push = "then upload it, with a model card, as this repository of the Hub; the token is HF_TOKEN or hf auth login's"
+    back.add_argument("--push-to-hub", metavar="OWNER/NAME", help=push)
+    back.add_argument("--private", action="store_true", help="a repository that is made for it is private")
 
     look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
-    look.add_argument("directory", type=typed(InputDirectory), metavar="DIR")
-    look.add_argument("--config", type=typed(InputDirectory), help=config)
+    look.add_argument("directory", type=typed(InputModel), metavar="DIR")
+    look.add_argument("--config", type=typed(InputTokenizer), help=config)
 
 
 class Bars:
@@ -162,6 +168,7 @@ def run(options: argparse.Namespace) -> int:
             if options.command == "inspect":
                 show_contents(options.directory, options.config, console)
                 return 0
+            goal = _goal(options)
             done = convert(options, errors)
     except KeyboardInterrupt as interrupt:
         left = options.out.with_name(options.out.name + ".incomplete") if "out" in options else None
@@ -172,4 +179,23 @@ def run(options: argparse.Namespace) -> int:
     verified = f"verified {done.num_tensors:,} tensors, {done.num_bytes:,} bytes, by checksum against the source"
     console.print(f"{done.directory}: {done.family}; {verified}", soft_wrap=True, highlight=False)
     console.print(f"{size:.3f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s with verification)", highlight=False)
+    if goal is not None:
+        from mcore_rl.tracking.model_card import model_card
+
+        card = model_card(goal.name, options.run or options.megatron)
+        (done.directory / CARD).write_text(card, encoding="utf-8")
+        console.print(goal.push(done.directory), soft_wrap=True, highlight=False)
     return 0
+
+
+def _goal(options: argparse.Namespace) -> Target | None:
+    """The repository to write to, once somebody is logged in.  Raises ConfigError before anything is converted."""
+    if options.command != "to-hf" or (options.push_to_hub is None and not options.private):
+        return None
+    if options.push_to_hub is None:
+        raise ConfigError([Violation("--private", "", "says nothing without --push-to-hub", "Write OWNER/NAME there")])
+    from mcore_rl.hub.push import target
+
+    goal = target(options.push_to_hub, private=options.private)
+    goal.demand_login()
+    return goal

@@ -6,7 +6,8 @@
 
 recipe, cluster: by name (mcore-rl recipes lists them), or paths of yaml files; a cluster that is left out
 is the recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the run.  The model is that of model.path
-where its config.json is there, else recipe.checkpoint, by name (mcore-rl models lists them): nothing is downloaded.
+where its config.json is there (of a Hub id that alone is downloaded), else recipe.checkpoint, by name (mcore-rl models
+lists them).
 cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured, and prints each.
 
 Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.

@@ -68,8 +68,7 @@ class Program:
 
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
-        self.ready(config)
-        return self.act(config, options.check)
+        return self.act(self.ready(config), options.check)
 
     def composed(self, words: Sequence[str], config_dir: Path | None = None, config_name: str | None = None) -> Any:
         """The configuration of ``words``, upon their recipe, the file of the two names, or the defaults."""
@@ -84,10 +83,16 @@ class Program:
             config_dir, config_name = recipe.parent, recipe.stem
         return compose(self.schema, self.name, overrides, config_dir, config_name)
 
-    def ready(self, config: Any) -> None:
-        """What precedes a run: every check, before torch is imported.  Raises ConfigError, with all violations."""
-        refuse_if_any([*self.violations(config), *file_violations(config)])
+    def ready(self, config: Any) -> Any:
+        """``config`` to be run, with local files for all names; checks everything first, before torch is imported.
+
+        Raises ConfigError, with all violations.
+        """
+        from mcore_rl.hub.fetch import fetched
+
+        refuse_if_any([*self.violations(config), *file_violations(config), *_absent(config)])
         _keep_what_torch_compiles()
+        return fetched(config)
 
 
 def _train(config: RunConfig, check: bool) -> int:
@@ -148,6 +153,13 @@ _ALL = (
     ),
 )  # fmt: skip
 PROGRAMS = {program.name: program for program in _ALL}
+
+
+def _absent(config: Any) -> list[Violation]:
+    """Loggers whose packages are not here, where the run will be."""
+    from mcore_rl.tracking.loggers import absent_loggers
+
+    return absent_loggers(config.trainer.logger) if isinstance(config, (RunConfig, SftConfig)) else []
 
 
 def _keep_what_torch_compiles() -> None:

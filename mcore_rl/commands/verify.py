@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Lines
 
-from mcore_rl.config.bounds import InputDirectory, Ranks
+from mcore_rl.config.bounds import InputModel, Ranks
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--hf",
-        type=typed(InputDirectory),
-        help="a directory with config.json and *.safetensors, whose tensors are held too",
+        type=typed(InputModel),
+        help="a directory with config.json and *.safetensors, or a Hub id, whose tensors are held too",
     )
     model.add_argument(
         "--mutate",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -20,6 +21,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 
 from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.errors import Violation
+from mcore_rl.hub.names import DATASET, hub_name
 
 T = TypeVar("T")
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e12  # where a range ends at inf
@@ -76,10 +78,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class PathKind:
-    """A path.  kind: ``file`` or ``directory``.  written: whether the program writes it; else it must be there."""
+    """A path.  kind: ``file`` or ``directory``.  written: whether the program writes it; else it must be there.
+
+    hub: the kind of repository whose Hub id may stand there instead, ``model`` or ``dataset``; of the latter a folder
+    may too.  part: what is needed of a model, by the name in ``hub.selection.ModelPart``.  split: that is meant.
+    """
 
     kind: str
     written: bool = False
+    hub: str = ""
+    part: str = "weights"
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,11 @@ Beta = Annotated[float, Interval("[0, 1)", "Write 0.9, say")]
 Bytes = Annotated[int, Interval("[1, 1e15]")]
 InputFile = Annotated[str, PathKind("file")]
 InputDirectory = Annotated[str, PathKind("directory")]
+InputModel = Annotated[str, PathKind("directory", hub="model")]
+InputTokenizer = Annotated[str, PathKind("directory", hub="model", part="tokenizer")]
+TrainData = Annotated[str, PathKind("file", hub="dataset", split="train")]
+ValidationData = Annotated[str, PathKind("file", hub="dataset", split="val")]
+AnyData = Annotated[str, PathKind("file", hub="dataset")]
 OutputFile = Annotated[str, PathKind("file", written=True)]
 OutputDirectory = Annotated[str, PathKind("directory", written=True)]
 Lines = Annotated[str, FreeText()]
@@ -177,15 +191,26 @@ def bound_violations(config: Any, prefix: str = "") -> list[Violation]:
 
 
 def file_violations(config: Any, prefix: str = "") -> list[Violation]:
-    """Every path that is to be read and cannot be, and every path that is to be written and cannot be."""
+    """Every path that is to be read and cannot be, and every path that is to be written and cannot be.
+
+    Of a Hub id nothing is said, and nothing of a folder of data: ``hub.fetch`` does.
+    """
     violations = list[Violation]()
     for each, key, value in _values(config, prefix):
         place = each.mark(PathKind)
-        if place is None or not value or value_problem(each, value):
+        if place is None or not value or value_problem(each, value) or is_name(value, place):
             continue
         if problem := (output_problem if place.written else input_problem)(value, place.kind):
             violations.append(Violation(key, value, *problem))
     return violations
+
+
+def is_name(value: str, place: PathKind) -> bool:
+    """Whether ``value`` stands for files that ``hub.fetch`` finds."""
+    if not place.hub:
+        return False
+    folder = place.hub == DATASET and os.path.isdir(os.path.expanduser(value))
+    return folder or hub_name(value, place.hub) is not None
 
 
 def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
@@ -272,13 +297,18 @@ def check(
 
 def _without(config: T, keys: Iterable[str]) -> T:
     """A copy of ``config`` with ``Unsound`` at ``keys``."""
-    changed: Any = copy.copy(config)
-    for key in keys:
+    return changed(config, {key: Unsound() for key in keys})
+
+
+def changed(config: T, values: Mapping[str, Any]) -> T:
+    """A copy of ``config`` with ``values``, by dotted key; those of other schemas are left out."""
+    copied: Any = copy.copy(config)
+    for key, value in values.items():
         *groups, name = key.split(".")
-        group = changed
+        group = copied
         for each in groups:
             setattr(group, each, copy.copy(getattr(group, each)))
             group = getattr(group, each)
         if hasattr(group, name):
-            setattr(group, name, Unsound())
-    return changed  # type: ignore[no-any-return]
+            setattr(group, name, value)
+    return copied  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mcore_rl.config.bounds import InputFile, PositiveInt, Seed, check
+from mcore_rl.config.bounds import PositiveInt, Seed, TrainData, ValidationData, check
 from mcore_rl.errors import Violation
 
 
@@ -24,9 +24,10 @@ class Truncation(Enum):
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Parquet files in the field's schema (docs/data.md), and how prompts are taken from them.
+    """Rows in the field's schema (docs/data.md), and how prompts are taken from them.
 
-    train_files, val_files: parquet files, read in this order.
+    train_files, val_files: files (parquet, jsonl, jsonl.gz), folders of them or of ``datasets`` save_to_disk, and Hub
+    ids, read in this order.
     train_batch_size: prompts per step.
     gen_batch_size: prompts sampled at a time if groups are filtered; None is train_batch_size.
     val_batch_size: prompts validated at a time; None is all.
@@ -40,8 +41,8 @@ class DataConfig:
     chat_template_kwargs: given to the tokenizer's chat template.
     """
 
-    train_files: list[InputFile] = field(default_factory=list)
-    val_files: list[InputFile] = field(default_factory=list)
+    train_files: list[TrainData] = field(default_factory=list)
+    val_files: list[ValidationData] = field(default_factory=list)
     train_batch_size: PositiveInt = 1024
     gen_batch_size: PositiveInt | None = None
     val_batch_size: PositiveInt | None = None
@@ -59,16 +60,17 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class SftDataConfig:
-    """Parquet files of conversations or of prompts with their responses.
+    """Rows of conversations or of prompts with their responses.
 
+    train_files, val_files: as for prompts.
     messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
     (messages, or one text) and ``response_key`` (a text).
     max_length: the most tokens of a conversation.
     truncation: as for prompts, but ``middle`` is refused.
     """
 
-    train_files: list[InputFile] = field(default_factory=list)
-    val_files: list[InputFile] = field(default_factory=list)
+    train_files: list[TrainData] = field(default_factory=list)
+    val_files: list[ValidationData] = field(default_factory=list)
     train_batch_size: PositiveInt = 256
     messages_key: str | None = None
     prompt_key: str = "prompt"

@@ -9,10 +9,9 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, Seed, check
+from mcore_rl.config.bounds import AnyData, CrossCheck, OutputFile, PositiveInt, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
@@ -25,14 +24,14 @@ MAX_CONFIG_BYTES = 8 << 20
 
 @dataclass(kw_only=True)
 class GenerateDataConfig:
-    """Parquet files of prompts; fields that are not explained here are as in ``DataConfig``.
+    """Files of prompts; fields that are not explained here are as in ``DataConfig``.
 
-    files: parquet files, read in this order.
+    files: as ``train_files`` there, but of data with splits the file or folder.
     max_samples: take only so many rows, the first of a shuffle by ``seed``, kept in file order; None is all.
     max_prompt_length, max_response_length: tokens, as in ``RolloutConfig``.
     """
 
-    files: list[InputFile] = field(default_factory=list)
+    files: list[AnyData] = field(default_factory=list)
     max_samples: PositiveInt | None = None
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
@@ -80,9 +79,10 @@ def dtype_of(path: str) -> str:
     What is wrong with the checkpoint is said elsewhere.
     """
     from mcore_rl.config.yaml_files import read_limited  # with hydra, which no help needs
+    from mcore_rl.hub.fetch import config_folder
 
     try:
-        values = json.loads(read_limited(Path(path).expanduser() / "config.json", MAX_CONFIG_BYTES))
+        values = json.loads(read_limited(config_folder(path) / "config.json", MAX_CONFIG_BYTES))
         stored = values.get("dtype") or values.get("torch_dtype")  # transformers 5; older ones
     except (ConfigError, ValueError, AttributeError, RuntimeError):
         stored = None

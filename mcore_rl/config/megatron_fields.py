@@ -9,9 +9,9 @@ tables with the dataclass, field by field and type by type.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
+from mcore_rl.config.passed_fields import Kind, PassedFields
 from mcore_rl.errors import Violation
 
 # Key of ours -> the fields that it sets.  ``config.json`` stands for the model.
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Field -> the types of its values; a tuple of strings lists the values.
-ALLOWED: dict[str, type | tuple[type, ...] | tuple[str, ...]] = {
+ALLOWED: dict[str, Kind] = {
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "batch_invariant_mode": bool,
     "batch_p2p_sync": bool,
@@ -156,34 +156,9 @@ ALLOWED: dict[str, type | tuple[type, ...] | tuple[str, ...]] = {
 }
 
 
+MEGATRON_FIELDS = PassedFields("Megatron-core 0.16.1's TransformerConfig", "megatron", TAKEN, REFUSED, ALLOWED)
+
+
 def megatron_violations(fields: Mapping[str, Any], key: str = "megatron") -> list[Violation]:
     """Every field of ``fields`` that may not be set, and every value of another type.  key: the dotted prefix."""
-    violations = [_violation(name, value, key) for name, value in fields.items()]
-    return [each for each in violations if each is not None]
-
-
-def _violation(name: str, value: Any, key: str) -> Violation | None:
-    if name in ALLOWED:
-        return _of_value(f"{key}.{name}", value, ALLOWED[name])
-    for ours, fields in TAKEN.items():
-        if name in fields and ours == "config.json":
-            return Violation(f"{key}.{name}", value, "the model's config.json says it", "Leave it out")
-        if name in fields:
-            ours = f"{key.removesuffix('megatron')}{ours}"
-            return Violation(f"{key}.{name}", value, f"{ours} sets it", f"Leave it out, and write {ours}")
-    for reason, fields in REFUSED.items():
-        if name in fields:
-            return Violation(f"{key}.{name}", value, f"it {reason}", "Leave it out")
-    near = get_close_matches(name, ALLOWED, 1)
-    remedy = f"Write {near[0]}, perhaps" if near else f"Write one of {', '.join(ALLOWED)}"
-    return Violation(f"{key}.{name}", value, "Megatron-core 0.16.1's TransformerConfig has no such field", remedy)
-
-
-def _of_value(key: str, value: Any, kind: type | tuple[type, ...] | tuple[str, ...]) -> Violation | None:
-    if isinstance(kind, tuple) and all(isinstance(each, str) for each in kind):
-        fits, wanted = value in kind, f"one of {', '.join(map(str, kind))}"
-    else:
-        # A bool is an int to Python, and no count.
-        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))  # type: ignore[arg-type]
-        wanted = {bool: "true or false", int: "a whole number", list: "a list, [a,b]"}[kind]  # type: ignore[index]
-    return None if fits else Violation(key, value, f"must be {wanted}", f"Write {wanted}")
+    return MEGATRON_FIELDS.violations(fields, key)

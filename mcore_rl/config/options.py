@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.bounds import PathKind, setting_of, value_problem
+from mcore_rl.config.bounds import PathKind, is_name, setting_of, value_problem
 from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
@@ -40,14 +40,23 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
 
 
 def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises ConfigError with every violation that ``typed`` left in ``options``, which ``parser`` made."""
+    """Raises ConfigError with every violation that ``typed`` left in ``options``, which ``parser`` made.
+
+    Then downloads what Hub ids name, and has the paths in ``options`` instead.  ConfigError, where one cannot be had.
+    """
     positional = set(_positional(parser))
     wrong = list[Violation]()
+    keys = {name: name if name in positional else f"--{name.replace('_', '-')}" for name in vars(options)}
     for name, value in vars(options).items():
-        key = name if name in positional else f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list) else [value]:
-            wrong += [replace(one, key=key) for one in each.violations] if isinstance(each, ConfigError) else []
+            wrong += [replace(one, key=keys[name]) for one in each.violations] if isinstance(each, ConfigError) else []
     refuse_if_any(wrong)
+    for name, value in list(vars(options).items()):
+        if isinstance(value, _Named):
+            from mcore_rl.hub.fetch import local_paths
+
+            (path,) = local_paths(keys[name], value.text, value.place)
+            setattr(options, name, Path(path))
 
 
 def _positional(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -78,11 +87,21 @@ def _typed(kind: Any, text: str) -> Any:
             wanted = "a whole number" if setting.kind is int else "a number"
             return ConfigError([Violation("", text, f"must be {wanted}", f"Write {wanted}")])
     problem = value_problem(setting, value)
+    if problem is None and place is not None and is_name(text, place):
+        return _Named(text, place)
     if problem is None and place is not None:
         problem = (output_problem if place.written else input_problem)(text, place.kind)
     if problem:
         return ConfigError([Violation("", text, *problem)])
     return Path(text).expanduser() if place is not None else value
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A Hub id, until everything else is seen to be right."""
+
+    text: str
+    place: PathKind
 
 
 def spelt_as_options(error: Exception, options: Mapping[str, str]) -> str:

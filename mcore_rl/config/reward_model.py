@@ -10,6 +10,7 @@ from mcore_rl.config.data import Truncation
 from mcore_rl.config.reward import CustomRewardFunction
 from mcore_rl.config.rollout import MemoryShare, ServingConfig
 from mcore_rl.config.trainer import ModelPathConfig
+from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.errors import Violation
 
 
@@ -40,7 +41,7 @@ class RewardModelConfig(ServingConfig):
 
 def reward_model_violations(config: RewardModelConfig) -> list[Violation]:
     """Every violation within ``config``; of its rules, none if it is not enabled."""
-    return check(config, [_model_violations], "reward_model.")
+    return check(config, [_model_violations, _engine_violations], "reward_model.")
 
 
 def _model_violations(config: RewardModelConfig) -> list[Violation]:
@@ -48,6 +49,10 @@ def _model_violations(config: RewardModelConfig) -> list[Violation]:
         return []
     remedy = "Write reward_model.model.path=DIR, a Hugging Face sequence classifier, or reward_model.enable=false"
     return [Violation("reward_model.model.path", "", "is not set", remedy)]
+
+
+def _engine_violations(config: RewardModelConfig) -> list[Violation]:
+    return VLLM_FIELDS.violations(config.engine, "reward_model.engine") if config.enable else []
 
 
 def style_violations(config: RewardModelConfig, custom: CustomRewardFunction, ids: Sequence[str]) -> list[Violation]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.bounds import (
     CrossCheck,
-    InputDirectory,
+    InputModel,
     Interval,
     NonNegativeFloat,
     PositiveFloat,
@@ -60,7 +60,7 @@ class RoleConfig(EngineConfig):
 class FrozenModelConfig(RoleConfig):
     """A frozen model beside the policy, such as a teacher.  path: its weights; None is the actor's first weights."""
 
-    path: InputDirectory | None = None
+    path: InputModel | None = None
 
 
 @dataclass(kw_only=True)
@@ -84,7 +84,7 @@ class TrainedConfig(RoleConfig):
 class TrainedModelConfig(TrainedConfig):
     """A trained model beside the policy.  path: its first weights; None is the actor's."""
 
-    path: InputDirectory | None = None
+    path: InputModel | None = None
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 from mcore_rl.config.bounds import (
     Bytes,
@@ -22,6 +22,7 @@ from mcore_rl.config.bounds import (
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.config.parallel import parse_sizes
+from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.errors import Violation
 
 ROLLOUT_AXES = ("tp", "dp", "ep")
@@ -130,6 +131,7 @@ class ServingConfig:
     enforce_eager: no compilation and no CUDA graphs.
     enable_sleep_mode: an engine can release its memory to the trainer between steps (accelerators).
     moe_backend: the kernel of a mixture's experts, see ``MoeBackend``.
+    engine: further arguments of vLLM's engine by name, as far as ``vllm_fields.py`` allows them.
     """
 
     tp: Ranks = 1
@@ -145,6 +147,7 @@ class ServingConfig:
     enforce_eager: bool = False
     enable_sleep_mode: bool = True
     moe_backend: MoeBackend = MoeBackend.auto
+    engine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> RolloutLayout:
@@ -219,8 +222,18 @@ def rollout_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
 
 def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
     """Every violation within ``rollout``, not looking at a model."""
-    rules = (_backend_violations, _greedy_violations, _rollout_draw_violations, _validation_draw_violations)
+    rules = (
+        _engine_violations,
+        _backend_violations,
+        _greedy_violations,
+        _rollout_draw_violations,
+        _validation_draw_violations,
+    )
     return check(rollout, rules, "rollout.")
+
+
+def _engine_violations(rollout: RolloutConfig) -> list[Violation]:
+    return VLLM_FIELDS.violations(rollout.engine, "rollout.engine")
 
 
 def _backend_violations(rollout: RolloutConfig) -> list[Violation]:

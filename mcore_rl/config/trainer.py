@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from mcore_rl.config.bounds import (
     InputDirectory,
+    InputModel,
+    InputTokenizer,
     Interval,
     NonNegativeFloat,
     NonNegativeInt,
@@ -33,6 +35,9 @@ class Logger(Enum):
     console = "console"
     wandb = "wandb"
     tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    swanlab = "swanlab"
+    trackio = "trackio"
 
 
 class ResumeMode(Enum):
@@ -161,10 +166,13 @@ def is_due(frequency: int, step: int, last_step: int) -> bool:
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """path: a Hugging Face checkpoint directory.  tokenizer_path: the directory of its tokenizer; None is ``path``."""
+    """path: the directory of a Hugging Face checkpoint, or its Hub id.
 
-    path: InputDirectory = ""
-    tokenizer_path: InputDirectory | None = None
+    tokenizer_path: of its tokenizer; None is ``path``.
+    """
+
+    path: InputModel = ""
+    tokenizer_path: InputTokenizer | None = None
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,13 @@ from mcore_rl.errors import ConfigError, Violation
 MAX_BYTES = 128 << 10  # the parser takes seconds for more
 MAX_VALUES = 100_000  # with every alias written out
 MAX_DEPTH = 32
-FREE = ("chat_template_kwargs", "config_overrides", "megatron", "reward_kwargs")  # groups whose keys no dataclass knows
+FREE = (
+    "chat_template_kwargs",
+    "config_overrides",
+    "engine",
+    "megatron",
+    "reward_kwargs",
+)  # groups, by last name, whose keys no dataclass knows
 TEXT = "tag:yaml.org,2002:str"
 READ_BY_YAML = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp"))
 OmegaConfLoader: Any = get_yaml_loader()

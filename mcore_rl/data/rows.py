@@ -1,4 +1,4 @@
-"""Rows of parquet files as a user names them: read once, checked by type, each with an id that names its place.
+"""Rows of files as a user names them: read once, checked by type, each with an id that names its place.
 
 Knows files, columns and messages; not what a row is for.  Everything wrong is collected as text that names file and
 row, so that the caller can say all of it at once.
@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mcore_rl.data.tables import read_table
 
 BATCH_ROWS = 1_000
 LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
@@ -79,13 +80,13 @@ def read_files(
     max_samples: only so many rows of all files together, the first of a shuffle by ``seed``; they stay in file order.
     """
     if not files:
-        problems.append("names no file. Name at least one parquet file")
+        problems.append("names no file. Name at least one")
     paths = [Path(file).expanduser().resolve() for file in files]
     twice = sorted({str(path) for path in paths if paths.count(path) > 1})
     problems += [f"{path}: is named twice. Name it once" for path in twice]
     paths = list(dict.fromkeys(paths))
     tables = [(name, table) for name, path in zip(distinct_names(paths), paths, strict=True)
-              if (table := _read(path, name, problems)) is not None]  # fmt: skip
+              if (table := read_table(path, name, problems)) is not None]  # fmt: skip
     ends = np.cumsum([table.num_rows for _, table in tables], dtype=np.int64)
     total = int(ends[-1]) if tables else 0
     chosen = np.ones(total, dtype=bool)
@@ -110,22 +111,6 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
             length += 1
         names.append("/".join(path.parts[-length:]))
     return names
-
-
-def _read(path: Path, name: str, problems: list[str]) -> pa.Table | None:
-    if not path.exists():
-        makers = "mcore-rl prepare makes data sets, mcore-rl generate responses"
-        problems.append(f"{path}: there is no such file. Mend the path, or make it: {makers}")
-    elif path.is_dir():
-        problems.append(f"{path}: is a directory. Name the parquet files in it")
-    else:
-        try:
-            with pq.ParquetFile(path) as file:
-                return file.read()
-        except (OSError, pa.ArrowException) as error:
-            said = str(error).partition("\n")[0]
-            problems.append(f"{name}: cannot be read as parquet: {said}. Write it again (docs/data.md shows how)")
-    return None
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -1,4 +1,7 @@
-"""The model and the number of steps of a recipe at full size, from tables of checkpoints and data: no downloads."""
+"""The model and the number of steps of a recipe at full size, from tables of checkpoints and data.
+
+Nothing is downloaded but the config.json of a Hub id.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.hub.fetch import config_folder, fetched_config
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
 TRAIN_PROMPTS = {"gsm8k": 7473, "gsm8k-xml": 7473, "math": 7500, "dapo": 17398}
@@ -25,11 +29,12 @@ def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     The recipe's is the published one of ``model_configs/``.  Raises ConfigError if neither is known, or a change is
     read by nobody.
     """
-    directory, changes = Path(run.model.path), ConfigChanges.of(run.model)
+    directory, changes = config_folder(run.model.path), ConfigChanges.of(run.model)
     if run.model.path and (directory / CONFIG).is_file():
         return changes.apply(read_config(directory))
     if run.recipe.checkpoint:
         return recipe_config_json(run)
+    fetched_config(run)  # which says why, of a Hub id
     problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
     remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
     raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])

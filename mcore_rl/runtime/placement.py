@@ -86,6 +86,13 @@ class Places:
         turns = {node: cycle([rank for rank, at in enumerate(train) if at == node]) for node in set(rollout)}
         return Sites(tuple(train), rollout, tuple(next(turns[node]) for node in rollout))
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The ids of the nodes that have a part of the run."""
+        return frozenset(
+            node for group in self.groups for node in placement_group_table(group)["bundles_to_node_id"].values()
+        )
+
     def close(self) -> None:
         """Removes the placement groups, which frees their resources."""
         for group in self.groups:

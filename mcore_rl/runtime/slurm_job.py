@@ -32,6 +32,7 @@ from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import CONFIG
+from mcore_rl.hub.fetch import config_folder, fetched_config
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import run_model
 
@@ -127,7 +128,7 @@ def _violations(job: Job) -> list[Violation]:
 
 def is_known(run: RunConfig | SftConfig) -> bool:
     """Whether the model's sizes are: from its config.json, seen from here, or from a checkpoint of model_configs/."""
-    return bool(run.recipe.checkpoint) or (Path(run.model.path) / CONFIG).is_file()
+    return bool(run.recipe.checkpoint) or (config_folder(run.model.path) / CONFIG).is_file()
 
 
 def absent(job: Job) -> list[Violation]:
@@ -143,6 +144,10 @@ def absent(job: Job) -> list[Violation]:
     missing = [each for each in every if each not in planned] + file_violations(run)
     if missing or is_known(run):
         return missing
+    try:
+        fetched_config(run)
+    except ConfigError as error:
+        return list(error.violations)
     remedy = "Write model.path=DIR, a Hugging Face checkpoint"
     return [Violation("model.path", run.model.path, f"has no {CONFIG}", remedy)]
 

@@ -1,6 +1,6 @@
 """The run directory: a run's configuration, its environment and its records.
 
-    config.yaml        the composed configuration
+    config.yaml        the composed configuration; of the Hub's files the ids, with their commits
     environment.json   versions, commit, hardware, command line, number of steps
     metrics.jsonl      one object a step
     timeline.jsonl     when the phases of each step were open
@@ -33,6 +33,7 @@ import psutil
 import yaml
 
 import mcore_rl
+from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.secrets import redact, without_secrets
@@ -84,7 +85,7 @@ def prepare(
                 if step > resumed_step:
                     path.unlink()
     with replaced(run_dir / "config.yaml") as new:
-        new.write_text(yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        new.write_text(yaml.safe_dump(with_names(plain(config)), sort_keys=False, allow_unicode=True), encoding="utf-8")
     environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -21,37 +21,12 @@ from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
+from mcore_rl.tracking.loggers import LOGGERS, Opening, Sink, absent_loggers
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
 from mcore_rl.tracking.secrets import redact
-from mcore_rl.tracking.tensorboard_sink import TensorboardSink
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
-from mcore_rl.tracking.wandb_sink import WandbSink
-
-REMEDIES = {
-    Logger.console: "Leave console out of trainer.logger",
-    Logger.wandb: "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out of trainer.logger",
-    Logger.tensorboard: "Run `pip install tensorboard`, or leave tensorboard out of trainer.logger",
-}
-
-
-class Sink(Protocol):
-    """A destination of the tracker.  name: for warnings.  Every method may raise anything."""
-
-    name: str
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step; see ``Tracker.log``."""
-
-    def samples(self, step: int, kind: Kind, rows: Rows) -> None:
-        """Record samples; see ``Tracker.samples``."""
-
-    def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Show the current activity; see ``Tracker.now``."""
-
-    def close(self) -> None:
-        """Finish; no other call follows."""
 
 
 class RunDirectorySink:
@@ -146,24 +121,24 @@ class Tracker:
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
         values = redact(plain(config))
-        makers: dict[Logger, Callable[[], Sink]] = {
-            Logger.wandb: lambda: WandbSink(run_dir, trainer, values, resumed_step is not None),
-            Logger.tensorboard: lambda: TensorboardSink(run_dir, trainer, keep + 1),
-            Logger.console: lambda: ConsoleSink(console or Console(), total_steps),  # last, so that no other prints
-        }
+        opening = Opening(run_dir, trainer, values, resumed_step)
         sinks: list[Sink] = []
-        violations: list[Violation] = []
+        violations = absent_loggers(trainer.logger)
+        absent = [each.value for each in violations]
         records = partial(_records, run_dir, values, total_steps, resumed_step, devices or {})
         if begin:
             sinks.append(records())
-        for logger, make in makers.items():
-            if logger not in trainer.logger or (logger is Logger.console and violations):
+        for logger, row in LOGGERS.items():
+            if logger not in trainer.logger or logger.value in absent:
                 continue
             try:
-                sinks.append(make())
+                sinks.append(row.make(opening))
             except Exception as error:  # noqa: BLE001 - third parties raise anything; report it with the remedy
                 problem = f"cannot start: {type(error).__name__}: {str(error).strip() or 'no message'}"
-                violations.append(Violation("trainer.logger", logger.value, problem, REMEDIES[logger]))
+                remedy = f"{row.remedy}, or leave {logger.value} out of trainer.logger"
+                violations.append(Violation("trainer.logger", logger.value, problem, remedy))
+        if Logger.console in trainer.logger and not violations:  # last, so that no other prints into its line
+            sinks.append(ConsoleSink(console or Console(), total_steps))
         if violations:
             cls(sinks).close()
         refuse_if_any(violations)

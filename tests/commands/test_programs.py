@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import ray
 
 from mcore_rl.cli import main
+from tests.support.prompt_files import save_to_disk, write_as
 from tests.support.run_task import overrides, write_task
 
 LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=12")
@@ -48,6 +51,34 @@ def test_what_only_the_data_and_the_model_can_tell_is_refused(
     reward.write_text("def compute_score(**given):\n    return 'much'\n")
     code, said = check(capsys, *words, f"custom_reward_function.path={reward}")
     assert code == 2 and "much" in said
+
+
+def test_rows_of_every_kind_of_file(
+    words: list[str], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {name: pq.read_table(task / f"{name}.parquet").to_pylist() for name in ("train", "val")}
+    write_as(tmp_path / "train.jsonl.gz", rows["train"])
+    save_to_disk(tmp_path / "saved" / "test", rows["val"])
+    train, val = f"data.train_files={tmp_path / 'train.jsonl.gz'}", f"data.val_files=[{tmp_path / 'saved'}]"
+    assert check(capsys, *words, train, val)[0] == 0
+    write_as(tmp_path / "train.jsonl.gz", [*rows["train"], {**rows["train"][0], "prompt": []}])
+    code, said = check(capsys, *words, train, val)
+    assert code == 2 and "train.jsonl.gz:40" in said
+    write_as(tmp_path / "train.jsonl.gz", rows["train"])
+    (tmp_path / "saved" / "test" / "state.json").write_text("{}")
+    code, said = check(capsys, *words, train, val)
+    assert code == 2 and f"data.val_files[0]={tmp_path / 'saved'}: has no .parquet, .jsonl, .jsonl.gz files" in said
+
+
+def test_a_logger_that_is_not_installed_is_told_before_torch_is_loaded(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ["train", *overrides(task, tmp_path / "run"), "trainer.logger=[mlflow,console,wandb]"]
+    code, said = check(capsys, *words)
+    assert code == 2 and "2 problems" in said and "loading torch" not in said
+    assert 'trainer.logger=mlflow: the package mlflow is not installed. Run `pip install "mcore_rl[mlflow]"`' in said
 
 
 def test_the_other_programs(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:

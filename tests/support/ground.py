@@ -19,8 +19,11 @@ FOREIGN = (
     "TTY_", "VLLM_", "WANDB_", "WORLD_SIZE",
 )  # fmt: skip
 # OMP_NUM_THREADS: tests compute on a few numbers each, which several threads take three times as long for.
+# HF_HUB_OFFLINE: no test asks the Hub of the world; tests/hub asks one of its own.
 # OMP_WAIT_POLICY: two processes of pytest share the cores, and threads that wait must not spin on them.
-OWN = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+OWN = {
+    "HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+}  # fmt: skip
 UMASK = 0o022
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -86,6 +88,34 @@ def write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema | None = Non
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, **options)
     return path
+
+
+def write_as(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """``rows`` in a file of the kind that its name says: parquet, jsonl, jsonl.gz, arrow."""
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    table = pa.Table.from_pylist(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".jsonl":
+        path.write_bytes(lines)
+    elif path.suffix == ".arrow":  # a stream, as the ArrowWriter of ``datasets`` writes
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    else:
+        pq.write_table(table, path)
+    return path
+
+
+def save_to_disk(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """``rows`` as ``Dataset.save_to_disk`` of ``datasets`` lays them out, in two files."""
+    files = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for number, name in enumerate(files):
+        write_as(folder / name, rows[number::2])
+    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
 
 
 def not_utf8(texts: list[bytes]) -> pa.Array:

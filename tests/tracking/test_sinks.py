@@ -13,7 +13,6 @@ from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.tracking import sinks
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.sinks import Tracker
@@ -146,15 +145,16 @@ def test_every_logger_that_cannot_start_is_named_with_its_remedy(
     with pytest.raises(ConfigError) as raised:
         Tracker.open(tmp_path, trainer, {}, 10, Console(file=out, force_terminal=True))
     assert [violation.key for violation in raised.value.violations] == ["trainer.logger"] * 2
-    assert "trainer.logger=wandb: cannot start: ModuleNotFoundError" in str(raised.value)
-    assert "WANDB_MODE=offline, or leave wandb out of trainer.logger" in str(raised.value)
+    assert "trainer.logger=wandb: the package wandb is not installed. Run `pip install" in str(raised.value)
+    assert '"mcore_rl[wandb]"`, or leave wandb out of trainer.logger' in str(raised.value)
+    assert "trainer.logger=tensorboard: cannot start: ModuleNotFoundError" in str(raised.value)
     assert "pip install tensorboard" in str(raised.value)
     assert out.getvalue() == ""  # no live line over the message
 
 
 def test_what_started_is_closed_where_another_logger_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Recording()
-    monkeypatch.setattr(sinks, "WandbSink", lambda *_: recording)
+    monkeypatch.setattr("mcore_rl.tracking.wandb_sink.WandbSink", lambda *_: recording)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"trainer\.logger=tensorboard"):
         open_tracker(tmp_path, (Logger.wandb, Logger.tensorboard))

@@ -93,6 +93,13 @@ def weights_of_roles(config: RunConfig | SftConfig) -> dict[str, Path]:
     }
 
 
+def models_of(config: RunConfig) -> dict[str, Path]:
+    """Every model that processes of the run open, by key."""
+    judge = config.reward_model
+    more = {"reward_model.model.path": Path(judge.model.path)} if judge.enable else {}
+    return weights_of_roles(config) | more
+
+
 def complete(config: RunConfig, platform: Platform) -> RunConfig:
     """``config`` with the defaults that follow from other fields and from ``platform``, and with absolute paths."""
     config = with_replicas(config, on_accelerators=platform.is_accelerator)

@@ -20,6 +20,7 @@ from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.run_contents import TEMPLATE, TOKENIZER, Sums, contents_of
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
+from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.secrets import redact
 
@@ -74,7 +75,7 @@ class Identity:
         sums = [(Path(name).name, sum_of(Path(name))) for name in values["data"]["train_files"]]
         data = [[name, file_sum.num_bytes, file_sum.checksum] for name, file_sum in sums]
         contents = contents_of(values, weights)
-        return cls(config=redact(values), model=model, data=data, roles=list(roles), contents=contents)
+        return cls(config=redact(with_names(values)), model=model, data=data, roles=list(roles), contents=contents)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Identity:

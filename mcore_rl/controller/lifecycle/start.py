@@ -19,7 +19,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.messages import note, warn
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, models_of, prepare
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.start_plan import forecast
@@ -37,6 +37,7 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Places, place
+from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.watchdog import Watchdog
@@ -62,6 +63,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
+        await demand_seen(models_of(config), places.nodes)
 
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         leaves = leaves_behind(planned.peaks)

@@ -34,6 +34,7 @@ from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_o
 from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_engines
+from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.tracking.journal import Journal, journal, journal_of
 from mcore_rl.tracking.progress import WorkProgress
@@ -59,6 +60,7 @@ async def run_generate(config: GenerateConfig) -> int:
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place_engines(rollout.layout, platform)
         stack.callback(places.close)
+        await demand_seen({"model.path": model_directory(config)}, places.nodes)
         directory, logs = model_directory(config), logs_beside(out)
         engines = await start_engines(directory, rollout, places.rollout, platform, logs, stack)
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:

@@ -33,6 +33,7 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.placement import place_trainers
+from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.types import TrainBatch
 
@@ -141,6 +142,7 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)
+        await demand_seen(weights_of_roles(config), places.nodes)
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         groups = await start_roles(config, prepared.checkpoint, places, platform, store, stack)
         begin_records(config, prepared, planned, tracker)

@@ -146,7 +146,8 @@ def engine_arguments(
         # vLLM's DeepSeek builds and loads the bias only if config.json has this field, which transformers 5 leaves out
         # (deepseek_v2.py, 0.32: topk_method).
         arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
-    return arguments
+    assert not config.engine.keys() & arguments.keys(), "admitted"
+    return arguments | config.engine
 
 
 def _moe_backend(config: ServingConfig, platform: Platform, *, updated: bool) -> str:

@@ -12,6 +12,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
 from mcore_rl.config.resources import RESOURCES
 from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
+from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.errors import RolloutError, Violation
 from mcore_rl.parallel.device import Platform
 
@@ -42,6 +43,10 @@ def demand_tested_vllm() -> None:
 def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
     """Why vLLM cannot run ``model`` in ``config``'s layout on ``platform``."""
     violations = rollout_violations(model, config.layout)
+    if not platform.is_accelerator:
+        problem, remedy = "the engine sets it itself on a CPU", "Leave it out"
+        ours = [(name, value) for name, value in config.engine.items() if name in OURS_ON_CPU]
+        violations += [Violation(f"rollout.engine.{name}", value, problem, remedy) for name, value in ours]
     if config.ep > 1 and not platform.is_accelerator:
         # cpu_fused_moe gets the experts' global ids and no expert map (experts/cpu_moe.py, 0.32): it reads elsewhere.
         problem = "vLLM's CPU kernel of the experts cannot spread them"

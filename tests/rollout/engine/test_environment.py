@@ -11,10 +11,12 @@ import pytest
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import MoeBackend, RolloutConfig
+from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine import engine_node
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import core_shares, engine_arguments, engine_environment, has_tokenizer
+from mcore_rl.rollout.engine.serving_checks import engine_violations
 from tests.support import models, reward_models
 
 CPU = detect(Device.cpu)
@@ -72,6 +74,18 @@ def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
     assert rocm["kv_cache_memory_bytes"] is None and rocm["enable_sleep_mode"]
     assert "runner" not in cpu and "pooler_config" not in cpu
     assert "enable_chunked_prefill" not in rocm and "compilation_config" not in rocm and not rocm["enforce_eager"]
+
+
+def test_what_the_user_passes_on_stands_beside_what_is_ours(tmp_path: Path) -> None:
+    rollout = RolloutConfig(engine={"block_size": 64, "disable_custom_all_reduce": True})
+    without = engine_arguments(tmp_path, RolloutConfig(), models.dense(), CPU, None)
+    passed = engine_arguments(tmp_path, rollout, models.dense(), CPU, None)
+    assert passed == without | {"block_size": 64, "disable_custom_all_reduce": True}
+    for name in OURS_ON_CPU:
+        assert name in {**without, **engine_arguments(tmp_path, rollout, models.deepseek_v3(), CPU, None)}
+        chosen = RolloutConfig(engine={name: True})
+        assert [each.key for each in engine_violations(models.dense(), chosen, CPU)] == [f"rollout.engine.{name}"]
+        assert engine_violations(models.dense(), chosen, ROCM) == []
 
 
 @pytest.mark.parametrize(

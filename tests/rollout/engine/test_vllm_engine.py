@@ -42,6 +42,7 @@ from tests.support.rollouts import (
 
 ATOL = 1e-5  # ten times what was measured
 FREE = Sampling(max_tokens=24, ignore_eos=True, seed=3)
+PASSED = {"disable_cascade_attn": True, "prefix_caching_hash_algo": "sha256_cbor"}  # which change no number
 LONG = 300  # tokens: what must happen in the middle of a sample has time to
 
 
@@ -58,7 +59,9 @@ def model(checkpoint: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: tuple[Path, PreTrainedModel], processes: None) -> Iterator[EngineProcess]:
-    with start_engine("rollout-0", checkpoint[0], rollouts.config(max_response_length=LONG), version=4) as engine:
+    with start_engine(
+        "rollout-0", checkpoint[0], rollouts.config(max_response_length=LONG, engine=PASSED), version=4
+    ) as engine:
         yield engine
 
 

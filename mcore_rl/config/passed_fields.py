@@ -1,0 +1,67 @@
+"""Fields of other people's configurations that a user may pass on by name: tables of which, and what is said of others.
+
+A field is one of three kinds: ``taken``, another key of ours says it; ``refused``, for a reason; ``allowed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from mcore_rl.errors import Violation
+
+Kind = type | tuple[type, ...] | tuple[str, ...]  # of a value; a tuple of strings lists the values
+WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list, [a,b]",
+    dict: "keys and values, {a: b}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PassedFields:
+    """owner: what has the fields, in words.  name: of the key that passes them on, the last part.
+
+    taken: key of ours, beside that key unless it has a dot before it, or ``config.json`` -> the fields that it sets.
+    refused: why -> the fields; each completes "it ...".  allowed: field -> the types of its values.
+    """
+
+    owner: str
+    name: str
+    taken: Mapping[str, tuple[str, ...]]
+    refused: Mapping[str, tuple[str, ...]]
+    allowed: Mapping[str, Kind]
+
+    def violations(self, fields: Mapping[str, Any], key: str) -> list[Violation]:
+        """Every field of ``fields`` that may not be set, and every value of another type.  key: the dotted prefix."""
+        violations = [self._violation(name, value, key) for name, value in fields.items()]
+        return [each for each in violations if each is not None]
+
+    def _violation(self, name: str, value: Any, key: str) -> Violation | None:
+        if name in self.allowed:
+            return _of_value(f"{key}.{name}", value, self.allowed[name])
+        for ours, names in self.taken.items():
+            if name in names and ours == "config.json":
+                return Violation(f"{key}.{name}", value, "the model's config.json says it", "Leave it out")
+            if name in names:
+                ours = ours[1:] if ours.startswith(".") else f"{key.removesuffix(self.name)}{ours}"
+                return Violation(f"{key}.{name}", value, f"{ours} sets it", f"Leave it out, and write {ours}")
+        for reason, names in self.refused.items():
+            if name in names:
+                return Violation(f"{key}.{name}", value, f"it {reason}", "Leave it out")
+        known = [*self.allowed, *(each for names in self.taken.values() for each in names)]
+        near = get_close_matches(name, self.allowed, 1) or get_close_matches(name, known, 1)
+        remedy = f"Write {near[0]}, perhaps" if near else f"Write one of {', '.join(self.allowed)}"
+        return Violation(f"{key}.{name}", value, f"{self.owner} has no such field", remedy)
+
+
+def _of_value(key: str, value: Any, kind: Kind) -> Violation | None:
+    if isinstance(kind, tuple) and all(isinstance(each, str) for each in kind):
+        fits, wanted = value in kind, f"one of {', '.join(map(str, kind))}"
+    else:
+        # A bool is an int to Python, and no count; a whole number is a number.
+        kinds = (int, float) if kind is float else kind
+        fits = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))  # type: ignore[arg-type]
+        wanted = WORDS[kind]  # type: ignore[index]  # types are hashable
+    return None if fits else Violation(key, value, f"must be {wanted}", f"Write {wanted}")

@@ -1,0 +1,119 @@
+"""A file of rows as a table: parquet, jsonl, jsonl.gz, or arrow as ``datasets`` save_to_disk writes it.
+
+What a file is follows from its name.  Rows of jsonl get the types that parquet would have given them: of a column, one
+for all rows.  Nothing here knows what a column is for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+AGAIN = "Write it again (docs/data.md shows how)"
+LINES = (".jsonl", ".jsonl.gz")
+NO_TABLES = (".json", ".csv", ".tsv", ".txt", ".json.gz", ".csv.gz")
+MAX_SHOWN = 5
+
+
+def read_table(path: Path, name: str, problems: list[str]) -> pa.Table | None:
+    """The rows of ``path``; what keeps it from being read is added to ``problems``.  name: of the file, in them."""
+    if not path.exists():
+        makers = "mcore-rl prepare makes data sets, mcore-rl generate responses"
+        problems.append(f"{path}: there is no such file. Mend the path, or make it: {makers}")
+    elif path.is_dir():
+        problems.append(f"{path}: is a directory. Name the files in it")
+    elif path.name.endswith(NO_TABLES):
+        problems.append(f"{name}: is no table. Write parquet, or jsonl: an object a line, in a file called .jsonl")
+    elif path.name.endswith(LINES):
+        return _of_lines(path, name, problems)
+    else:
+        kind = "arrow" if path.suffix == ".arrow" else "parquet"
+        try:
+            return _arrow(path) if kind == "arrow" else _parquet(path)
+        except (OSError, pa.ArrowException) as error:
+            said = str(error).partition("\n")[0]
+            problems.append(f"{name}: cannot be read as {kind}: {said}. {AGAIN}")
+    return None
+
+
+def _parquet(path: Path) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _arrow(path: Path) -> pa.Table:
+    """``datasets`` writes streams; pyarrow's own files are taken too."""
+    with pa.memory_map(str(path)) as source:
+        try:
+            return pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(source).read_all()
+
+
+def _of_lines(path: Path, name: str, problems: list[str]) -> pa.Table | None:
+    rows, wrong = list[dict[str, Any]](), list[str]()
+    try:
+        for number, line in _lines(path):
+            try:
+                row = json.loads(line, parse_constant=_no_number)
+            except (ValueError, RecursionError) as error:  # of which one is text that is no UTF-8
+                wrong.append(f"line {number} is no JSON ({error})")
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                wrong.append(f"line {number} is {type(row).__name__}, not an object with columns")
+    except (OSError, EOFError) as error:
+        problems.append(f"{name}: cannot be read as {path.suffix[1:]}: {error}. {AGAIN}")
+        return None
+    if wrong:
+        more = f" and {len(wrong) - MAX_SHOWN} more" if wrong[MAX_SHOWN:] else ""
+        problems.append(f"{name}: {'; '.join(wrong[:MAX_SHOWN])}{more}. {AGAIN}")
+        return None
+    names = list(dict.fromkeys(column for row in rows for column in row))
+    columns, before = dict[str, pa.Array](), len(problems)
+    for column in names:
+        try:
+            columns[column] = _array([row.get(column) for row in rows])
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            row, said = _first_odd(column, rows, error)
+            problems.append(f"{name}:{row}: {column}: {said}. Give the column one type in all rows")
+    return pa.table(columns) if len(problems) == before else None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of those that are not blank."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line
+
+
+def _array(values: Sequence[Any]) -> pa.Array:
+    """``values`` as a column; where every one is an object without fields, which no file can hold, all are null."""
+    array = pa.array(values)
+    empty = pa.types.is_struct(array.type) and array.type.num_fields == 0
+    return pa.nulls(len(values)) if empty else array
+
+
+def _first_odd(column: str, rows: Sequence[dict[str, Any]], error: Exception) -> tuple[int, str]:
+    """(the first row with which the rows up to it have no one type, why), found by halves."""
+    least, most = 0, len(rows)
+    while most - least > 1:
+        middle = (least + most) // 2
+        try:
+            pa.array([row.get(column) for row in rows[:middle]])
+            least = middle
+        except (pa.ArrowException, ValueError, OverflowError) as why:
+            most, error = middle, why
+    return most - 1, str(error).partition("\n")[0].rstrip(".")
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is none of its numbers")
