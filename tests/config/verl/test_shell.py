@@ -13,13 +13,14 @@ from mcore_rl.config.verl.shell_words import UnclosedError
 ENVIRONMENT = {"HOME": "/home/me", "NNODES": "4", "EMPTY": ""}
 LAUNCH = 'python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer "$@"'
 SCRIPTS = {
-    "a plain command": "set -x\nexport A=1 # note\npython3 -m verl.trainer.main_ppo a=1 \\\n  b='x y' \\\n  c=\"$HOME/z\"",
+    "a plain command": "set -x\nexport A=1 # note\npython3 -m verl.main a=1 \\\n  b='x y' \\\n  c=\"$HOME/z\"",
     "defaults": "N=${NNODES:-2} M=${M:-3} K=${K-} E=${EMPTY:-e} F=${EMPTY-f}\n"
     'P=${NO:+set} Q=${NNODES:+_$NNODES}\npython3 -m verl.main n=$N m=${M} "k=$K" e=$E "f=$F" p=$P q=x$Q r=${NO:-${N}}',
     "arithmetic": "a=$((1024 * 2)); b=$(((a + 3) / 2))\npython3 -m verl.main a=$a b=${b} c=$((a - b)) d=$(($a % 7))",
     "arrays": "A=(\n  x=1  # one\n  y=\"['$HOME/a', 'b']\"\n)\nA+=(z='a b')\nNONE=()\n"
     'python3 -m verl.main "${A[@]}" "${NONE[@]}" w=2 "$@"',
-    "conditions": 'x=2\nif [ "$x" -gt 1 ] && [ -n "$NNODES" ]; then y=big; elif [ -z "$x" ]; then y=none; else y=small; fi\n'
+    "conditions": 'x=2\nif [ "$x" -gt 1 ] && [ -n "$NNODES" ]; then y=big; '
+    'elif [ -z "$x" ]; then y=none; else y=small; fi\n'
     '[ "$y" = big ] && z=1 || z=2\n[[ "$y" != big ]] && w=1 || w=2\npython3 -m verl.main y=$y z=$z w=$w',
     "words are cut at spaces": "MORE='a=1 b=2'\npython3 -m verl.main $MORE \"$MORE\" 'c=$MORE'",
     "quotes": 'python3 -m verl.main a="x\\"y" b=\'["c","d"]\' c=e\\ f d="\\$x" e=a\'b\'"c"',

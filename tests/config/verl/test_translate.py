@@ -1,4 +1,4 @@
-"""Values arrive, meanings are derived, and nothing that was written is passed over: each by the run that comes of it."""
+"""Values arrive, meanings are derived, nothing that was written is passed over: by the run that comes of it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,15 @@ from mcore_rl.planning.recipes import run_model
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 FIELDS = f"{M}.override_transformer_config"
 PUBLISHED: dict[str, list[str]] = json.loads((Path(__file__).parent / "published.json").read_text())
+C = "algorithm.rollout_correction"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+EMBEDS, HEADS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+PP, VPP = f"{M}.pipeline_model_parallel_size", f"{M}.virtual_pipeline_model_parallel_size"
 MEGATRON = ["--config-name=ppo_megatron_trainer.yaml", "algorithm.adv_estimator=grpo", f"{R}.n=8"]
 
 
 def translated(*words: str, version: str = "0.9.0", model: ModelFacts | None = None) -> Translation:
     return translate(of_overrides("verl.trainer.main_ppo", [*MEGATRON, *words], version), model)
-
-
-def composed(translation: Translation, folder: Path) -> RunConfig:
-    text = yaml_of(translation.program, translation.algorithm, translation.settings, "of a test")
-    (folder / "translated.yaml").write_text(text)
-    run = load_recipe(str(folder / "translated.yaml"))
-    assert isinstance(run, RunConfig)
-    return run
 
 
 def at(config: Any, key: str) -> Any:
@@ -81,7 +77,7 @@ ARRIVES: dict[str, tuple[str, Any]] = {
     f"{R}.val_kwargs.n=4": ("rollout.val_kwargs.n", 4),
     f"{R}.val_kwargs.temperature=0.7": ("rollout.val_kwargs.temperature", 0.7),
     "data.train_files=/data/a.parquet": ("data.train_files", ["/data/a.parquet"]),
-    "data.train_files=\"['/data/a.parquet', '/data/b.parquet']\"": ("data.train_files", ["/data/a.parquet", "/data/b.parquet"]),
+    "data.train_files=\"['/a.parquet', '/b.parquet']\"": ("data.train_files", ["/a.parquet", "/b.parquet"]),
     "data.max_response_length=8192": ("data.max_response_length", 8192),
     "data.truncation='left'": ("data.truncation", "left"),
     "data.train_max_samples=-1": ("data.train_max_samples", None),
@@ -105,12 +101,26 @@ ARRIVES: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("word", ARRIVES)
-def test_a_value_arrives(word: str, tmp_path: Path) -> None:
-    key, value = ARRIVES[word]
-    run = composed(translated(word), tmp_path)
-    assert at(run, key) == value
-    assert isinstance(at(run, key), type(value))
+def batches() -> list[list[str]]:
+    """The words of ``ARRIVES``, in as few commands as they fit in: no key of verl's or ours twice in one."""
+    made: list[list[str]] = []
+    for word, (ours, _) in ARRIVES.items():
+        for batch in made:
+            taken = {ARRIVES[each][0] for each in batch} | {each.partition("=")[0] for each in batch}
+            if not taken & {ours, word.partition("=")[0]} and not ours.startswith("algorithm.adv_estimator"):
+                batch.append(word)
+                break
+        else:
+            made.append([word])
+    return made
+
+
+@pytest.mark.parametrize("words", batches(), ids=lambda words: words[0])
+def test_values_arrive(words: list[str]) -> None:
+    run = translated(*words).run
+    came = {word: at(run, ARRIVES[word][0]) for word in words}
+    assert came == {word: ARRIVES[word][1] for word in words}
+    assert all(type(value) is type(ARRIVES[word][1]) for word, value in came.items())
 
 
 # Words, the version -> what several of verl's keys mean together.
@@ -126,9 +136,12 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     # The scheduler makes one step for each step of the run, of 1024 / 256 minibatches
     (f"{A}.optim.lr_warmup_steps=10 data.train_batch_size=1024", "0.7.0"): {"actor.optim.lr_warmup_steps": 40},
     (f"{A}.optim.lr_warmup_steps=10 {A}.ppo_epochs=2", "0.7.0"): {"actor.optim.lr_warmup_steps": 80},
-    (f"{A}.optim.lr_warmup_steps_ratio=0.1", "0.7.0"): {"actor.optim.warmup_ratio": 0.1, "actor.optim.lr_warmup_steps": 0},
+    (f"{A}.optim.lr_warmup_steps_ratio=0.1", "0.7.0"): {
+        "actor.optim.warmup_ratio": 0.1, "actor.optim.lr_warmup_steps": 0,
+    },
     (f"{A}.optim.lr_decay_style=cosine {A}.optim.lr_decay_steps=50 {A}.optim.min_lr=1e-7 {A}.optim.lr=1e-6", "0.7.0"): {
-        "actor.optim.lr_schedule": "cosine", "actor.optim.total_steps": 200, "actor.optim.min_lr_ratio": pytest.approx(0.1),
+        "actor.optim.lr_schedule": "cosine", "actor.optim.total_steps": 200,
+        "actor.optim.min_lr_ratio": pytest.approx(0.1),
     },
     # Megatron's default in 0.4.1 is a line to 0, and later a constant
     ("", "0.4.1"): {"actor.optim.lr_schedule": "linear", "actor.optim.total_steps": None},
@@ -138,8 +151,8 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     (f"{A}.clip_ratio=0.3 {A}.clip_ratio_low=null {A}.clip_ratio_high=null", "0.7.0"): {"actor.clip_ratio": 0.3},
     # Megatron: expert_tensor_parallel_size=None is the tensor parallel size
     (f"{M}.tensor_model_parallel_size=2 {M}.expert_model_parallel_size=4", "0.7.0"): {"actor.parallel.etp": 2},
-    (f"{M}.virtual_pipeline_model_parallel_size=2", "0.7.0"): {"actor.parallel.vpp": 1},
-    (f"{M}.virtual_pipeline_model_parallel_size=2 {M}.pipeline_model_parallel_size=2", "0.7.0"): {"actor.parallel.vpp": 2},
+    (f"{VPP}=2", "0.7.0"): {"actor.parallel.vpp": 1},
+    (f"{VPP}=2 {PP}=2", "0.7.0"): {"actor.parallel.vpp": 2},
     # verl's defaults that decide what is trained, for each version
     ("", "0.7.0"): {
         "actor.loss_agg_mode": "token_mean", "rollout.tp": 2, "trainer.total_epochs": 30, "trainer.n_gpus_per_node": 8,
@@ -153,53 +166,52 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     (f"{A}.use_kl_loss=True {A}.kl_loss_type=mse", "0.7.0"): {"actor.kl_loss_type": "k2"},
     # The mismatch of sampler and trainer, in three spellings
     ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask", "0.6.0"): {
-        "algorithm.rollout_correction.level": "token", "algorithm.rollout_correction.mode": "mask",
-        "algorithm.rollout_correction.upper": 3.0, "algorithm.rollout_correction.lower": pytest.approx(1 / 3),
+        f"{C}.level": "token", f"{C}.mode": "mask",
+        f"{C}.upper": 3.0, f"{C}.lower": pytest.approx(1 / 3),
     },
-    ("algorithm.rollout_correction.rollout_rs=geometric algorithm.rollout_correction.rollout_rs_threshold=1.001", "0.7.0"): {
-        "algorithm.rollout_correction.reject": "seq_mean_k1", "algorithm.rollout_correction.reject_upper": 1.001,
-        "algorithm.rollout_correction.reject_lower": None, "algorithm.rollout_correction.level": "none",
+    (f"{C}.rollout_rs=geometric {C}.rollout_rs_threshold=1.001", "0.7.0"): {
+        f"{C}.reject": "seq_mean_k1", f"{C}.reject_upper": 1.001,
+        f"{C}.reject_lower": None, f"{C}.level": "none",
     },
-    ("algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "0.9.0"): {
-        "algorithm.rollout_correction.level": "token", "algorithm.rollout_correction.mode": "zero",
-        "algorithm.rollout_correction.lower": 0.5, "algorithm.rollout_correction.upper": 5.0,
+    (f"{C}.rollout_is=token {C}.rollout_is_threshold=0.5_5.0", "0.9.0"): {
+        f"{C}.level": "token", f"{C}.mode": "zero",
+        f"{C}.lower": 0.5, f"{C}.upper": 5.0,
     },
-    ("algorithm.rollout_correction.rollout_rs=token_k1 algorithm.rollout_correction.rollout_rs_threshold=0.9_1.2", "0.9.0"): {
-        "algorithm.rollout_correction.reject": "token_k1", "algorithm.rollout_correction.reject_lower": 0.9,
-        "algorithm.rollout_correction.reject_upper": 1.2,
+    (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.9_1.2", "0.9.0"): {
+        f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.9,
+        f"{C}.reject_upper": 1.2,
     },
-    ("algorithm.rollout_correction.bypass_mode=True", "0.9.0"): {"algorithm.rollout_correction.bypass_mode": True},
+    (f"{C}.bypass_mode=True", "0.9.0"): {f"{C}.bypass_mode": True},
     (
-        "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce "
-        "algorithm.rollout_correction.rollout_is=token", "0.9.0",
+        f"{C}.bypass_mode=True {C}.loss_type=reinforce "
+        f"{C}.rollout_is=token", "0.9.0",
     ): {
-        "actor.loss_mode": "policy_gradient", "algorithm.rollout_correction.bypass_mode": False,
-        "algorithm.rollout_correction.level": "token", "actor.ppo_mini_batch_size": 1024,
+        "actor.loss_mode": "policy_gradient", f"{C}.bypass_mode": False,
+        f"{C}.level": "token", "actor.ppo_mini_batch_size": 1024,
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", DERIVED, ids=lambda words: f"{words[0][-50:]} {words[1]}")
-def test_a_meaning_is_derived(words: tuple[str, str], tmp_path: Path) -> None:
+def test_a_meaning_is_derived(words: tuple[str, str]) -> None:
     translation = translated(*words[0].split(), version=words[1])
-    run = composed(translation, tmp_path)
-    assert {key: at(run, key) for key in DERIVED[words]} == DERIVED[words]
-    assert run_violations(run, planned=True) == translation.violations == []
+    assert {key: at(translation.run, key) for key in DERIVED[words]} == DERIVED[words]
+    assert translation.violations == []
 
 
 # Layers, pp, vpp, what is asked for -> the layers of each chunk, by Megatron's own division (transformer_block.py).
 STAGES = [
-    (61, 16, 1, {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 2}, [3, *[4] * 14, 2]),
-    (94, 8, 1, {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, [11, *[12] * 6, 11]),
-    (32, 4, 2, {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 4}, [2, 6, 6, 2, 2, 6, 6, 2]),
-    (61, 12, 1, {"num_layers_in_last_pipeline_stage": 6}, [*[5] * 11, 6]),
-]  # fmt: skip
+    (61, 16, 1, {FIRST: 3, LAST: 2}, [3, *[4] * 14, 2]),
+    (94, 8, 1, {EMBEDS: True, HEADS: True}, [11, *[12] * 6, 11]),
+    (32, 4, 2, {FIRST: 4, LAST: 4}, [2, 6, 6, 2, 2, 6, 6, 2]),
+    (61, 12, 1, {LAST: 6}, [*[5] * 11, 6]),
+]
 
 
 @pytest.mark.parametrize(("layers", "pp", "vpp", "asked", "chunks"), STAGES)
 def test_layers_of_stages(layers: int, pp: int, vpp: int, asked: dict[str, Any], chunks: list[int]) -> None:
     words = [f"+{FIELDS}.{name}={value}" for name, value in asked.items()]
-    words += [f"{M}.pipeline_model_parallel_size={pp}", f"{M}.virtual_pipeline_model_parallel_size={vpp}"]
+    words += [f"{PP}={pp}", f"{VPP}={vpp}"]
     known = translated(*words, model=ModelFacts(layers, is_mixture=True))
     assert known.settings["actor.parallel.pipeline_layers"].value == chunks and sum(chunks) == layers
     unknown = translated(*words)
@@ -240,13 +252,15 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("key", ABSENT)
-def test_what_is_not_here_is_said(key: str) -> None:
-    value, harmless = ABSENT[key]
-    translation = translated(f"{key}={value}")
-    assert listed(translation, key) is Kind.absent and not translation.is_whole
-    if harmless is not None:
-        assert listed(translated(f"{key}={harmless}"), key) is not Kind.absent
+def test_what_is_not_here_is_said() -> None:
+    translation = translated(*(f"+{key}={value}" for key, (value, _) in ABSENT.items()))
+    assert {key: listed(translation, key) for key in ABSENT} == dict.fromkeys(ABSENT, Kind.absent)
+    assert not translation.is_whole
+
+
+def test_what_asks_for_nothing_is_no_loss() -> None:
+    translation = translated(*(f"+{key}={value}" for key, (_, value) in ABSENT.items() if value is not None))
+    assert translation.of_kind(Kind.absent) == [] and translation.is_whole
 
 
 def test_what_is_no_key_of_verls_is_said() -> None:
@@ -265,28 +279,28 @@ def test_a_default_that_is_another_is_listed() -> None:
     assert "trainer.nnodes" not in defaults, "it is the same"
 
 
-def test_a_key_that_our_run_would_not_read_is_left_out(tmp_path: Path) -> None:
+def test_a_key_that_our_run_would_not_read_is_left_out() -> None:
     translation = translated(f"{A}.kl_loss_coef=0.02", "critic.optim.lr=1e-5", "algorithm.lam=0.9")
     assert [listed(translation, key) for key in (f"{A}.kl_loss_coef", "critic.optim.lr", "algorithm.lam")] == [
         Kind.dropped
     ] * 3
-    assert composed(translation, tmp_path).actor.kl_loss_coef == 0.001
+    assert "actor.kl_loss_coef" not in translation.settings
 
 
-def test_a_critic(tmp_path: Path) -> None:
-    words = ["algorithm.adv_estimator=gae", "critic.optim.lr=2e-5", "critic.megatron.tensor_model_parallel_size=2",
-             "critic.model.path=/c", "critic.use_dynamic_bsz=True", "critic.ppo_max_token_len_per_gpu=9000", "algorithm.lam=0.95"]  # fmt: skip
-    translation = translated(*words)
-    run = composed(translation, tmp_path)
+def test_a_critic() -> None:
+    words = "algorithm.adv_estimator=gae algorithm.lam=0.95 critic.optim.lr=2e-5 critic.model.path=/c"
+    words += " critic.megatron.tensor_model_parallel_size=2 critic.use_dynamic_bsz=True"
+    translation = translated(*words.split(), "critic.ppo_max_token_len_per_gpu=9000")
     assert translation.algorithm == "ppo" and translation.violations == []
-    assert (run.role_config_of("critic") if hasattr(run, "role_config_of") else at(run, "critic")).optim.lr == 2e-5
-    assert [at(run, key) for key in ("critic.parallel.tp", "critic.path", "critic.microbatch_tokens", "algorithm.lam")] == [2, "/c", 9000, 0.95]  # fmt: skip
+    expected = {"critic.parallel.tp": 2, "critic.path": "/c", "critic.microbatch_tokens": 9000, "algorithm.lam": 0.95}
+    assert {key: at(translation.run, key) for key in expected} == expected
+    assert at(translation.run, "critic.optim.lr") == 2e-5
 
 
-def test_reward_kwargs_arrive(tmp_path: Path) -> None:
+def test_reward_kwargs_arrive() -> None:
     name = "custom_reward_function"
-    run = composed(translated(f"{name}.path=m.py", f"+{name}.reward_kwargs.scale=0.5", f"+{name}.reward_kwargs.words=[a,b]"), tmp_path)  # fmt: skip
-    assert run.custom_reward_function.reward_kwargs == {"scale": 0.5, "words": ["a", "b"]}
+    words = [f"{name}.path=m.py", f"+{name}.reward_kwargs.scale=0.5", f"+{name}.reward_kwargs.words=[a,b]"]
+    assert translated(*words).run.custom_reward_function.reward_kwargs == {"scale": 0.5, "words": ["a", "b"]}
 
 
 def test_a_yaml_file_of_verls() -> None:
@@ -301,20 +315,24 @@ def test_a_yaml_file_of_verls() -> None:
     assert (settings["actor.parallel.tp"].value, settings["trainer.total_epochs"].value) == (4, 3)
 
 
-def test_generation_and_evaluation() -> None:
-    words = ["data.path=p.parquet", "data.n_samples=4", "data.output_path=o.parquet", "rollout.temperature=0.7",
-             "rollout.tensor_model_parallel_size=2", "rollout.response_length=99", "model.path=m", "trainer.n_gpus_per_node=8"]  # fmt: skip
-    drawn = translate(of_overrides("verl.trainer.main_generation", words))
+def test_generation() -> None:
+    words = "data.path=p.parquet data.n_samples=4 data.output_path=o.parquet rollout.temperature=0.7 model.path=m"
+    words += " rollout.tensor_model_parallel_size=2 rollout.response_length=99 trainer.n_gpus_per_node=8"
+    drawn = translate(of_overrides("verl.trainer.main_generation", words.split()))
     assert drawn.program == "generate" and drawn.is_whole
-    values = {key: each.value for key, each in drawn.settings.items()}
-    expected = {"data.files": ["p.parquet"], "rollout.n": 4, "out": "o.parquet", "rollout.temperature": 0.7, "rollout.tp": 2,
-                "rollout.dp": 4, "data.max_response_length": 99, "model.path": "m", "rollout.top_k": 50, "rollout.top_p": 0.7}  # fmt: skip
-    assert {key: values[key] for key in expected} == expected, "top_k and top_p are verl's defaults"
-    graded = translate(
-        of_overrides("verl.trainer.main_eval", ["data.path=o.parquet", "custom_reward_function.path=r.py"])
-    )
+    expected = {
+        "data.files": ["p.parquet"], "rollout.n": 4, "out": "o.parquet", "rollout.temperature": 0.7, "rollout.tp": 2,
+        "rollout.dp": 4, "data.max_response_length": 99, "model.path": "m",
+        "rollout.top_k": 50, "rollout.top_p": 0.7,  # verl's defaults
+    }  # fmt: skip
+    assert {key: at(drawn.run, key) for key in expected} == expected
+
+
+def test_evaluation() -> None:
+    words = ["data.path=o.parquet", "custom_reward_function.path=r.py"]
+    graded = translate(of_overrides("verl.trainer.main_eval", words))
     assert graded.program == "evaluate" and graded.is_whole
-    assert {key: each.value for key, each in graded.settings.items()} >= {"path": "o.parquet"}.items()
+    assert (graded.run.path, graded.run.custom_reward_function.path) == ("o.parquet", "r.py")
 
 
 @cache
@@ -369,17 +387,15 @@ NOT_HERE = {
 
 
 @pytest.mark.parametrize("script", PUBLISHED)
-def test_a_published_script_becomes_a_run(script: str, tmp_path: Path) -> None:
+def test_a_published_script_becomes_a_run(script: str) -> None:
     translation = of_script(script)
-    run = composed(translation, tmp_path)
-    assert run_violations(run, planned=True) == translation.violations == []
-    written = dict(
-        word.lstrip("+").split("=", 1) for word in PUBLISHED[script] if "=" in word and not word.startswith("--")
-    )
+    assert translation.violations == []
+    words = [word.lstrip("+") for word in PUBLISHED[script] if not word.startswith("--")]
+    written = dict(word.split("=", 1) for word in words if "=" in word)
     assert len(written) > 25
     for key, (ours, of) in READ_OFF.items():
         if key in written and listed(translation, key) is not Kind.dropped:
-            assert at(run, ours) == of(written[key]), key  # type: ignore[operator]
+            assert at(translation.run, ours) == of(written[key]), key  # type: ignore[operator]
     lost = {each.verl for kind in (Kind.absent, Kind.unknown) for each in translation.of_kind(kind)}
     assert lost == NOT_HERE.get(script, set())
 
@@ -401,15 +417,31 @@ RELATIVES = {"Qwen3-30B-A3B-Base": "qwen3-30b-a3b", "Qwen2.5-32B": "qwen2.5-32b-
 
 
 @pytest.mark.parametrize("script", PUBLISHED)
+@pytest.mark.tier("full")
 def test_a_published_script_is_planned(script: str, tmp_path: Path) -> None:
     translation = of_script(script)
-    run = composed(translation, tmp_path)
+    path = tmp_path / "translated.yaml"
+    path.write_text(yaml_of(translation.program, translation.algorithm, translation.settings, "of a test"))
+    run = load_recipe(str(path))
+    assert run == translation.run and isinstance(run, RunConfig) and run_violations(run, planned=True) == []
     relative = RELATIVES.get(Path(run.model.path).name)
-    words = [f"recipe={tmp_path / 'translated.yaml'}", "cluster=nvidia_h100", *([f"recipe.checkpoint={relative}"] if relative else [])]  # fmt: skip
+    words = [f"recipe={path}", "cluster=nvidia_h100", *([f"recipe.checkpoint={relative}"] if relative else [])]
     try:
         planned, cluster, _ = load_words(words)
-        assert plan(planned, run_model(planned), cluster).memory
+        assert plan(planned, run_model(planned), cluster)
         refused = ""
     except ConfigError as error:
         refused = error.violations[0].key
     assert refused == UNPLANNED.get(script, "")
+
+
+def test_what_was_composed_is_what_the_file_says(tmp_path: Path) -> None:
+    """``Translation.run`` is made without the file; here it is read as ``train`` reads it."""
+    translation = translated(f"{A}.optim.lr=3e-7", f"+{FIELDS}.bias_dropout_fusion=True", "trainer.logger=[console]")
+    path = tmp_path / "translated.yaml"
+    path.write_text(
+        yaml_of(translation.program, translation.algorithm, translation.settings, "of a test\nin two lines")
+    )
+    run = load_recipe(str(path))
+    assert run == translation.run and isinstance(run, RunConfig)
+    assert run.written == {"actor.megatron.bias_dropout_fusion", *translation.settings} - {"actor.megatron"}
