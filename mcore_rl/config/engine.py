@@ -117,7 +117,7 @@ class OptimizerConfig:
     clip_grad: the largest global L2 norm of gradients; 0 is no clipping.
     lr_warmup_steps: steps of linear warm-up from 0.
     warmup_ratio: instead, the share of all steps that are warm-up, rounded up.
-    total_steps: the step at which a decay ends, warm-up included; None: the last of the run.
+    total_steps: the step at which a decay ends, warm-up included; None, or 0 as before there was None: the run's last.
     allow_early_end: a decay may end before the run does.
     min_lr_ratio: the share of ``lr`` that a decay ends at.
     """
@@ -130,7 +130,7 @@ class OptimizerConfig:
     lr_schedule: Schedule = Schedule.constant
     lr_warmup_steps: NonNegativeInt = 0
     warmup_ratio: Annotated[float, Interval("[0, 1)", "Write 0.1, say")] = 0.0
-    total_steps: PositiveInt | None = None
+    total_steps: NonNegativeInt | None = None
     allow_early_end: bool = False
     min_lr_ratio: Share = 0.0
 
@@ -213,7 +213,7 @@ def _optimizer_rules(optim: OptimizerConfig, prefix: str) -> Iterator[Violation]
         problem = f"and {prefix}optim.lr_warmup_steps={optim.lr_warmup_steps} both say how long warm-up is"
         yield Violation(f"{prefix}optim.warmup_ratio", optim.warmup_ratio, problem, "Write one of them")
     decays = optim.lr_schedule is not Schedule.constant
-    if decays and optim.total_steps is not None and optim.total_steps <= optim.lr_warmup_steps:
+    if decays and optim.total_steps and optim.total_steps <= optim.lr_warmup_steps:
         yield Violation(
             f"{prefix}optim.total_steps",
             optim.total_steps,

@@ -35,7 +35,7 @@ def num_updates(run: RoleGroups, role: Role, num_steps: int) -> int:
 
 def of_length(optim: OptimizerConfig, length: int) -> OptimizerConfig:
     """``optim`` for a run of ``length`` optimizer steps: with numbers where it leaves them to the run."""
-    total = max(1, length) if optim.total_steps is None else optim.total_steps
+    total = optim.total_steps or max(1, length)
     warmup = math.ceil(total * optim.warmup_ratio) if optim.warmup_ratio else optim.lr_warmup_steps
     return replace(optim, total_steps=max(total, warmup + 1), lr_warmup_steps=warmup, warmup_ratio=0.0)
 
@@ -56,7 +56,7 @@ def schedule_violations(run: RoleGroups, num_steps: int) -> Iterator[Violation]:
         optim, length = run.role_config(role).optim, num_updates(run, role, num_steps)
         if optim.lr_schedule is Schedule.constant or not length:
             continue
-        if optim.total_steps is None:
+        if not optim.total_steps:
             if length <= optim.lr_warmup_steps:
                 problem = f"is no less than the run, {length:,} optimizer steps, and nothing is left to decay in"
                 remedy = f"Write fewer, {role.name}.optim.warmup_ratio=0.1, or a longer run"

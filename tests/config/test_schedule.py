@@ -37,11 +37,13 @@ def test_a_step_has_an_update_for_each_minibatch_and_pass() -> None:
     assert num_updates(sft, sft.role_rows[0], 10) == 10
 
 
-def test_what_is_left_out_follows_from_the_run() -> None:
-    run = run_of("actor.ppo_mini_batch_size=16", COSINE, "actor.optim.warmup_ratio=0.1")
+@pytest.mark.parametrize("older", [(), ("actor.optim.total_steps=0",)])
+def test_what_is_left_out_follows_from_the_run(older: tuple[str, ...]) -> None:
+    run = run_of("actor.ppo_mini_batch_size=16", COSINE, "actor.optim.warmup_ratio=0.1", *older)
+    assert run_violations(run) == []
     optim = scheduled(run, 37).actor.optim
     assert (optim.total_steps, optim.lr_warmup_steps, optim.warmup_ratio) == (37 * 4, 15, 0.0)  # 14.8 rounded up
-    assert run.actor.optim.total_steps is None, "the configuration itself stays as it was written"
+    assert not run.actor.optim.total_steps, "the configuration itself stays as it was written"
 
 
 @pytest.mark.parametrize("length", [1, 9, 10, 11, 1868])

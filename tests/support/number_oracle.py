@@ -40,7 +40,7 @@ ROLE = {
     "optim.lr": (("-1", "-1e-9", "1e6"), ("0", "1e-6", "1e-3", "0.1")),
     "optim.lr_warmup_steps": COUNT_OR_NONE,
     "optim.min_lr_ratio": SHARE,
-    "optim.total_steps": COUNT,
+    "optim.total_steps": COUNT_OR_NONE,
     "optim.warmup_ratio": (("-0.1", "1", "1.1"), ("0", "0.1", "0.99")),
     "optim.weight_decay": (("-1", "-1e-9", "1e6"), ("0", "0.01", "0.1", "1")),
     "parallel.cp": RANKS,
