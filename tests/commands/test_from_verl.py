@@ -22,7 +22,9 @@ python3 -m verl.trainer.main_ppo --config-path=config \\
     data.train_files="$train_files" \\
     actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
     actor_rollout_ref.rollout.n=5 \\
     actor_rollout_ref.rollout.name=vllm \\
     trainer.nnodes=$NODES trainer.save_freq=-1 $@ | tee log
