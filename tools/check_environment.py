@@ -128,12 +128,13 @@ def replaced(kept: str, installed: Mapping[str, importlib.metadata.Distribution]
 
 
 def asked(rung: str, pyproject: str) -> str:
-    """A pyproject.toml that makes pip install what ``mcore_rl[rung]`` asks for, and nothing of ours.
+    """A pyproject.toml that makes pip install what ``mcore_rl[rung,wandb]`` asks for, and nothing of ours.
 
     It stays the same, byte for byte, where anything else of ``pyproject`` changes: the version, the settings of tools.
     """
     read = tomllib.loads(pyproject)
     project = read["project"]
+    extras = project["optional-dependencies"]
     lines = [
         "[build-system]",
         f"requires = {json.dumps(read['build-system']['requires'])}",
@@ -144,7 +145,7 @@ def asked(rung: str, pyproject: str) -> str:
         f"requires-python = {json.dumps(project['requires-python'])}",
         f"dependencies = {json.dumps(sorted(project['dependencies']), indent=1)}",
         "[project.optional-dependencies]",
-        f"{rung} = {json.dumps(sorted(project['optional-dependencies'][rung]), indent=1)}",
+        *(f"{name} = {json.dumps(sorted(extras[name]), indent=1)}" for name in (rung, "wandb")),
         "dev = []",
         "[tool.setuptools]",
         "packages = []",

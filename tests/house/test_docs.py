@@ -15,6 +15,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from mcore_rl.config.compose import all_keys
+from mcore_rl.config.evaluate import EvaluateConfig
+from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
@@ -35,7 +37,8 @@ def rows(page: str) -> list[list[str]]:
 
 @cache
 def keys() -> frozenset[str]:
-    return frozenset(key for schema in (RunConfig, SftConfig) for key in all_keys(OmegaConf.structured(schema)))
+    schemas = (RunConfig, SftConfig, GenerateConfig, EvaluateConfig)
+    return frozenset(key for schema in schemas for key in all_keys(OmegaConf.structured(schema)))
 
 
 def test_every_key_of_ours_beside_verls_is_there() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.verl.row import Row, absent, gone, of_names, part, to
-from mcore_rl.config.verl.rows_engine import profiler, quantisation
+from mcore_rl.config.verl.rows_engine import profiler
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MICROBATCHES = "the actor's microbatches"
@@ -114,7 +114,6 @@ ROLLOUT_ROWS = [
     gone(f"{ROLLOUT}.{{skip_dump_dir,skip.action,skip.dump_dir,skip.max_dump_step}}", "read with skip alone"),
     gone(f"{ROLLOUT}.{{prometheus,trace}}.*", OBSERVERS),
     *profiler(ROLLOUT),
-    *quantisation(ROLLOUT),
 ]
 
 JUDGE = "reward_model"

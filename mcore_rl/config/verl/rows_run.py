@@ -112,8 +112,8 @@ ALGORITHM_ROWS = [
         f"{CORRECTION}.reject {CORRECTION}.reject_lower {CORRECTION}.reject_upper",
         "correction",
         "one criterion; `token`, `sequence`, `geometric` (until 0.7.0) are `token_k1`, `seq_sum_k1`, `seq_mean_k1`. "
-        "Bounds of `*_k1` are of p_trainer / p_sampler; verl holds its inverse against them, which is the same where one is "
-        "1 / the other",
+        "Bounds of `*_k1` are of p_trainer / p_sampler; verl holds its inverse against them, which is the same where "
+        "one is 1 / the other",
         differs=True,
     ),
     part(

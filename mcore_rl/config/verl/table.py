@@ -51,12 +51,23 @@ def rows_of(program: str) -> tuple[Row, ...]:
 
 def rows_for(key: str, program: str = "train") -> list[Row]:
     """The rows about a key of verl's: the ones that name it, else those of the narrowest pattern that has it."""
-    rows = [row for row in rows_of(program) if row.matches(key)]
-    named = [row for row in rows if "*" not in row.verl]
-    if named or not rows:
+    if named := _named(program).get(key):
         return named
+    rows = [row for row in rows_of(program) if "*" in row.verl and row.matches(key)]
+    if not rows:
+        return []
     narrowest = max(len(row.verl.partition("*")[0]) for row in rows)
     return [row for row in rows if len(row.verl.partition("*")[0]) == narrowest]
+
+
+@cache
+def _named(program: str) -> dict[str, list[Row]]:
+    """Key -> the rows that name it."""
+    named: dict[str, list[Row]] = {}
+    for row in rows_of(program):
+        for name in row.names if "*" not in row.verl else ():
+            named.setdefault(name, []).append(row)
+    return named
 
 
 def row_for(key: str, program: str = "train") -> Row | None:

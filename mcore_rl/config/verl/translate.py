@@ -7,6 +7,7 @@ defaults are written too where they decide what is trained and ours are others, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -22,6 +23,7 @@ from mcore_rl.config.verl.rules import PER_ROLE, RULES
 from mcore_rl.config.verl.table import row_for, rows_of
 from mcore_rl.config.verl.written import Verl
 from mcore_rl.config.verl.yaml_text import shown, yaml_of
+from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 
 EMPTY = (None, False, 0, "", "null", "None")
@@ -34,6 +36,7 @@ class Translation:
 
     program: ours that runs it.  algorithm: the choice that the yaml begins with; "": none.
     settings: our key -> its value.  entries: the list.  violations: what our run refuses of it.
+    run: our configuration; None if it cannot be composed.
     """
 
     verl: Verl
@@ -42,6 +45,7 @@ class Translation:
     settings: dict[str, Setting]
     entries: list[Entry]
     violations: list[Violation]
+    run: Any = None
 
     @property
     def is_whole(self) -> bool:
@@ -82,8 +86,9 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
         answer.settings["recipe.checkpoint"] = Setting(answer.model.checkpoint, (), written=True)
     algorithm = _algorithm(answer) if verl.program == "train" else ""
     _leave_out_defaults(answer, algorithm)
-    violations = _refused(answer, algorithm)
-    return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations)
+    violations, run = _refused(answer, algorithm)
+    _compare_defaults(answer, run if run is not None else _composed(answer, algorithm, {}))
+    return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations, run)
 
 
 def _idle_groups(verl: Verl) -> dict[str, str]:
@@ -227,14 +232,36 @@ def _algorithm(answer: Answer) -> str:
 
 
 def _composed(answer: Answer, algorithm: str, settings: dict[str, Setting]) -> Any:
-    """Our configuration with ``settings``.  Raises ConfigError."""
-    from mcore_rl.config.compose import compose
+    """Our configuration with ``settings``, as the yaml file composes.  Raises ConfigError."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from mcore_rl.config.compose import compose, typed
 
     program = answer.verl.program
-    text = yaml_of(program, algorithm, settings, "")
-    with TemporaryDirectory() as directory:
-        (Path(directory) / "translated.yaml").write_text(text, encoding="utf-8")
-        return compose(_schema(program), program, [], Path(directory), "translated")
+    config = deepcopy(_base(program, algorithm))
+    try:
+        for key, setting in settings.items():
+            OmegaConf.update(config, key, setting.value, force_add=isinstance(setting.value, dict))
+        made = typed(_schema(program), config)
+    except OmegaConfBaseException:  # a value that our key cannot have: said as it is said of the file
+        with TemporaryDirectory() as directory:
+            text = yaml_of(program, algorithm, settings, "")
+            (Path(directory) / "translated.yaml").write_text(text, encoding="utf-8")
+            return compose(_schema(program), program, [], Path(directory), "translated")
+    if isinstance(made, Composed):
+        made.written = frozenset(settings)
+    return made
+
+
+@cache
+def _base(program: str, algorithm: str) -> Any:
+    """What hydra composes of our files alone."""
+    from mcore_rl.config.compose import compose, read
+
+    choices = [f"algorithm={algorithm}"] if algorithm else []
+    compose(_schema(program), program, choices)  # so that hydra knows what there is to choose from
+    return read(program, None, choices)
 
 
 @cache
@@ -246,17 +273,8 @@ def _ours(program: str, algorithm: str) -> dict[str, Any]:
 
 
 def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
-    """Leaves out verl's defaults that are ours too, and lists the others."""
+    """Leaves out verl's defaults that are ours too, and lists the others, which are written."""
     ours = _ours(answer.verl.program, algorithm)
-    entries = []
-    for each in answer.entries:
-        if each.kind is Kind.default and "=" not in each.ours:
-            here = _at(ours, each.ours)
-            if not _equal(here, each.value):
-                entries.append(replace(each, ours=f"{each.ours}={shown(here)}"))
-        else:
-            entries.append(each)
-    answer.entries = entries
     for key, setting in list(answer.settings.items()):
         if setting.written:
             continue
@@ -270,8 +288,21 @@ def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
             )
 
 
-def _refused(answer: Answer, algorithm: str) -> list[Violation]:
-    """Takes out the keys that our run would not read, and returns what else it refuses."""
+def _compare_defaults(answer: Answer, run: Any) -> None:
+    """Completes the entries of defaults that ours keeps, and leaves out those that are the same."""
+    from mcore_rl.config.compose import as_dict
+
+    ours, entries = as_dict(run), list[Entry]()
+    for each in answer.entries:
+        if each.kind is not Kind.default or "=" in each.ours:
+            entries.append(each)
+        elif not _equal(here := _at(ours, each.ours), each.value):
+            entries.append(replace(each, ours=f"{each.ours}={shown(here)}"))
+    answer.entries = entries
+
+
+def _refused(answer: Answer, algorithm: str) -> tuple[list[Violation], Any]:
+    """Takes out the keys that our run would not read; (what else it refuses, the run)."""
     from mcore_rl.config.evaluate import evaluate_violations
     from mcore_rl.config.generate import generate_violations
     from mcore_rl.config.run import run_violations
@@ -280,15 +311,15 @@ def _refused(answer: Answer, algorithm: str) -> list[Violation]:
         try:
             composed = _composed(answer, algorithm, answer.settings)
         except ConfigError as error:
-            return list(error.violations)
+            return list(error.violations), None
         program = answer.verl.program
         if program != "train":
             found = generate_violations(composed) if program == "generate" else evaluate_violations(composed)
-            return [each for each in found if not each.problem.startswith("is not set")]
+            return [each for each in found if not each.problem.startswith("is not set")], composed
         found = run_violations(composed, planned=True)
         unread = [each for each in found if each.problem.startswith(NOT_READ) and each.key in answer.settings]
         if not unread:
-            return found
+            return found, composed
         for each in unread:
             setting = answer.settings.pop(each.key)
             answer.entries = [entry for entry in answer.entries if not entry.ours.startswith(f"{each.key}=")]

@@ -1,0 +1,108 @@
+"""``mcore-rl from-verl``: a script, a command or a yaml file in; a recipe, the list and an exit code out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_rl.cli import main
+from mcore_rl.commands.from_verl import model_facts
+from mcore_rl.config.launch import load_recipe
+
+SCRIPT = """#!/usr/bin/env bash
+set -x
+train_files="['$HOME/a.parquet', '$HOME/b.parquet']"
+NODES=${NNODES:-1}
+python3 -m verl.trainer.main_ppo --config-path=config \\
+    --config-name='ppo_megatron_trainer.yaml'\\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    trainer.nnodes=$NODES trainer.save_freq=-1 $@ | tee log
+"""
+
+
+def test_a_script_becomes_a_recipe_that_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("NNODES", "2")
+    script, out = tmp_path / "run.sh", tmp_path / "recipes" / "mine.yaml"
+    script.write_text(SCRIPT)
+    assert main(["from-verl", str(script), "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    assert told.out == "" and f"mcore-rl plan recipe={out} cluster=nvidia_h100" in told.err
+    assert "actor_rollout_ref.rollout.name=vllm" in told.err and "trainer.total_epochs: 30 in verl" in told.err
+    values = yaml.safe_load(out.read_text())
+    assert values["data"]["train_files"] == ["/home/me/a.parquet", "/home/me/b.parquet"]
+    assert values["recipe"] == {"checkpoint": "qwen2-7b-instruct"} and values["trainer"]["nnodes"] == 2
+    assert "total_epochs: 30  # verl's default" in out.read_text()
+    assert load_recipe(str(out), ["rollout.n=6"]).trainer.n_gpus_per_node == 8
+    assert main(["plan", f"recipe={out}", "cluster=nvidia_h100"]) == 0
+
+
+def test_a_command_in_quotes_and_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 actor_rollout_ref.model.lora_rank=8"
+    assert main(["from-verl", command]) == 1
+    quoted = capsys.readouterr()
+    assert "Not here, and left out:\n  actor_rollout_ref.model.lora_rank=8" in quoted.err
+    assert yaml.safe_load(quoted.out)["rollout"]["n"] == 4
+    monkeypatch.setattr("sys.stdin", io.StringIO(command))
+    assert main(["from-verl", "-"]) == 1
+    assert capsys.readouterr() == quoted
+
+
+def test_a_version_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer algorithm.adv_estimator=gae"
+    for version, schedule in (("0.4.1", "linear"), ("0.9.0", None)):
+        assert main(["from-verl", command, "--version", version]) == 0
+        told = capsys.readouterr()
+        assert f"which 0.4.0 to 0.9.0 has; defaults of verl {version}" in told.err
+        assert yaml.safe_load(told.out)["actor"].get("optim", {}).get("lr_schedule") == schedule
+    assert main(["from-verl", command, "--version", "1.0"]) == 2
+    assert "is no version of verl that is known. Write one of 0.4.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("no words", "has neither a command of verl's nor key=value words"),
+        ("python3 -m verl.trainer.main_ppo a='1", "a ' is never closed"),
+    ],
+)
+def test_what_cannot_be_read(source: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-verl", source]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "verl.yaml").write_text("actor_rollout_ref: {actor: {megatron: {tensor_model_parallel_size: 4}}}\n")
+    assert main(["from-verl", str(tmp_path / "verl.yaml")]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["actor"]["parallel"] == {"tp": 4}
+
+
+def test_the_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["from-verl", "--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "mcore-rl from-verl run_qwen2-7b_math_megatron.sh --out my_recipes/qwen2.yaml" in told
+
+
+def test_models_are_known_by_name_or_by_relatives() -> None:
+    known = model_facts("Qwen/Qwen2-7B-Instruct")
+    assert (known.num_layers, known.is_mixture, known.checkpoint) == (28, False, "qwen2-7b-instruct")
+    relative = model_facts("/models/Qwen3-30B-A3B-Base")
+    assert (relative.num_layers, relative.is_mixture, relative.checkpoint) == (48, True, "")
+    assert model_facts("<path_to_dsv3_config>").num_layers is None

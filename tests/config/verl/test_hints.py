@@ -1,0 +1,41 @@
+"""What ``train`` says of keys of verl's: ours, from the same table."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import ConfigError
+
+CASES = {
+    "actor_rollout_ref.actor.optim.lr=1e-6": "It is verl's; write actor.optim.lr=1e-06",
+    "actor_rollout_ref.actor.loss_agg_mode=token-mean": "It is verl's; write actor.loss_agg_mode=token_mean",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": "It is verl's; write actor.loss_mode=ppo_clip",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl": "write actor.kl_loss_type=low_var_kl",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4": "here it is actor.microbatch_tokens",
+    "+actor_rollout_ref.model.lora_rank=32": "It is verl's, and is not here: not yet: all weights are trained",
+    "trainer.balance_batch=True": "It is verl's, and needs nothing here: always, by tokens. Leave it out",
+    "trainer.max_actor_ckpt_to_keep=3": "write trainer.max_to_keep=3",
+    "rollout.tensor_model_parallel_size=4": "write rollout.tp=4",  # without verl's first name
+    "actor.ppo_max_token_len_per_gpu=4": "here it is actor.microbatch_tokens",
+    "optim.lr=1e-6": "here are actor.optim.lr, critic.optim.lr",  # by its end
+    "my.optim.clip_grad=1": "here are actor.optim.clip_grad, critic.optim.clip_grad",
+    "policy.parallel.tp=2": "Did you mean actor.parallel.tp or critic.parallel.tp",  # the end of ours
+    "trainer.save_freqq=1": "Did you mean trainer.save_freq",  # of neither: the nearest, as ever
+}
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_a_key_of_verls_is_told_ours(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(RunConfig, "train", [word])
+    (violation,) = refused.value.violations
+    assert violation.problem == "there is no such key" and CASES[word] in violation.remedy
+
+
+def test_another_program_is_told_its_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(SftConfig, "sft", ["actor_rollout_ref.actor.optim.lrr=1"])
+    assert "verl" not in refused.value.violations[0].remedy
