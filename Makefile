@@ -64,7 +64,7 @@ types: $(STAMP) ## mypy, strict
 	@$(TYPES)
 
 docs: $(DOCS)/.ready ## The pages as a site with search, in build/site; a link that leads nowhere fails
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 # An environment of its own: the site needs none of the package's dependencies, and the package none of the site's.
 $(DOCS)/.ready: pyproject.toml

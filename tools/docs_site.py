@@ -21,6 +21,10 @@ MAP, OVERVIEW = "README.md", "overview.md"  # of docs/: the first page of the si
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"^<!--.*?-->$\n?", re.MULTILINE | re.DOTALL)
+STYLE = """.md-grid { max-width: 84rem; }
+.md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.md-typeset table:not([class]) td { min-width: 7rem; }
+"""  # tables of keys and metrics are wide, and a key is one word
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
 
 
@@ -83,6 +87,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages from outside docs/."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, "tables.css", content=STYLE))
     for page, path in OUTSIDE.items():
         text = (ROOT / "docs" / path).read_text(encoding="utf-8")
         if not path.endswith(".md"):
