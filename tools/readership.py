@@ -51,6 +51,8 @@ VLLM = (
     "model_executor/models/utils.py", "model_executor/models/interfaces*.py", "model_executor/models/adapters.py",
     "model_executor/models/config.py",
 )  # fmt: skip
+# Where the files of single models are, and layers that are given a model's whole configuration.
+VLLM_MODELS = ("vllm.model_executor.models.", "vllm.models.", "vllm.model_executor.layers.mamba.")
 MENTIONS = re.compile(r"hf_\w*config|Pre[tT]rainedConfig|rope_parameters")
 # Helpers of all models, which are among the shared files or read no configuration.
 HELPERS = {"utils", "interfaces", "interfaces_base", "registry", "adapters", "config", "module_mapping", "transformers"}
@@ -167,7 +169,7 @@ def _vllm_files(architecture: str) -> set[Path]:
             if node.level:
                 base = file.parent if node.level == 1 else file.parents[node.level - 1]
                 wanted.append(base / Path(*node.module.split(".")))
-            elif node.module.startswith(("vllm.model_executor.models.", "vllm.models.")):
+            elif node.module.startswith(VLLM_MODELS):
                 wanted.append(vllm.parent / Path(*node.module.split(".")))
     return files
 

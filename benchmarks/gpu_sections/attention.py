@@ -24,7 +24,7 @@ from mcore_rl.training.attention_kernels import (
     takes_groups,
     varlen_can_run,
 )
-from mcore_rl.training.capped_attention import attend_capped
+from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.sequences import PackedSequences
 
 SOFT_CAP = 50.0  # Gemma 2's
@@ -88,7 +88,7 @@ def of_case(bench: Bench, case: Case, dtype: torch.dtype) -> Facts:
     if varlen_can_run(query, value, packed, case.window):
         kernels["varlen"] = lambda *x: attend_varlen(*x, scale, case.window)
     if case.window is None:
-        kernels["capped scores"] = lambda *x: attend_capped(*x, scale, SOFT_CAP, None)
+        kernels["capped scores"] = lambda *x: attend_in_blocks(*x, scale, SOFT_CAP, None)
     shape = f"{case.name}; {case.heads} heads on {case.groups} of {case.width}"
     pairs = sum(visible_pairs(length, case.window) for length in case.lengths)
     operations = 3 * 4 * case.heads * case.width * pairs  # forward, and twice that backward

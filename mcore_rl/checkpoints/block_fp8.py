@@ -24,7 +24,7 @@ FLOAT32_OF_BYTE = torch.arange(256, dtype=torch.uint8).view(QUANTISED).float()
 class BlockFp8Checkpoint(HfCheckpoint):
     """A checkpoint that dequantises on reading; scales are not among ``tensors``.
 
-    ``tensors``, ``num_bytes`` and ``checksum`` describe the files: a quantised tensor has its stored dtype.
+    ``tensors`` and ``num_bytes`` describe the files: a quantised tensor has its stored dtype.
     """
 
     def __init__(self, checkpoint: HfCheckpoint, block: tuple[int, int]) -> None:

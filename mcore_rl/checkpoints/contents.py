@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mcore_rl.checkpoints.convert import HF, open_hf, open_megatron
 from mcore_rl.checkpoints.distcp import METADATA, DistributedCheckpoint
+from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.checkpoints.stored_keys import StoredKeys
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
@@ -75,7 +76,8 @@ def inspect(directory: Path, config: Path | None = None) -> Contents:
 
 def _hugging_face(directory: Path) -> Contents:
     checkpoint, table = open_hf(directory)
-    infos = [info for name, info in checkpoint.tensors.items() if name in table.hf_tensors]
+    known = stored_tensors(table)
+    infos = [info for name, info in checkpoint.stored.items() if name in known]
     checkpoint.close()
     return Contents(
         kind="hugging face",
@@ -87,7 +89,7 @@ def _hugging_face(directory: Path) -> Contents:
         num_bytes=sum(info.num_bytes for info in infos),
         num_tensors=len(infos),
         num_files=len({info.file for info in infos}),
-        num_others=len(checkpoint.tensors) - len(infos),
+        num_others=len(checkpoint.stored) - len(infos),
         notes=("output projection tied to the embedding",) if table.model.tie_output else (),
     )
 

@@ -26,12 +26,13 @@ from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
+from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
-from mcore_rl.checkpoints.sharded_writer import ShardedWriter
+from mcore_rl.checkpoints.stacked import num_stored, unstacked, writer_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import CheckpointError, refuse_if_any
@@ -49,7 +50,7 @@ ProgressCallback = Callable[[str, int, int], None]  # (what is being done, bytes
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted and verified checkpoint.  num_bytes: of the elements."""
+    """A converted and verified checkpoint.  num_tensors: of the Hugging Face files.  num_bytes: of the elements."""
 
     directory: Path
     family: str
@@ -67,7 +68,9 @@ def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
 
 
 def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
-    """The Hugging Face checkpoint in ``directory``, checked against its config.json; FP8 is dequantised on reading.
+    """The Hugging Face checkpoint in ``directory``, checked against its config.json.
+
+    FP8 and mxfp4 are dequantised on reading.
 
     Raises as ``read_model``, ``HfCheckpoint.open`` and ``check_checkpoint`` do.
     """
@@ -76,11 +79,13 @@ def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
     config, family, model = read_model(directory)
     checkpoint = HfCheckpoint.open(directory)
     quantisation = config.get("quantization_config")
-    if quantisation is not None:
+    if quantisation is not None and quantisation["quant_method"] == "mxfp4":
+        checkpoint = Mxfp4Checkpoint(checkpoint)
+    elif quantisation is not None:
         checkpoint = BlockFp8Checkpoint(checkpoint, tuple(quantisation["weight_block_size"]))
     table = Table(family, model)
     check_checkpoint(checkpoint, table)
-    return checkpoint, table
+    return unstacked(checkpoint, table), table
 
 
 def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckpoint:
@@ -156,7 +161,7 @@ def to_megatron(
         _verify(checkpoint, written, written.tensors, specs, directory.incomplete, report)
     checkpoint.close()
     directory.complete()
-    return Converted(directory.path, table.family.name, len(specs), total)
+    return Converted(directory.path, table.family.name, num_stored(specs, table), total)
 
 
 def to_hf(
@@ -178,7 +183,7 @@ def to_hf(
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
     total = sum(spec.num_bytes for spec in specs.values())
-    with ShardedWriter(out, list(specs.values())) as writer:
+    with writer_of(out, list(specs.values()), source.table) as writer:
         if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
             raise CheckpointError(str(megatron), problems)
         copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), head=source.table.head)
@@ -191,12 +196,12 @@ def to_hf(
                 report("write", part.numel() * part.itemsize, total)
 
         def verify(directory: Path) -> None:
-            with HfCheckpoint.open(directory) as written:
+            with unstacked(HfCheckpoint.open(directory), source.table) as written:
                 _verify(source, written, written.tensors, specs, directory, report)
 
         writer.finish(verify)
     source.close()
-    return Converted(writer.directory.path, source.table.family.name, len(specs), total)
+    return Converted(writer.directory.path, source.table.family.name, num_stored(specs, source.table), total)
 
 
 def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

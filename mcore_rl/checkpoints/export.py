@@ -24,6 +24,7 @@ from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.owners import OwnedPart, owned_parts
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec
 from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
+from mcore_rl.checkpoints.stacked import unstacked, writer_of
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.weights.binding import bind
@@ -98,6 +99,8 @@ def export_stream(
     dtype: torch.dtype | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Every Hugging Face tensor, whole, in buckets of at most ``bucket_bytes`` (or one tensor), on rank ``dst``.
+
+    Names are the tables': experts that the files stack come one by one (``families/stacks.py``).
 
     Collective over ``group`` (None: all; its ranks are the table's): every rank must exhaust its iterator; only ``dst``
     gets buckets.  Tensors are new, on the device of the weights, in the order of ``table.hf_tensors``, and the caller
@@ -213,7 +216,7 @@ def save_hf(
     def create() -> ShardedWriter | None:
         if rank != 0:
             return None
-        writer = ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes)
+        writer = writer_of(directory, specs, table, max_shard_bytes=max_shard_bytes)
         if source is not None:
             copy_sidecar_files(Path(source), writer.incomplete, live.dtype, head=table.head)
         return writer
@@ -221,7 +224,7 @@ def save_hf(
     created = together(create, group, device)
 
     def write() -> ShardedWriter:
-        writer = created or ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes, joins=True)
+        writer = created or writer_of(directory, specs, table, max_shard_bytes=max_shard_bytes, joins=True)
         try:
             for held in parts.values():
                 for part in held:
@@ -247,7 +250,7 @@ def save_hf(
                 for part in held:
                     if part.owner != rank:
                         writer.note_written(name, part.region)
-            writer.finish(verify=lambda written: _verify(written, live.specs))
+            writer.finish(verify=lambda written: _verify(written, live.specs, table))
 
     together(finish, group, device)
 
@@ -267,9 +270,9 @@ def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Call
                 progress(prod(window.shape) * dtype.itemsize)
 
 
-def _verify(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
+def _verify(directory: Path, specs: Mapping[str, TensorSpec], table: Table) -> None:
     """Read the headers back: every tensor is there, and every file is as long as it must be."""
-    with HfCheckpoint.open(directory) as checkpoint:
+    with unstacked(HfCheckpoint.open(directory), table) as checkpoint:
         stored = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
     wrong = [name for name in {**specs, **stored} if specs.get(name) != stored.get(name)]
     if wrong:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.open_files import OpenFiles
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, checksum_of, read_header, read_slice
+from mcore_rl.checkpoints.safetensors import TensorInfo, read_header, read_slice
 from mcore_rl.errors import CheckpointError
-from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,6 +62,11 @@ class HfCheckpoint(OpenFiles):
         return cls(directory, tensors)
 
     @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        """The tensors of the files, by the names that they have there."""
+        return self.tensors
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.num_bytes for info in self.tensors.values())
@@ -85,17 +90,6 @@ class HfCheckpoint(OpenFiles):
         out = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, TensorSlice.whole(info.shape), out)
         return out
-
-    def checksum(self, name: str) -> str:
-        """``safetensors.checksum`` of tensor ``name``, holding at most ``WINDOW_BYTES`` of it."""
-        return checksum_of(self._parts(self.tensors[name]))
-
-    def _parts(self, info: TensorInfo) -> Iterator[Tensor]:
-        limit = WINDOW_BYTES // info.dtype.itemsize
-        for window in windows(TensorSlice.whole(info.shape), row_major_strides(info.shape), limit):
-            part = torch.empty(window.shape, dtype=info.dtype)
-            self._read(info, window, part)
-            yield part
 
     def _read(self, info: TensorInfo, region: TensorSlice, out: Tensor) -> None:
         read_slice(self.descriptor(info.file), info, region, out)

@@ -16,9 +16,9 @@ import torch
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.families.decoder import PREDICTION_LAYERS
 
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja")
-PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
 
 

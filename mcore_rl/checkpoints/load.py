@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.checkpoints.mxfp4 import BLOCKS, SCALES
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.checkpoints.stacked import stored_tensors, unstacked
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
@@ -27,6 +29,10 @@ from mcore_rl.weights.views import view_of
 OUTPUT = "lm_head.weight"
 # The rotary frequencies are computed, not learned; transformers before 4.32 saved them all the same.
 COMPUTED = (HF_LAYER + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+CONVERT = (
+    "Convert the checkpoint to bfloat16 first: tools/convert_checkpoint.py to-megatron --hf DIR --out M, and then "
+    "to-hf --megatron M --out NEW"
+)
 MISMATCH = "The HF config does not match the tensors: give the config.json of these weights, or download both again"
 
 
@@ -49,6 +55,7 @@ def load_hf(
     """
     bound = bind(chunks, table, rank)
     check_checkpoint(checkpoint, table)
+    checkpoint = unstacked(checkpoint, table)
     wanted = []
     for each in bound:
         pieces = table.pieces(each.local)
@@ -93,9 +100,11 @@ def check_checkpoint(checkpoint: HfCheckpoint, table: Table) -> None:
 
 
 def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
-    for name, wanted in table.hf_tensors.items():
-        info = checkpoint.tensors.get(name)
-        if info is None:
+    for name, wanted in stored_tensors(table).items():
+        info = checkpoint.stored.get(name)
+        if info is None and name + BLOCKS in checkpoint.stored:
+            yield f"tensor {name} is in mxfp4. {CONVERT}"
+        elif info is None:
             if not wanted.absent_ok:
                 yield f"tensor {name} of shape {wanted.shape} is missing. {MISMATCH}"
         elif info.shape != wanted.shape:
@@ -107,10 +116,12 @@ def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[st
 
 
 def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
+    known = stored_tensors(table)
     may_stand = [re.compile(_pattern(name)) for name in (*table.family.ignored, *COMPUTED, *_other_heads(table))]
     layer = re.compile(_pattern(HF_LAYER) + ".+")
-    for name, info in checkpoint.tensors.items():
-        if name in table.hf_tensors or any(pattern.fullmatch(name) for pattern in may_stand):
+    for name, info in checkpoint.stored.items():
+        quantised = name.removesuffix(BLOCKS).removesuffix(SCALES) in known  # ``_missing_or_misshapen`` reports it
+        if name in known or quantised or any(pattern.fullmatch(name) for pattern in may_stand):
             continue
         if table.model.tie_output and name == OUTPUT:
             yield from _wrong_tie(checkpoint, info)

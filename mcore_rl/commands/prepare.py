@@ -3,6 +3,7 @@
     mcore-rl prepare arithmetic --difficulty 1 --train 4000 --val 500 --seed 1 --out data/arithmetic
     mcore-rl prepare gsm8k --source gsm8k/ --out data/gsm8k
     mcore-rl prepare gsm8k --source openai/gsm8k --out data/gsm8k
+    mcore-rl prepare gsm8k-xml --source openai/gsm8k --out data/gsm8k-xml
     mcore-rl prepare math --source MATH/ --out data/math
     mcore-rl prepare dapo-math --source dapo-math-17k.parquet --out data/dapo
     mcore-rl prepare aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
@@ -85,7 +86,7 @@ def show(rows: dict[str, list[DatasetRow]], out: Path, console: Console) -> None
     for heading in ("rows", "characters of a prompt: mean, longest"):
         files.add_column(heading)
     for split, of_split in rows.items():
-        lengths = [len(row["prompt"][0]["content"]) for row in of_split]
+        lengths = [sum(len(message["content"]) for message in row["prompt"]) for row in of_split]
         files.add_row(
             str(out / f"{split}.parquet"), f"{len(of_split):,}", f"{sum(lengths) / len(lengths):.0f}, {max(lengths)}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,30 +60,34 @@ class Program:
 
     def run(self, options: argparse.Namespace) -> int:
         """See ``mcore_rl.cli.Command``."""
-        from mcore_rl.config.compose import as_yaml, compose
-
-        directory, name, overrides = self._begin(options)
-        config = compose(self.schema, self.name, overrides, directory, name)
+        config = self.composed(options.words, options.config_dir, options.config_name)
         if options.cfg:
             from rich.console import Console
 
+            from mcore_rl.config.compose import as_yaml
+
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
-        refuse_if_any([*self.violations(config), *file_violations(config)])
-        _keep_what_torch_compiles()
+        self.ready(config)
         return self.act(config, options.check)
 
-    def _begin(self, options: argparse.Namespace) -> tuple[Path | None, str | None, list[str]]:
-        """(folder, name) of the yaml file to begin with, and the overrides of it."""
+    def composed(self, words: Sequence[str], config_dir: Path | None = None, config_name: str | None = None) -> Any:
+        """The configuration of ``words``, upon their recipe, the file of the two names, or the defaults."""
+        from mcore_rl.config.compose import compose
         from mcore_rl.config.launch import take_recipe
 
-        recipe, overrides = take_recipe(options.words, self.name)
-        if recipe is None:
-            return options.config_dir, options.config_name, overrides
-        if options.config_dir or options.config_name:
-            problem = "and --config-dir or --config-name both name a file to begin with"
-            raise ConfigError([Violation("recipe", recipe.stem, problem, "Write one of the two")])
-        return recipe.parent, recipe.stem, overrides
+        recipe, overrides = take_recipe(words, self.name)
+        if recipe is not None:
+            if config_dir or config_name:
+                problem = "and --config-dir or --config-name both name a file to begin with"
+                raise ConfigError([Violation("recipe", recipe.stem, problem, "Write one of the two")])
+            config_dir, config_name = recipe.parent, recipe.stem
+        return compose(self.schema, self.name, overrides, config_dir, config_name)
+
+    def ready(self, config: Any) -> None:
+        """What precedes a run: every check, before torch is imported.  Raises ConfigError, with all violations."""
+        refuse_if_any([*self.violations(config), *file_violations(config)])
+        _keep_what_torch_compiles()
 
 
 def _train(config: RunConfig, check: bool) -> int:

@@ -16,16 +16,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hydra
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from hydra.version import setbase
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
@@ -35,7 +30,7 @@ from mcore_rl.config.names import meant
 from mcore_rl.config.override_text import is_free, keep_text
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import Composed, written_keys
-from mcore_rl.config.yaml_files import TextSource, check_defaults
+from mcore_rl.config.yaml_files import check_defaults, searched
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
@@ -138,16 +133,8 @@ def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequ
 
 def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictConfig:
     """What hydra composes of ``name``.yaml, its defaults, and ``overrides``; interpolations are not yet resolved."""
-    source, asked = f"pkg://{OURS}", [keep_text(each) for each in overrides]
-    if directory is not None:
-        Plugins.instance().register(TextSource)
-        source, asked = f"{TextSource.scheme()}://{directory.resolve()}", [f"hydra.searchpath=[{source}]", *asked]
-    setbase("1.3")
-    loader = ConfigLoaderImpl(create_config_search_path(source))  # hydra.initialize takes no source of one's own
-    composed = Hydra("mcore_rl", loader).compose_config(name, asked, RunMode.RUN, from_shell=False)
-    with open_dict(composed):
-        del composed["hydra"]
-    return composed
+    with searched(directory), hydra.initialize_config_module(OURS, version_base="1.3"):
+        return hydra.compose(name, overrides=[keep_text(each) for each in overrides])
 
 
 def typed(schema: type[T], composed: DictConfig) -> T:

@@ -120,7 +120,9 @@ class OptimizerConfig:
     weight_decay: the decay, which the learning rate multiplies.
     clip_grad: the largest global L2 norm of gradients; 0 is no clipping.
     lr_warmup_steps: steps of linear warm-up from 0.
-    total_steps: the step at which a decay ends, warm-up included.
+    warmup_ratio: instead, the share of all steps that are warm-up, rounded up.
+    total_steps: the step at which a decay ends, warm-up included; None, or 0 as before there was None: the run's last.
+    allow_early_end: a decay may end before the run does.
     min_lr_ratio: the share of ``lr`` that a decay ends at.
     """
 
@@ -131,7 +133,9 @@ class OptimizerConfig:
     clip_grad: NonNegativeFloat = 1.0
     lr_schedule: Schedule = Schedule.constant
     lr_warmup_steps: NonNegativeInt = 0
-    total_steps: NonNegativeInt = 0
+    warmup_ratio: Annotated[float, Interval("[0, 1)", "Write 0.1, say")] = 0.0
+    total_steps: NonNegativeInt | None = None
+    allow_early_end: bool = False
     min_lr_ratio: Share = 0.0
 
 
@@ -209,10 +213,14 @@ def _optimizer_rules(optim: OptimizerConfig, prefix: str) -> Iterator[Violation]
     if len(betas) != 2:
         problem = f"there are two, and not {len(betas)}"
         yield Violation(f"{prefix}optim.betas", betas, problem, "Write for example [0.9,0.999]")
-    if optim.lr_schedule is not Schedule.constant and optim.total_steps <= optim.lr_warmup_steps:
+    if optim.warmup_ratio and optim.lr_warmup_steps:
+        problem = f"and {prefix}optim.lr_warmup_steps={optim.lr_warmup_steps} both say how long warm-up is"
+        yield Violation(f"{prefix}optim.warmup_ratio", optim.warmup_ratio, problem, "Write one of them")
+    decays = optim.lr_schedule is not Schedule.constant
+    if decays and optim.total_steps and optim.total_steps <= optim.lr_warmup_steps:
         yield Violation(
             f"{prefix}optim.total_steps",
             optim.total_steps,
             f"a {optim.lr_schedule.value} schedule must end after its {optim.lr_warmup_steps} steps of warm-up",
-            f"Write more than {optim.lr_warmup_steps}, or {prefix}optim.lr_schedule=constant",
+            f"Write more than {optim.lr_warmup_steps}, or leave it out: it follows from the run",
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, check
 from mcore_rl.config.files import place_of
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import Violation
@@ -44,6 +44,7 @@ class EvaluateConfig:
 def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
     """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
     rules: list[CrossCheck[EvaluateConfig]] = [
+        lambda config: custom_violations(config.custom_reward_function),
         lambda config: reward_model_violations(config.reward_model),
         _judge_violations,
         _path_violations,

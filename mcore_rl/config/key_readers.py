@@ -12,6 +12,8 @@ from enum import Enum
 from functools import cache, reduce
 from typing import Any
 
+import yaml
+
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, algorithms
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig, run_violations
@@ -51,12 +53,10 @@ def _is_refused(name: str, override: str) -> bool:
 
 
 def with_override(run: RunConfig, override: str) -> RunConfig:
-    """A copy of ``run`` with ``override``, of a key that is a truth value, a whole number or one of a few."""
+    """A copy of ``run`` with ``override``."""
     key, _, text = override.partition("=")
     value = _value(run, key)
-    if isinstance(value, bool):
-        return changed(run, key, text == "true")
-    return changed(run, key, type(value)(text))
+    return changed(run, key, type(value)(text) if isinstance(value, Enum) else yaml.safe_load(text))
 
 
 def changed(run: RunConfig, key: str, value: Any) -> RunConfig:

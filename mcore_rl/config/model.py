@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-
-from mcore_rl.errors import Violation
+from typing import NamedTuple
 
 
 class RopeType(Enum):
@@ -28,10 +27,15 @@ class RopeType(Enum):
 
 
 class Activation(Enum):
-    """The gate's activation in the gated MLP: silu (SwiGLU), or gelu in its tanh approximation (GeGLU; Gemma)."""
+    """The gate's activation in the gated MLP.
+
+    silu: SwiGLU.  gelu_tanh: gelu in its tanh approximation (GeGLU; Gemma).  quick_gelu: ``x * sigmoid(1.702 x)``
+    (gpt-oss).
+    """
 
     silu = "silu"
     gelu_tanh = "gelu_tanh"
+    quick_gelu = "quick_gelu"
 
 
 class RouterScore(Enum):
@@ -85,6 +89,33 @@ class MlaConfig:
 
 
 @dataclass(kw_only=True)
+class LinearAttentionConfig:
+    """The gated delta rule (arXiv:2412.06464) in place of attention: a state per head, whatever the sequence's length.
+
+    layers: those (from 0) that have it; the others attend.  num_key_heads, num_value_heads: heads of queries and keys,
+    and of values; neighbouring value heads share a key head.  key_head_dim, value_head_dim: their widths.
+    conv_kernel_dim: tokens that the convolution before it sees, a token's own included.
+    """
+
+    layers: list[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """The width of all keys of a token, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of all values of a token."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(kw_only=True)
 class MoeConfig:
     """The mixture-of-experts part of the layers that have one.
 
@@ -116,6 +147,13 @@ class MoeConfig:
     routed_scaling_factor: float = 1.0
 
 
+class LayerKind(NamedTuple):
+    """What decides which tensors a layer has; see ``ModelConfig.has_experts`` and ``is_linear``."""
+
+    has_experts: bool
+    is_linear: bool
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """A decoder with RMSNorm, RoPE and a gated MLP.
@@ -124,13 +162,19 @@ class ModelConfig:
     need not equal ``hidden_size``).  ffn_hidden_size: inner width of the dense MLP; unused by layers with experts.
     tie_output: the output projection is the embedding matrix.  qkv_bias: biases on q, k and v (Qwen2).
     qk_norm: RMSNorm over each query and key head (Qwen3); with joint_qk_norm, over all query heads of a token at once
-    and over all its key heads (OLMoE).  mla: latent attention instead of grouped queries; head_dim is then the sum of
+    and over all its key heads (OLMoE).  attention_output_gate: attention's output is multiplied by the sigmoid of a
+    gate as wide, which is projected beside the queries (Qwen3-Next).  linear_attention: instead of attention in some
+    layers.  mla: latent attention instead of grouped queries; head_dim is then the sum of
     its two parts, and num_query_groups equals num_attention_heads.
     rotary_percent: the share of each query and key head, from its beginning, that RoPE rotates (GLM-4.5, Phi-4-mini).
     local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
     None: all layers rotate alike.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
-    before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
+    before it.  attention_sinks: each query head has a learned score that takes part in its softmax and has no value, so
+    that a token may attend to nothing (gpt-oss).  linear_bias: biases on every linear layer: queries, keys, values,
+    output projection, router and experts (gpt-oss).  activation_clamp: before the activation, the gate is at most so
+    much, and the other half of the MLP within plus or minus it; glu_linear_offset: is added to that half, then.
+    softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
     ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
     ``cap * tanh(x / cap)`` on the attention's scores and on the logits (Gemma 2).  zero_centered_norm: norms multiply
     by ``1 + weight``.  sandwich_norm: also a norm after attention and MLP, before the residual sum.  embedding_scale:
@@ -150,14 +194,20 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     norm_epsilon: float = 1e-5
     activation: Activation = Activation.silu
+    activation_clamp: float | None = None
+    glu_linear_offset: float = 0.0
     tie_output: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    attention_output_gate: bool = False
+    linear_attention: LinearAttentionConfig | None = None
     mla: MlaConfig | None = None
     local_rotary_base: float | None = None
     sliding_window: int | None = None
     sliding_layers: list[int] = field(default_factory=list)
+    attention_sinks: bool = False
     softmax_scale: float | None = None
     attention_soft_cap: float | None = None
     output_soft_cap: float | None = None
@@ -175,156 +225,15 @@ class ModelConfig:
         """Whether ``layer`` (from 0) has a mixture of experts instead of the dense MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether ``layer`` (from 0) has linear attention instead of attention over all tokens."""
+        return self.linear_attention is not None and layer in self.linear_attention.layers
 
-def model_violations(model: ModelConfig) -> list[Violation]:
-    """Every violation within ``model``, which no layout could run."""
-    violations = []
-    positive = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"]
-    positive += ["vocab_size", "max_position_embeddings"]
-    for name in positive:
-        if getattr(model, name) < 1:
-            violations.append(Violation(f"model.{name}", getattr(model, name), "must be positive", "Write 1 or more"))
-    if model.num_query_groups >= 1 and model.num_attention_heads % model.num_query_groups:
-        divisors = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
-        violations.append(
-            Violation(
-                "model.num_query_groups",
-                model.num_query_groups,
-                f"does not divide model.num_attention_heads={model.num_attention_heads}",
-                f"Write one of {divisors}",
-            )
-        )
-    if model.mla is None and model.head_dim % 2:
-        violations.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
-    violations += _rotary_percent_violations(model)
-    if model.sliding_layers and not (model.sliding_window or 0) > 0:
-        problem = f"model.sliding_layers={model.sliding_layers} have a window"
-        violations.append(
-            Violation("model.sliding_window", model.sliding_window, problem, "Write its tokens, 1 or more")
-        )
-    if model.local_rotary_base is not None and not (model.sliding_layers and model.rope.attention_factor == 1.0):
-        problem = "is of sliding layers, which the model lacks, or is not alone: all layers share the scale of scores"
-        remedy = "Write null, or model.rope without an attention factor"
-        violations.append(Violation("model.local_rotary_base", model.local_rotary_base, problem, remedy))
-    violations += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
-    for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap"):
-        value = getattr(model, name)
-        if value is not None and not value > 0:
-            violations.append(Violation(f"model.{name}", value, "must be positive", "Write a positive number, or null"))
-    if model.joint_qk_norm and not model.qk_norm:
-        problem = "says over what model.qk_norm=false norms"
-        violations.append(Violation("model.joint_qk_norm", True, problem, "Write model.qk_norm=true"))
-    if model.sandwich_norm and model.moe is not None:
-        problem = "no norm can stand behind experts, whose outputs are summed later"
-        violations.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))
-    if model.mla is not None:
-        violations += _mla_violations(model, model.mla)
-    if model.moe is not None:
-        violations += _moe_violations(model, model.moe)
-    return violations
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of ``layer`` (from 0)."""
+        return LayerKind(self.has_experts(layer), self.is_linear(layer))
 
-
-def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
-    share = model.rotary_percent
-    if share == 1:
-        return []
-    factor, rotated = model.rope.attention_factor, model.rotary_dim
-    pairs = f"rotates {rotated} of model.head_dim={model.head_dim}, and RoPE rotates pairs"
-    problems = {
-        "is no share of a head": not 0 < share < 1,
-        "latent attention has widths of its own for it": model.mla is not None,
-        # Of whole heads it is a factor on the scores; of a part, on that part of the keys (``training/rope.py``), where
-        # their norm would stand, and held against transformers for longrope alone.
-        f"attention_factor={factor:g} would scale a part of each score: for longrope without qk_norm alone":
-            factor != 1 and (model.qk_norm or model.rope.type is not RopeType.longrope),
-        pairs: model.mla is None and 0 < share < 1 and (rotated < 2 or rotated % 2 > 0),
-    }  # fmt: skip
-    remedy = "Write 1, or a share that rotates an even number"
-    return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
-
-
-def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:
-    unknown = [layer for layer in layers if not 0 <= layer < num_layers]
-    problem = f"{unknown} are none of the model's layers, 0 to {num_layers - 1}"
-    return [Violation(key, layers, problem, "Leave them out")] if unknown else []
-
-
-def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
-    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    positive = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    violations = [
-        Violation(f"model.mla.{name}", getattr(mla, name), "must be positive", "Write 1 or more")
-        for name in positive
-        if getattr(mla, name) is not None and getattr(mla, name) < 1
-    ]
-    rope = mla.qk_rope_head_dim
-    parts = f"model.mla.qk_nope_head_dim={mla.qk_nope_head_dim} and qk_rope_head_dim={rope} add up to {width}"
-    heads = model.num_attention_heads
-    for key, value, is_right, problem, remedy in (
-        ("model.mla.qk_rope_head_dim", rope, rope % 2 == 0, "RoPE rotates pairs", "Write an even number"),
-        ("model.head_dim", model.head_dim, model.head_dim == width, parts, f"Write {width}"),
-        (
-            "model.num_query_groups", model.num_query_groups, model.num_query_groups == heads,
-            f"latent attention has a key for each of model.num_attention_heads={heads}", f"Write {heads}",
-        ),
-        ("model.qkv_bias", model.qkv_bias, not model.qkv_bias, "latent attention has no biases", "Write false"),
-        ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
-    ):  # fmt: skip
-        if not is_right:
-            violations.append(Violation(key, value, problem, remedy))
-    return violations
-
-
-def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
-    violations = _layer_violations("model.moe.dense_layers", moe.dense_layers, model.num_layers)
-    if moe.num_experts < 1 or moe.num_groups < 1:
-        for name in ("num_experts", "num_groups"):
-            if getattr(moe, name) < 1:
-                violations.append(
-                    Violation(f"model.moe.{name}", getattr(moe, name), "must be positive", "Write 1 or more")
-                )
-        return violations  # the rules below divide by these
-    experts, groups = f"model.moe.num_experts={moe.num_experts}", f"model.moe.num_groups={moe.num_groups}"
-    num_kept = moe.num_experts // moe.num_groups * moe.top_k_groups
-    limited = moe.top_k_groups < moe.num_groups
-    choice = f"{experts}" if not limited else f"the {num_kept} experts of model.moe.top_k_groups={moe.top_k_groups}"
-    for name, is_right, problem, remedy in (
-        ("ffn_hidden_size", moe.ffn_hidden_size >= 1, "must be positive", "Write 1 or more"),
-        ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size >= 0, "must not be negative", "Write 0 for none"),
-        (
-            "dense_layers", len(set(moe.dense_layers)) < model.num_layers,
-            "leave no layer with experts", "Write model.moe=null, or name fewer layers",
-        ),
-        (
-            "shared_gate", moe.shared_ffn_hidden_size > 0 or not moe.shared_gate,
-            "there is no shared expert", "Write false, or the width model.moe.shared_ffn_hidden_size",
-        ),
-        (
-            "expert_bias", moe.score is RouterScore.sigmoid or not moe.expert_bias,
-            f"Megatron has it for sigmoid scores only, not {moe.score.value}", "Write false, or score=sigmoid",
-        ),
-        (
-            "num_groups", moe.num_experts % moe.num_groups == 0,
-            f"does not divide {experts}", "Write a divisor of it",
-        ),
-        (
-            "top_k_groups", 1 <= moe.top_k_groups <= moe.num_groups,
-            f"a token chooses from between 1 and {groups}", f"Write 1 to {moe.num_groups}",
-        ),
-        (
-            "num_groups", not (limited and moe.expert_bias) or moe.num_experts >= 2 * moe.num_groups,
-            f"groups of {experts} are ranked by their two best experts", f"Write {moe.num_experts // 2} or less",
-        ),
-        (
-            "top_k", 1 <= moe.top_k <= min(num_kept, moe.num_experts) or moe.top_k_groups < 1,
-            f"a token needs between 1 and all of {choice}", f"Write 1 to {min(num_kept, moe.num_experts)}",
-        ),
-        (
-            "norm_topk_prob", not (moe.norm_topk_prob and moe.top_k == 1 and moe.score is RouterScore.softmax),
-            "the probability of the one expert would be 1 whatever its router says, which could not learn",
-            "Write false, or model.moe.top_k=2 or more",
-        ),
-    ):  # fmt: skip
-        if not is_right:
-            violations.append(Violation(f"model.moe.{name}", getattr(moe, name), problem, remedy))
-    return violations
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend; the others have linear attention."""
+        return sum(not self.is_linear(layer) for layer in range(self.num_layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
@@ -33,9 +34,21 @@ class MathConfig:
     percent: bool = True
 
 
+class XmlCompatibility(Enum):
+    """Whose reading of ``<reasoning>`` and ``<answer>`` grades.
+
+    ``none``: ours.  ``grpo_demo``: that of the published GRPO course, whose forms end where a line ends.
+    ``grpo_demo_dotall``: that of its later version, whose forms go over lines.
+    """
+
+    none = "none"
+    grpo_demo = "grpo_demo"
+    grpo_demo_dotall = "grpo_demo_dotall"
+
+
 @dataclass(kw_only=True)
 class XmlConfig:
-    """``<reasoning>`` and ``<answer>`` tags: the weight of each part of the score.
+    """``<reasoning>`` and ``<answer>`` tags: the weight of each part of the score, and whose reading it is.
 
     correctness: of the right answer.
     integer: of an answer that is a whole number.
@@ -48,6 +61,7 @@ class XmlConfig:
     strict_format: float = 0.5
     soft_format: float = 0.5
     tag_count: float = 0.5
+    compatibility: XmlCompatibility = XmlCompatibility.none
 
 
 @dataclass(kw_only=True)
@@ -84,20 +98,44 @@ class OverlongConfig:
     penalty_factor: NonNegativeFloat = 1.0
 
 
+class Completions(Enum):
+    """How functions of TRL's signature see prompts and completions.
+
+    ``messages``: as lists of {role, content}, as TRL gives conversations.  ``text``: as texts.
+    """
+
+    messages = "messages"
+    text = "text"
+
+
 @dataclass(kw_only=True)
 class CustomRewardFunction:
     """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info)``, which returns a float or a dict.
 
+    Or a function of TRL's signature, ``f(prompts, completions, **columns)``, which returns a list.
+
     path: its Python file; None: each known data source has its built-in grader.
     name: the function's name.
+    functions: instead of ``name``, those of several functions; the reward is the sum of theirs.
+    weights: a factor for each of ``functions``; None: 1.
+    completions: what functions of TRL's signature are given.
     env: environment variables that it receives although their names look like secrets, such as a judge's API key.
     import_timeout_s: limit for importing the file, in each grading process.
     """
 
     path: InputFile | None = None
     name: str = "compute_score"
+    functions: list[str] = field(default_factory=list)
+    weights: list[float] | None = None
+    completions: Completions = Completions.messages
     env: list[str] = field(default_factory=list)
     import_timeout_s: Seconds = 30.0
+
+    @property
+    def weighted(self) -> dict[str, float]:
+        """Name -> weight of each of ``functions``."""
+        weights = [1.0] * len(self.functions) if self.weights is None else self.weights
+        return dict(zip(self.functions, weights, strict=True))
 
 
 @dataclass(kw_only=True)
@@ -121,3 +159,16 @@ class RewardConfig:
 def reward_violations(reward: RewardConfig) -> list[Violation]:
     """Every violation within ``reward``, not looking at other groups."""
     return check(reward, prefix="reward.")
+
+
+def custom_violations(custom: CustomRewardFunction) -> Iterator[Violation]:
+    """The contradictions between settings of ``custom``."""
+    prefix, functions, weights = "custom_reward_function.", custom.functions, custom.weights
+    if functions and custom.path is None:
+        yield Violation(f"{prefix}path", None, "is not set, and functions are named", "Write the file that has them")
+    if twice := sorted({name for name in functions if functions.count(name) > 1}):
+        problem = f"names {', '.join(twice)} more than once"
+        yield Violation(f"{prefix}functions", functions, problem, "Name each once, and give it a weight")
+    if weights is not None and len(weights) != len(functions):
+        problem = f"has {len(weights)} weights for {len(functions)} functions"
+        yield Violation(f"{prefix}weights", weights, problem, "Write one for each of functions, or none")

@@ -280,7 +280,7 @@ def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Viola
         problem += f" reaches: factor {rope.factor:g} times {rope.original_max_position_embeddings}"
         remedy = f"Lower one of them, to {reach} in all, or write what it means by model.config_overrides.rope_scaling"
         violations.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
-    least = kv_bytes_per_token(model, rollout) * rollout.max_model_len
+    least = sequence_bytes(model, rollout, rollout.max_model_len)
     if rollout.kv_cache_memory_bytes is not None and rollout.kv_cache_memory_bytes < least:
         problem = f"does not hold one sequence of {rollout.max_model_len} tokens, which takes {least}"
         remedy = f"Write {least} times the sequences that shall run at once, or shorten the sequences"
@@ -310,7 +310,26 @@ def kv_bytes_per_token(model: ModelConfig, rollout: ServingConfig) -> int:
     if model.mla is not None:
         return 0
     heads = max(1, model.num_query_groups // rollout.tp)
-    return 2 * model.num_layers * heads * model.head_dim * BYTES[rollout.dtype]
+    return 2 * model.num_attention_layers * heads * model.head_dim * BYTES[rollout.dtype]
+
+
+def sequence_bytes(model: ModelConfig, rollout: ServingConfig, length: int) -> int:
+    """Bytes of cache of a sequence of ``length`` tokens on one rank; see ``kv_bytes_per_token``."""
+    return kv_bytes_per_token(model, rollout) * length + state_bytes(model, rollout)
+
+
+def state_bytes(model: ModelConfig, rollout: ServingConfig) -> int:
+    """Bytes that the layers with linear attention keep for a sequence on one rank, whatever its length.
+
+    The last tokens of the convolution, and the state of each head (``gated_delta_net_state_shape`` in
+    vllm/model_executor/layers/mamba/mamba_utils.py, 0.32), in the model's dtype.
+    """
+    linear = model.linear_attention
+    if linear is None:
+        return 0
+    taps = (linear.conv_kernel_dim - 1) * (2 * linear.key_dim + linear.value_dim)
+    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+    return len(linear.layers) * (taps + state) // rollout.tp * BYTES[rollout.dtype]
 
 
 def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:
@@ -322,6 +341,8 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
         widths["model.moe.ffn_hidden_size"] = model.moe.ffn_hidden_size
     if model.moe is not None:
         widths["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    if model.linear_attention is not None:
+        widths["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
     remedy = "Write a rollout.tp that does"
     violations = [
         Violation("rollout.tp", layout.tp, f"does not divide {key}={size}", remedy)
@@ -334,6 +355,9 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
         violations.append(Violation("rollout.tp", layout.tp, problem, "Write a rollout.tp that is one or the other"))
     elif model.joint_qk_norm and layout.tp > groups:  # it gathers a shared head once for every rank (models/olmoe.py)
         problem = f"exceeds model.num_query_groups={groups}, over all of which vLLM 0.32 norms the keys at once"
+        violations.append(Violation("rollout.tp", layout.tp, problem, f"Write a rollout.tp of {groups} or less"))
+    elif model.attention_sinks and layout.tp > groups:  # it divides the key heads by tp (models/gpt_oss.py)
+        problem = f"exceeds model.num_query_groups={groups}, and vLLM 0.32 shares no key of a model with sinks"
         violations.append(Violation("rollout.tp", layout.tp, problem, f"Write a rollout.tp of {groups} or less"))
     return violations
 

@@ -17,13 +17,14 @@ from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
@@ -82,6 +83,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),
         lambda run: routing_violations(run.rollout),
+        lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
         lambda run: trainer_violations(run.trainer),
         *(() if planned else (_missing,)),
@@ -94,6 +96,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _distribution_violations,
         _parts_violations,
         _warmup_violations,
+        _schedule_violations,
         _loss_violations,
         _update_violations,
         _share_violations,
@@ -188,6 +191,11 @@ def _warmup_violations(run: RunConfig) -> Iterator[Violation]:
         problem = f"the actor alone is trained: algorithm.adv_estimator={run.algorithm.adv_estimator} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
         yield Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy)
+
+
+def _schedule_violations(run: RunConfig) -> list[Violation]:
+    """Schedules and a run whose length is written; ``preparation`` checks those whose length follows from the data."""
+    return list(schedule_violations(run, run.trainer.total_training_steps or 0))
 
 
 def _loss_violations(run: RunConfig) -> list[Violation]:

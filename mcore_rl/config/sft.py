@@ -12,6 +12,7 @@ from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.roles import RoleConfig
+from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
@@ -48,6 +49,7 @@ def sft_violations(config: SftConfig, *, planned: bool = False) -> list[Violatio
         lambda config: trainer_violations(config.trainer),
         *(partial(_role_violations, role=role) for role in config.group_rows),
         _warmup_violations,
+        lambda config: schedule_violations(config, config.trainer.total_training_steps or 0),
         *(() if planned else (_missing,)),
     ]
     return check(config, rules)

@@ -52,6 +52,18 @@ class Switch:
 
 SWITCHES = (
     Switch(
+        ("custom_reward_function.name",),
+        lambda run: not run.custom_reward_function.functions,
+        "custom_reward_function.functions are there instead of it",
+        "custom_reward_function.functions=[]",
+    ),
+    Switch(
+        ("custom_reward_function.completions",),
+        lambda run: run.custom_reward_function.path is not None,
+        "there is no function of your own",
+        "custom_reward_function.path=FILE",
+    ),
+    Switch(
         ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
         lambda run: run.algorithm.use_kl_in_reward,
         "there is no KL in the reward",

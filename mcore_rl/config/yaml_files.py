@@ -8,12 +8,16 @@ The limits: an alias may otherwise stand for more than any memory holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.plugins.config_source import ConfigResult
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
@@ -38,7 +42,7 @@ class TextLoader(OmegaConfLoader):  # type: ignore[misc]  # omegaconf makes the 
         return super().construct_document(node)
 
 
-class TextSource(FileConfigSource):
+class TextSource(ConfigSource):
     """Reads yaml files for hydra as ``read_yaml`` does.  It stands for ``text://DIRECTORY`` of hydra's search path."""
 
     @staticmethod
@@ -47,10 +51,56 @@ class TextSource(FileConfigSource):
         return "text"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The values of a file, by its path from DIRECTORY."""
-        result = super().load_config(config_path)
-        result.config = OmegaConf.create(read_yaml(Path(self.path) / self._normalize_file_name(config_path)))
-        return result
+        """The values of a file, by its path from DIRECTORY, and the package that its first comments may name."""
+        path = self._file(config_path)
+        values = OmegaConf.create(read_yaml(path))
+        header = self._get_header_dict(read_limited(path, MAX_BYTES))
+        return ConfigResult(provider=self.provider, path=f"text://{self.path}", config=values, header=header)
+
+    def available(self) -> bool:
+        """Whether DIRECTORY exists."""
+        return self.is_group("")
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether it is a folder."""
+        return (Path(self.path) / config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether it is a yaml file, by its name without ``.yaml``."""
+        return self._file(config_path).is_file()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Names of the folders and yaml files in a folder, without ``.yaml``."""
+        names = list[str]()
+        for each in (Path(self.path) / config_path).iterdir():
+            self._list_add_result(names, str(Path(config_path) / each.name), each.name, results_filter)
+        return sorted(set(names))
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path) / self._normalize_file_name(config_path)
+
+
+class UsersFirst(SearchPathPlugin):
+    """Makes hydra look into the user's directory before ours.  ``directory``: that one, while ``searched`` is open."""
+
+    directory: ClassVar[Path | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """What hydra calls when it begins."""
+        if self.directory is not None:
+            search_path.prepend("user", f"{TextSource.scheme()}://{self.directory.resolve()}", anchor="main")
+
+
+@contextmanager
+def searched(directory: Path | None) -> Iterator[None]:
+    """Lets hydra find the yaml files of ``directory``, as ``TextSource`` reads them, before its own."""
+    for plugin in (TextSource, UsersFirst):
+        Plugins.instance().register(plugin)
+    UsersFirst.directory = directory
+    try:
+        yield
+    finally:
+        UsersFirst.directory = None
 
 
 def parse_yaml(text: str) -> Any:

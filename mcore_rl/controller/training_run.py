@@ -8,7 +8,7 @@ conversations (``programs/sft.py``).  A third trainer declares its roles, what i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ from mcore_rl.tracking.sinks import Tracker
 C = TypeVar("C", RunConfig, SftConfig)
 P = TypeVar("P", bound=PreparedRun)
 R = TypeVar("R", bound="TrainingRun[Any, Any]")
+# Called with a step's number and its metrics, those of metrics.jsonl.  True: the run ends after this step.
+Callback = Callable[[int, Mapping[str, float]], object]
 
 
 class TrainingRun(ABC, Generic[C, P]):
@@ -46,7 +48,7 @@ class TrainingRun(ABC, Generic[C, P]):
 
     prepared: what was read before they were started.  groups: the worker group of each role that has one, by the name
     of the role.  progress: of the steps that are complete.  preemption: whether a signal asked the run to leave.
-    owner: holds the run directory; None: nobody checks it.
+    owner: holds the run directory; None: nobody checks it.  callbacks: called after every step.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TrainingRun(ABC, Generic[C, P]):
         self.directory, self.progress = Path(config.trainer.default_local_dir), prepared.progress
         self.preemption, self.clock = Preemption(), Clock()
         self.owner: RunOwner | None = None
+        self.callbacks: Sequence[Callback] = ()
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
         trained = [self.groups[role.name] for role in config.role_rows if role.trains]
         self.saver = Saver(
@@ -84,6 +87,15 @@ class TrainingRun(ABC, Generic[C, P]):
 
     async def guard(self, metrics: Mapping[str, float]) -> None:
         """Look at the metrics of a finished step; raises AlarmError to end the run."""
+
+    def call_back(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tells every callback of a step; one that answers True before the last asks the run to leave.
+
+        Raises what a callback raises.
+        """
+        for callback in self.callbacks:
+            if callback(step, dict(metrics)) is True and step < self.num_steps:
+                self.preemption.ask("the word of a callback")
 
     @contextmanager
     def place_kept(self) -> Iterator[None]:
@@ -147,15 +159,18 @@ class TrainingRun(ABC, Generic[C, P]):
 async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, float]]]) -> None:
     """Take every step that is left, with validation and checkpoints in between.
 
-    Raises Preempted if a signal asked the run to leave (``run.progress`` is then the last complete step), AlarmError if
-    a guard stopped it, and RunDirectoryError if its directory is gone.
+    Raises Preempted if a signal or a callback asked the run to leave (``run.progress`` is then the last complete step),
+    AlarmError if a guard stopped it, RunDirectoryError if its directory is gone, and what a callback raises.
 
     Args:
         train_step: takes step number N (from 1) and returns its metrics.
     """
     trainer = run.config.trainer
     if run.validates_first:
-        run.tracker.log(run.progress.step, await run.validate(run.progress.step) | run.clock.step())
+        first = await run.validate(run.progress.step) | run.clock.step()
+        run.tracker.log(run.progress.step, first)
+        run.call_back(run.progress.step, first)
+        run.preemption.raise_if_asked()
     while run.progress.step < run.num_steps:
         step = run.progress.step + 1
         with run.place_kept():
@@ -166,11 +181,13 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
             metrics |= await run.validate(step)
         seconds = run.clock.step()
         speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
-        run.tracker.log(step, metrics | seconds | speed | run.saver.metrics())
+        metrics |= seconds | speed | run.saver.metrics()
+        run.tracker.log(step, metrics)
         await run.check_directory()
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
             await run.save()
+        run.call_back(step, metrics)
         await run.guard(metrics)
         run.preemption.raise_if_asked()
 

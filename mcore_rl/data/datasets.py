@@ -3,7 +3,7 @@
 A row is ``data_source``, ``prompt`` (list of {role, content}), ``ability``, ``reward_model`` ({style: rule,
 ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, if the
 data set has one, so that the same file serves supervised fine-tuning.  Prompts are those of verl (gsm8k, math) and
-DAPO (arXiv:2503.14476; dapo-math, aime24).
+DAPO (arXiv:2503.14476; dapo-math, aime24) and of the GRPO course for TRL (gsm8k-xml).
 
 Invariant: a file appears under its name only when it is complete, and equal records give equal bytes.
 """
@@ -33,6 +33,8 @@ DAPO_PROMPT = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
+# Of grpo_demo.py, gist willccbb/4676755236bb08cab5f4e54a0475d6fb, with its line breaks: a model sees them.
+XML_SYSTEM_PROMPT = "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
 TEXT = pa.string()
 SCHEMA = pa.schema(
     {
@@ -48,12 +50,16 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Solved:
-    """A problem with its answer.  prompt: the user's message.  solution: None if there is only an answer."""
+    """A problem with its answer.
+
+    prompt: the user's message.  solution: None if there is only an answer.  system: the message before it; "": none.
+    """
 
     question: str
     prompt: str
     ground_truth: str
     solution: str | None
+    system: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,13 @@ def gsm8k(fields: Mapping[str, Any]) -> Solved:
     if not mark or not number.strip():
         raise ValueError("answer has no number after ####. Take the files as published")
     return Solved(question, f"{question} {GSM8K_INSTRUCTION}", number.strip().replace(",", ""), answer)
+
+
+def gsm8k_xml(fields: Mapping[str, Any]) -> Solved:
+    """``gsm8k`` as the GRPO course for TRL asks it: ``<reasoning>`` and ``<answer>``, and no solution to imitate."""
+    solved = gsm8k(fields)
+    number = solved.ground_truth.replace("$", "")
+    return Solved(solved.question, solved.question, number, None, system=XML_SYSTEM_PROMPT)
 
 
 def math(fields: Mapping[str, Any]) -> Solved:
@@ -107,6 +120,7 @@ def dapo(fields: Mapping[str, Any]) -> Solved:
 
 DATASETS: dict[str, Dataset] = {
     "gsm8k": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k, folder="main"),
+    "gsm8k-xml": Dataset("gsm8k_xml", "openai/gsm8k", ("train", "test"), gsm8k_xml, folder="main"),
     "math": Dataset(
         "DigitalLearningGmbH/MATH-lighteval", "DigitalLearningGmbH/MATH-lighteval", ("train", "test"), math
     ),
@@ -183,9 +197,10 @@ def last_boxed(text: str) -> str | None:
 
 def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow:
     answer = solved.solution if solved.solution is not None else solved.ground_truth
+    system = [{"role": "system", "content": solved.system}] if solved.system else []
     return {
         "data_source": data_source,
-        "prompt": [{"role": "user", "content": solved.prompt}],
+        "prompt": [*system, {"role": "user", "content": solved.prompt}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": solved.ground_truth},
         "extra_info": {"split": split, "index": index, "answer": answer, "question": solved.question},

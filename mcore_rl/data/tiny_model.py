@@ -51,6 +51,8 @@ def configuration(family: str) -> dict[str, Any]:
     known = published_config(find_checkpoint(f"tiny-{family.replace('_', '-')}", MODEL_CONFIGS), MODEL_CONFIGS)
     values = {key: value for key, value in known.items() if key not in STRETCHED} | SIZES | {"dtype": "float32"}
     values["rope_parameters"] = rope = {"rope_type": "default", "rope_theta": known.get("rope_theta", 10000.0)}
+    if known["model_type"] == "gpt_oss":  # its positions are of yarn always
+        rope |= known["rope_scaling"] | {"factor": 1.0}
     if "kv_lora_rank" in known:  # latent attention: a key for each head, of widths of its own
         values["num_key_value_heads"] = values["num_attention_heads"]
         del values["head_dim"]
@@ -85,6 +87,8 @@ def write_tiny_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if "factor" in values["rope_parameters"]:
+        values["rope_parameters"]["original_max_position_embeddings"] = max_length
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))  # type: ignore[no-untyped-call]
     model.save_pretrained(out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.errors import DataError
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # any of them makes a tokenizer
 TITLE = "tokenizer"
+PLAIN = "TokenizersBackend"  # transformers' class for whatever tokenizer.json says
+OTHERWISE = ("qwen2",)  # model types for which AutoTokenizer takes another class where the files name that one
 
 
 def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedTokenizerBase:
@@ -29,10 +32,8 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
     if not any((directory / name).exists() for name in FILES):
         problem = f"has no tokenizer: none of {', '.join(FILES)}"
         raise DataError(title, [f"{problem}. Copy them from the model, or name their directory as tokenizer_path"])
-    from transformers import AutoTokenizer  # seconds; the checks above need none of it
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer: PreTrainedTokenizerBase = _class_of(directory).from_pretrained(directory)
     except Exception as error:  # the tokenizers library raises plain Exceptions for broken files
         problem = f"the files cannot be read: {type(error).__name__}: {error}"
         raise DataError(title, [f"{problem}. Copy the tokenizer's files from the model again"]) from error
@@ -40,6 +41,28 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
     if problems:
         raise DataError(title, problems)
     return tokenizer
+
+
+def _class_of(directory: Path) -> Any:
+    """AutoTokenizer, which imports transformers' models and torch's compiler; or at once the class that it takes."""
+    settings, model = (_values(directory / name) for name in ("tokenizer_config.json", "config.json"))
+    plain = settings.get("tokenizer_class") == PLAIN and "auto_map" not in settings
+    if plain and model.get("model_type") not in OTHERWISE:
+        from transformers import TokenizersBackend
+
+        return TokenizersBackend
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The values of a json file; {} where there is none, or none that can be read, which transformers says."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _problems(tokenizer: PreTrainedTokenizerBase, trained: bool) -> list[str]:

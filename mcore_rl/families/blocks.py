@@ -79,9 +79,9 @@ def pre_mlp_norm(name: str) -> tuple[Rule, ...]:
     return dense, experts
 
 
-_PRE_MLP_NORM = pre_mlp_norm(HF_LAYER + "post_attention_layernorm.weight")
-NORMS = (INPUT_NORM, *_PRE_MLP_NORM)
-UNFUSED_NORMS = (_INPUT_NORM, *_PRE_MLP_NORM)
+PRE_MLP_NORM = pre_mlp_norm(HF_LAYER + "post_attention_layernorm.weight")
+NORMS = (INPUT_NORM, *PRE_MLP_NORM)
+UNFUSED_NORMS = (_INPUT_NORM, *PRE_MLP_NORM)
 
 
 def grouped_qkv_tensors(kind: str, *dims: str) -> tuple[HfTensor, ...]:

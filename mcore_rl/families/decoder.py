@@ -9,7 +9,9 @@ from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.families.fields import FULL, Fields
 from mcore_rl.families.rope import Reader, read_partial_rotary_factor, read_rope
 
-SLIDING = "sliding_attention"
+# Fields with the number of layers of multi-token prediction, which are no part of the policy: neither read nor written.
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+SLIDING, LINEAR = "sliding_attention", "linear_attention"
 # Other names under which vLLM looks for the longest sequence; it takes the least of those that are there.
 OTHER_LENGTHS = (
     "n_positions",
@@ -118,16 +120,16 @@ def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -
         fields.refuse("use_sliding_window", problem, "Choose a checkpoint with windows in all layers, or in none")
 
 
-def read_layer_types(fields: Fields, model: ModelConfig, default: list[int]) -> list[int]:
-    """The layers (from 0) with a window by ``layer_types``; ``default`` if that is missing."""
+def read_layer_types(fields: Fields, model: ModelConfig, default: list[int], other: str = SLIDING) -> list[int]:
+    """The layers (from 0) that ``layer_types`` calls ``other`` instead of ``FULL``; ``default`` if it is missing."""
     types = fields.listed("layer_types", str)
     if types is None:
         return default
-    if len(types) != model.num_layers or not set(types) <= {SLIDING, FULL}:
-        problem = f"must name one of {SLIDING} and {FULL} for each of the {model.num_layers} layers"
+    if len(types) != model.num_layers or not set(types) <= {other, FULL}:
+        problem = f"must name one of {other} and {FULL} for each of the {model.num_layers} layers"
         fields.refuse("layer_types", problem, "Choose a checkpoint with these kinds of attention")
         return default
-    return [layer for layer, kind in enumerate(types) if kind == SLIDING]
+    return [layer for layer, kind in enumerate(types) if kind == other]
 
 
 def set_window(model: ModelConfig, window: int | None, layers: list[int]) -> None:

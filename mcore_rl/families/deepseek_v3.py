@@ -18,7 +18,7 @@ from mcore_rl.families.blocks import (
     UNFUSED_NORMS,
     experts,
 )
-from mcore_rl.families.decoder import Defaults, read_sizes
+from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, read_sizes
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import LATENT_KINDS, read_rope
@@ -77,7 +77,7 @@ def read(fields: Fields) -> ModelConfig:
     """Reads ``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
     model = read_latent_attention(fields, DEFAULTS)
     model.moe = _read_experts(fields, model.num_layers)
-    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # see above
+    fields.ignore(*PREDICTION_LAYERS)
     return model
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rules import Rule
+from mcore_rl.families.stacks import Stack
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,11 @@ class Family:
     read: makes the ``ModelConfig``; it takes every field that could change a number, or lists why it may be ignored.
     weights: Megatron's tensors.  rollout: vLLM's tensors.
     rollout_without_latent: vLLM's tensors if latent attention is off (``VLLM_MLA_DISABLE``); for families that have it.
+    stacks: the tensors of its checkpoints that hold all experts of a layer.
     ignored: Hugging Face names (``{l}`` any layer, ``{e}`` any expert) of tensors that a checkpoint may hold and that
     are not trained.
     extra_layers: a checkpoint may hold layers beyond ``num_hidden_layers`` (multi-token prediction); they are left out.
-    block_fp8: a checkpoint may be in block-wise fp8; loading dequantises it.
+    block_fp8, mxfp4: a checkpoint may be in block-wise fp8, or have experts in mxfp4; conversion dequantises it.
     readers: the names in ``config.json`` that transformers' or vLLM's code of the model reads; other fields are noted
     and change nothing.  None: those of ``readership``; a family that is not there refuses what ``read`` does not take.
     """
@@ -35,7 +37,9 @@ class Family:
     rollout: tuple[Rule, ...]
     rollout_without_latent: tuple[Rule, ...] = ()
     other_model_types: tuple[str, ...] = ()
+    stacks: tuple[Stack, ...] = ()
     ignored: tuple[str, ...] = ()
     extra_layers: bool = False
     block_fp8: bool = False
+    mxfp4: bool = False
     readers: frozenset[str] | None = None

@@ -6,6 +6,7 @@ scores) do not count, so that layouts and kernels can be compared.  A multiplica
 
     matrices    2 N a token.  N: parameters that multiply a token; of the experts only the chosen ones
     attention   2 (d_k + d_v) for each head and each pair of a query and a key that it sees: ``q k``, then ``p v``
+    linear      6 d_k d_v a token and head: ``S k``, the outer product that is added to the state S, ``S q``
     training    3 times the forward pass: each product has two more in the backward pass (arXiv:2001.08361, 2.1)
 
 Appendix B counts 12 L H Q T for attention, all pairs of a sequence of T; here only pairs that the causal mask and the
@@ -44,11 +45,11 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = He
     """Operations of one forward pass over separate sequences of ``lengths`` tokens."""
     lengths = list(lengths)
     num_sliding = len(set(model.sliding_layers))
-    pairs = (model.num_layers - num_sliding) * sum(visible_pairs(length) for length in lengths)
+    pairs = (model.num_attention_layers - num_sliding) * sum(visible_pairs(length) for length in lengths)
     if num_sliding:
         pairs += num_sliding * sum(visible_pairs(length, model.sliding_window) for length in lengths)
     attention = 2 * model.num_attention_heads * (model.head_dim + _value_width(model)) * pairs
-    return 2 * matmul_parameters(model, head=head) * sum(lengths) + attention
+    return 2 * matmul_parameters(model, head=head) * sum(lengths) + attention + _delta_rule(model) * sum(lengths)
 
 
 def train_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = Head.lm) -> int:
@@ -56,22 +57,41 @@ def train_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = Head
     return 3 * forward_flops(model, lengths, head=head)
 
 
+def _delta_rule(model: ModelConfig) -> int:
+    """Operations of linear attention's state, of a token in all layers that have one; by the rule's definition."""
+    linear = model.linear_attention
+    if linear is None:
+        return 0
+    return len(linear.layers) * 6 * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+
+
 def _value_width(model: ModelConfig) -> int:
     return model.head_dim if model.mla is None else model.mla.v_head_dim
 
 
 def _layer_parameters(model: ModelConfig, layer: int) -> int:
+    attention = _linear_parameters(model) if model.is_linear(layer) else _attention_parameters(model)
     if model.has_experts(layer):
         assert model.moe is not None
-        return _attention_parameters(model) + _expert_parameters(model.hidden_size, model.moe)
-    return _attention_parameters(model) + 3 * model.hidden_size * model.ffn_hidden_size
+        return attention + _expert_parameters(model.hidden_size, model.moe)
+    return attention + 3 * model.hidden_size * model.ffn_hidden_size
+
+
+def _linear_parameters(model: ModelConfig) -> int:
+    """Projections and convolution of linear attention."""
+    linear = model.linear_attention
+    assert linear is not None
+    keys, values = linear.key_dim, linear.value_dim
+    projected = 2 * keys + 2 * values + 2 * linear.num_value_heads
+    return model.hidden_size * (projected + values) + linear.conv_kernel_dim * (2 * keys + values)
 
 
 def _attention_parameters(model: ModelConfig) -> int:
     hidden, heads, mla = model.hidden_size, model.num_attention_heads, model.mla
     query = heads * model.head_dim
     if mla is None:
-        return hidden * (query + 2 * model.num_query_groups * model.head_dim) + query * hidden
+        projected = query * (2 if model.attention_output_gate else 1) + 2 * model.num_query_groups * model.head_dim
+        return hidden * projected + query * hidden
     # As trained: keys and values are projected up from the latent.  (Inference may absorb that into the queries.)
     queries = hidden * query if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + query)
     latent = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -21,7 +21,7 @@ from mcore_rl.families.blocks import (
     SHARED_EXPERTS,
     experts,
 )
-from mcore_rl.families.decoder import Defaults, read_decoder
+from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, read_decoder
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rules import Axis, Layers, Rule
@@ -82,7 +82,7 @@ def read(fields: Fields) -> ModelConfig:
     )
     if model.moe.shared_ffn_hidden_size < 1:
         fields.refuse("n_shared_experts", "this family has shared experts", "Write 1 or more")
-    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # see above
+    fields.ignore(*PREDICTION_LAYERS)
     return model
 
 

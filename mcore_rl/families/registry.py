@@ -11,7 +11,8 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v2,
@@ -19,6 +20,7 @@ from mcore_rl.families import (
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -28,6 +30,7 @@ from mcore_rl.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
@@ -43,6 +46,7 @@ BUILT_IN: dict[str, Family] = {
     "qwen3": qwen3.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3_text": gemma3.FAMILY,
     "olmoe": olmoe.FAMILY,
@@ -50,6 +54,7 @@ BUILT_IN: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
 }
 
 
@@ -109,6 +114,12 @@ _WRITTEN = {
     "model.mla.qk_nope_head_dim": "qk_nope_head_dim",
     "model.mla.qk_rope_head_dim": "qk_rope_head_dim",
     "model.mla.v_head_dim": "v_head_dim",
+    "model.linear_attention.layers": "layer_types",
+    "model.linear_attention.num_key_heads": "linear_num_key_heads",
+    "model.linear_attention.num_value_heads": "linear_num_value_heads",
+    "model.linear_attention.key_head_dim": "linear_key_head_dim",
+    "model.linear_attention.value_head_dim": "linear_value_head_dim",
+    "model.linear_attention.conv_kernel_dim": "linear_conv_kernel_dim",
     "model.moe.num_experts": "number of experts",
     "model.moe.top_k": "num_experts_per_tok",
     "model.moe.ffn_hidden_size": "moe_intermediate_size",
@@ -181,11 +192,12 @@ def _as_written(violation: Violation) -> Violation:
 
 
 def _demand_plain_weights(fields: Fields, family: Family) -> None:
-    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128."""
+    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128 and gpt-oss's mxfp4."""
     inner = fields.inside("quantization_config")
     if inner is None:
         return
     method, block = inner.values.get("quant_method"), inner.values.get("weight_block_size")
-    if not (family.block_fp8 and method == "fp8" and block == [128, 128]):
+    in_blocks = family.block_fp8 and method == "fp8" and block == [128, 128]
+    if not in_blocks and not (family.mxfp4 and method == "mxfp4"):
         remedy = "Choose the bfloat16 checkpoint, or dequantise this one first"
         fields.refuse("quantization_config", f"weights quantised by {method} are not trained", remedy)

@@ -136,7 +136,8 @@ def _llama3(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     return rope, 1.0
 
 
-def _yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+def read_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    """A ramp over dimensions, and a factor on cosine and sine."""
     trained = _trained(inner, longest)
     if inner.values.get("factor") is None and "factor" in inner.values:
         inner.optional("factor", float)
@@ -173,7 +174,20 @@ def _mscale(factor: float, mscale: float) -> float:
 def _latent_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     because = "is overruled by mscale in vLLM (models/deepseek_v2.py, 0.32) and overrules it in transformers"
     inner.demand("attention_factor", None, because=because)
-    return _yarn(inner, longest)
+    return read_yarn(inner, longest)
+
+
+def _gpt_oss_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    """What vLLM passes on: ``factor``, the length, the bounds and ``truncate``; it computes the attention factor."""
+    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if inner.values.get(name) is None:
+            inner.refuse(name, "is missing, and vLLM 0.32 needs it", "Write the number of the checkpoint")
+    rope, scale = read_yarn(inner, longest)
+    because = "changes the factor on cosine and sine, which vLLM 0.32 does not read here"
+    inner.demand("attention_factor", None, _mscale(rope.factor, 1.0), because=because)
+    for name in ("mscale", "mscale_all_dim"):
+        inner.demand(name, None, because=because)
+    return rope, scale
 
 
 _KINDS: dict[str, Reader] = {
@@ -181,7 +195,8 @@ _KINDS: dict[str, Reader] = {
     "linear": read_linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
-    "yarn": _yarn,
+    "yarn": read_yarn,
 }
 # Of latent attention, where vLLM 0.32 takes every other type for yarn.
 LATENT_KINDS: dict[str, Reader] = {"default": read_default, "yarn": _latent_yarn}
+YARN_KINDS: dict[str, Reader] = {"yarn": _gpt_oss_yarn}  # vLLM's models/gpt_oss.py (0.32) takes every type for yarn

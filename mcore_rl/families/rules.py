@@ -12,10 +12,11 @@ Invariant: over the shards of one rule, every element of its Hugging Face tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
 
-from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig
 
 
 def _moe(model: ModelConfig) -> MoeConfig:
@@ -28,13 +29,20 @@ def _mla(model: ModelConfig) -> MlaConfig:
     return model.mla
 
 
+def _linear(model: ModelConfig) -> LinearAttentionConfig:
+    assert model.linear_attention is not None, "a size of linear attention in a model without it"
+    return model.linear_attention
+
+
 # Name of a Hugging Face tensor's dimension in the tables -> its size.
 SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "one": lambda model: 1,
     "vocab": lambda model: model.vocab_size,
     "hidden": lambda model: model.hidden_size,
     "head": lambda model: model.head_dim,
+    "query_heads": lambda model: model.num_attention_heads,
     "query": lambda model: model.num_attention_heads * model.head_dim,
+    "query_and_gate": lambda model: 2 * model.num_attention_heads * model.head_dim,
     "key": lambda model: model.num_query_groups * model.head_dim,
     "query_key_value": lambda model: (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim,
     "ffn": lambda model: model.ffn_hidden_size,
@@ -47,6 +55,14 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "latent_and_rope": lambda model: _mla(model).kv_lora_rank + _mla(model).qk_rope_head_dim,
     "key_and_value": lambda model: model.num_attention_heads * (_mla(model).qk_nope_head_dim + _mla(model).v_head_dim),
     "value": lambda model: model.num_attention_heads * _mla(model).v_head_dim,
+    "delta_key": lambda model: _linear(model).key_dim,
+    "delta_value": lambda model: _linear(model).value_dim,
+    "delta_qkv": lambda model: 2 * _linear(model).key_dim + _linear(model).value_dim,
+    "delta_qkvz": lambda model: 2 * (_linear(model).key_dim + _linear(model).value_dim),
+    "delta_ba": lambda model: 2 * _linear(model).num_value_heads,
+    "delta_heads": lambda model: _linear(model).num_value_heads,
+    "delta_value_head": lambda model: _linear(model).value_head_dim,
+    "delta_conv": lambda model: _linear(model).conv_kernel_dim,
 }
 
 
@@ -94,11 +110,23 @@ class Stage(Enum):
 
 
 class Layers(Enum):
-    """Which layers have a tensor: all, dense ones, or those with experts."""
+    """Which layers have a tensor: all, dense ones, those with experts, those that attend, or with linear attention."""
 
     all = auto()
     dense = auto()
     experts = auto()
+    attention = auto()
+    linear = auto()
+
+    def include(self, model: ModelConfig, layer: int) -> bool:
+        """Whether ``layer`` of ``model`` is one of them."""
+        return {
+            Layers.all: True,
+            Layers.dense: not model.has_experts(layer),
+            Layers.experts: model.has_experts(layer),
+            Layers.attention: not model.is_linear(layer),
+            Layers.linear: model.is_linear(layer),
+        }[self]
 
 
 @dataclass(frozen=True)
@@ -148,23 +176,71 @@ def split(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shar
     return ShardRanges.of([Range(source, index * part, (index + 1) * part) for source, part in enumerate(parts)])
 
 
+def first_shard(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+    """The first shard holds all, the others zeros: what each rank adds to a sum over ranks, and is meant once."""
+    (size,) = sizes
+    return ShardRanges.of([Range(0, 0, size)] if index == 0 else [], size)
+
+
 def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """Megatron's ``linear_qkv``: for each key/value head its query heads, the key head, the value head; cut evenly.
 
     More shards than key/value heads cut through heads, and no row has a copy: Megatron gathers the outputs
     (``get_query_key_value_tensors`` in megatron/core/transformer/attention.py, 0.16.1).
     """
-    groups, rows = model.num_query_groups, sum(sizes)
-    assert rows % num_shards == 0, f"{rows} rows of queries, keys and values over {num_shards} shards"
-    begin, end = index * rows // num_shards, (index + 1) * rows // num_shards
+    groups = model.num_query_groups
     heads = [size // groups for size in sizes]
-    ranges, row = [], 0
+    by_head = [Range(n, group * head, (group + 1) * head) for group in range(groups) for n, head in enumerate(heads)]
+    return _evenly(by_head, num_shards, index)
+
+
+def gated_grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+    """``grouped_qkv`` with a gate on the output: for each key/value head its query heads, their gates, key and value.
+
+    The first tensor has each query head with its gate behind it (``output_gate`` in
+    ``get_query_key_value_tensors``, megatron/core/transformer/attention.py, 0.16.1).
+    """
+    groups, head = model.num_query_groups, model.head_dim
+    heads, by_head = model.num_attention_heads // groups, []
     for group in range(groups):
-        for source, head in enumerate(heads):
-            first, last = max(begin, row), min(end, row + head)
-            start = group * head - row
-            ranges.append(Range(source, start + first, start + max(first, last)))
-            row += head
+        starts = [2 * head * each for each in range(group * heads, (group + 1) * heads)]
+        by_head += [Range(0, start + part * head, start + (part + 1) * head) for part in (0, 1) for start in starts]
+        by_head += [Range(source, group * head, (group + 1) * head) for source in (1, 2)]
+    return _evenly(by_head, num_shards, index)
+
+
+def _evenly(ranges: Sequence[Range], num_shards: int, index: int) -> ShardRanges:
+    """Part ``index`` of ``ranges`` one after another, cut wherever equal parts end."""
+    rows = sum(each.end - each.begin for each in ranges)
+    assert rows % num_shards == 0, f"{rows} rows of queries, keys and values over {num_shards} shards"
+    return _between(ranges, index * rows // num_shards, (index + 1) * rows // num_shards)
+
+
+def _between(ranges: Sequence[Range], begin: int, end: int) -> ShardRanges:
+    """Rows ``begin`` to ``end`` (exclusive) of ``ranges`` one after another."""
+    row, held = 0, []
+    for each in ranges:
+        first, last = max(begin, row), min(end, row + each.end - each.begin)
+        start = each.begin - row
+        held.append(Range(each.source, start + first, start + max(first, last)))
+        row += each.end - each.begin
+    return ShardRanges.of(held)
+
+
+def delta_projections(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+    """Megatron's ``in_proj`` of linear attention: a rank's queries, keys, values, gates, then betas and alphas.
+
+    The first tensor has, for each key head, its query, key, values and gates; the second, its betas and alphas
+    (``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net.py, 0.16.1).
+    """
+    linear = _linear(model)
+    sharing, heads = linear.num_value_heads // linear.num_key_heads, linear.num_key_heads
+    key, values = linear.key_head_dim, sharing * linear.value_head_dim
+    mine, ranges = range(heads * index // num_shards, heads * (index + 1) // num_shards), []
+    for source, widths in ((0, (key, key, values, values)), (1, (sharing, sharing))):
+        for part, width in enumerate(widths):
+            begins = [head * sum(widths) + sum(widths[:part]) for head in mine]
+            ranges += [Range(source, begin, begin + width) for begin in begins]
     return ShardRanges.of(ranges)
 
 
@@ -203,6 +279,23 @@ class Sections:
         return ShardRanges.of(moved, shard.size)
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """Part ``number`` of the tensors of ``layout``, of the sizes ``parts`` (keys of ``SIZES``) over all shards."""
+
+    layout: ShardLayout
+    parts: tuple[str, ...]
+    number: int
+
+    def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+        """As a ``ShardLayout``."""
+        shard = self.layout(model, sizes, num_shards, index)
+        widths = [SIZES[part](model) // num_shards for part in self.parts]
+        assert sum(widths) == shard.size, f"parts of {widths} rows in a shard of {shard.size}"
+        begin = sum(widths[: self.number])
+        return _between(shard.ranges, begin, begin + widths[self.number])
+
+
 def padded_vocab(multiple: int) -> ShardLayout:
     """Rows of the vocabulary, padded with zeros to a multiple of ``multiple`` and of the shards, cut evenly."""
 
@@ -233,8 +326,11 @@ class Rule:
     layout: which ranges of these, along ``dim``, a shard of ``axis`` holds.
     layers, stage: where it is in the model.
     stacked: the experts of a rank are the first dimension of one local tensor, instead of separate tensors.
+    turn: (which, of how many): rules of one name take turns along ``dim`` of one local tensor, element by element.
     only: the models of the family that have it.
     checkpoint: its key in a Megatron checkpoint; None: ``name``.
+    stored_parts: (name, key of ``SIZES``) of the parts along dimension 0 that a Megatron checkpoint has as tensors of
+    their own, under the key, a dot and the name; none: it is stored whole.
     dtype: torch's name of a fixed dtype; None: the model's.
     absent_ok: the checkpoint may lack it, and the local tensor then keeps its initial value.
     """
@@ -247,8 +343,10 @@ class Rule:
     layers: Layers = Layers.all
     stage: Stage = Stage.layer
     stacked: bool = False
+    turn: tuple[int, int] = (0, 1)
     only: Callable[[ModelConfig], bool] = always
     checkpoint: str | None = None
+    stored_parts: tuple[tuple[str, str], ...] = ()
     dtype: str | None = None
     absent_ok: bool = False
     per_expert: bool = field(init=False)
@@ -256,15 +354,30 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_expert", any("{e}" in tensor.name for tensor in self.hf))
         assert self.stage is not Stage.layer or "{l}" in self.name, f"{self.name} lives in a layer and names none"
+        assert 0 <= self.turn[0] < self.turn[1], f"{self.name}: turn {self.turn}"
         assert len({len(tensor.dims) for tensor in self.hf}) == 1, f"{self.name}: tensors of different ranks"
+        assert not self.stored_parts or (self.dim == 0 and self.checkpoint is None), f"{self.name}: parts of its rows"
+
+    @property
+    def label(self) -> str:
+        """``name``, and behind it the turn of a rule that shares it: no two rules of a table have the same."""
+        which, count = self.turn
+        return self.name if count == 1 else f"{self.name}[{which}::{count}]"
+
+    @cached_property
+    def stored(self) -> tuple[Rule, ...]:
+        """The rules of the tensors that a Megatron checkpoint has for this one."""
+        sizes = tuple(size for _, size in self.stored_parts)
+        return tuple(
+            replace(self, name=f"{self.name}.{name}", layout=StoredPart(self.layout, sizes, number), stored_parts=())
+            for number, (name, _) in enumerate(self.stored_parts)
+        ) or (self,)
 
     def applies_to(self, model: ModelConfig, layer: int | None) -> bool:
         """Whether ``layer`` of ``model`` (None: outside the layers) has this tensor."""
         if not self.only(model):
             return False
-        if layer is None or self.layers is Layers.all:
-            return True
-        return model.has_experts(layer) == (self.layers is Layers.experts)
+        return layer is None or self.layers.include(model, layer)
 
     def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
         """Shapes of ``hf`` in a checkpoint of ``model``."""

@@ -1,4 +1,4 @@
-"""What to tell the user of a checkpoint whose architecture no family reads: what is nearest, and what is planned."""
+"""What to tell the user of a checkpoint whose architecture no family reads: what is nearest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ NEAREST = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),
     "Glm4ForCausalLM": ("LlamaForCausalLM", "partly rotated heads and norms behind each block"),
     "GlmMoeDsaForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention"),
-    "GptOssForCausalLM": ("Qwen3MoeForCausalLM", "attention sinks, biases and a clamped gate"),
     "GraniteForCausalLM": ("LlamaForCausalLM", "multipliers of embeddings, attention, residuals and logits"),
     "GraniteMoeForCausalLM": ("MixtralForCausalLM", "multipliers of embeddings, attention, residuals and logits"),
     "InternLM2ForCausalLM": ("LlamaForCausalLM", "a fused projection"),
@@ -41,18 +40,15 @@ NEAREST = {
     "PhimoeForCausalLM": ("MixtralForCausalLM", "another routing, LayerNorm and biases"),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
-    "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "linear attention in most layers"),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "images"),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "images"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention in most layers and images"),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "linear attention in most layers and images"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
     "SeedOssForCausalLM": ("LlamaForCausalLM", "biases on queries, keys and values"),
     "SmolLM3ForCausalLM": ("LlamaForCausalLM", "layers without positions"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }
-# The families that are planned next.
-PLANNED = ("GptOssForCausalLM", "Qwen3NextForCausalLM")
 # Names of architectures, or beginnings of model types, that tell what a checkpoint is.
 _KINDS = (
     ("an encoder", ("bert", "roberta", "deberta", "electra", "xlm", "modernbert", "mpnet", "nomic")),
@@ -62,14 +58,13 @@ _KINDS = (
 
 
 def advice(architecture: str, config: Mapping[str, Any], supported: Sequence[str]) -> str:
-    """A sentence on ``architecture``, with a blank behind it: what is nearest, and whether it is planned; "": unknown.
+    """A sentence on ``architecture``, with a blank behind it: what is nearest; "": unknown.
 
     supported: the architectures that are read here.
     """
     if architecture in NEAREST and architecture not in supported:
         nearest, difference = NEAREST[architecture]
-        planned = "; a family for it is planned" if architecture in PLANNED else ""
-        return f"The nearest is {nearest}, and it differs in {difference}{planned}. "
+        return f"The nearest is {nearest}, and it differs in {difference}. "
     kind = str(config.get("model_type", "")).lower()
     for what, beginnings in _KINDS:
         if kind.startswith(beginnings):

@@ -241,11 +241,15 @@ def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
     tp = {"model.num_attention_heads": model.num_attention_heads}
     if not all(model.has_experts(layer) for layer in range(model.num_layers)):
         tp["model.ffn_hidden_size"] = model.ffn_hidden_size
+    if model.linear_attention is not None:
+        tp["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
     if model.moe is None:
         return {"tp": tp, "ep": {"experts": 1}, "etp": {"experts": 1}}
     if model.moe.shared_ffn_hidden_size:
         tp["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     ep = {"model.moe.num_experts": model.moe.num_experts}
+    if model.linear_bias:  # each rank would add the expert's bias to the sum; Megatron refuses it too
+        return {"tp": tp, "ep": ep, "etp": {"experts with biases": 1}}
     return {"tp": tp, "ep": ep, "etp": {"model.moe.ffn_hidden_size": model.moe.ffn_hidden_size}}
 
 
@@ -266,7 +270,7 @@ def _key_heads_problem(model: ModelConfig, tp: int) -> str | None:
         return f"neither divides model.num_query_groups={groups} nor is a multiple of it"
     if groups % tp and model.joint_qk_norm:
         return f"does not divide model.num_query_groups={groups}, over all of which one norm of the keys goes"
-    rows = (heads + 2 * groups) * model.head_dim
+    rows = ((2 if model.attention_output_gate else 1) * heads + 2 * groups) * model.head_dim
     if groups % tp and rows % tp:
         return f"does not divide the {rows} rows of the query, key and value projections"
     return None
@@ -289,6 +293,8 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
                 continue
             if model.moe is None and axis != "tp":
                 problem, remedy = "the model has no experts", f"Write parallel.{axis}=1"
+            elif axis == "etp" and model.linear_bias:
+                problem, remedy = "an expert with biases cannot be cut over ranks", "Write parallel.etp=1"
             else:
                 problem, remedy = f"does not divide {key}={number}", f"Write parallel.{axis}={allowed}"
             violations.append(Violation(f"parallel.{axis}", size, problem, remedy))

@@ -26,11 +26,12 @@ from typing import TypeVar
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
-from mcore_rl.config.model import Activation, ModelConfig
+from mcore_rl.config.model import Activation, LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
 
+CHUNK = 64  # tokens of linear attention (training/delta_rule.py)
 AnyEngine = TypeVar("AnyEngine", bound=EngineConfig)
 
 # A rank may receive more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3
@@ -43,6 +44,10 @@ LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses comput
 # torch.compile with Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where
 # nothing is compiled, also has the sigmoid, two products and the halves before they are joined (4).
 GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
+# What the unfused gate of gpt-oss keeps in place of three tensors of f per row (``glu`` in Megatron's mlp.py, 0.16.1):
+# both halves with their biases, the gate clamped, its sigmoid, the product of the two, the other half shifted, the
+# product of both, and that weighed, each once or twice.  Counted, not measured.
+CLAMPED_GATE = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,9 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
     """The kernels that the engine chooses: ``auto`` is Transformer Engine on an accelerator if it has all features."""
     lacks = (
         model.attention_soft_cap is not None
+        or model.attention_sinks
         or model.sandwich_norm
+        or model.linear_attention is not None
         or (bool(model.sliding_layers) and parallel.cp > 1)
         or engine.precision is Precision.float32
     )
@@ -107,15 +114,18 @@ class RowBytes:
 
 
 def layer_bytes(
-    model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, has_experts: bool, longest: int
+    model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, kind: LayerKind, longest: int
 ) -> RowBytes:
-    """The bytes of a layer.  longest: tokens of the longest sequence (read only for unfused latent attention)."""
+    """The bytes of a layer.  longest: tokens of the longest sequence (for unfused latent, and linear attention)."""
     e, h, tp = kernels.size, model.hidden_size, parallel.tp
     norms = 2 * _norm(model, kernels, h) / tp
     if model.sandwich_norm:
         norms *= 2
-    attention, core, attention_backward = _attention(model, parallel, kernels, longest)
-    if has_experts:
+    if kind.is_linear:
+        attention, core, attention_backward = _linear_attention(model, parallel, kernels, longest)
+    else:
+        attention, core, attention_backward = _attention(model, parallel, kernels, longest)
+    if kind.has_experts:
         mlp, mlp_backward = _experts(model, parallel, kernels)
     else:
         mlp, mlp_backward = _gated(model, kernels, model.ffn_hidden_size / tp)
@@ -164,9 +174,35 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
         inputs += 4 * e * model.rotary_dim  # cosines and sines, for queries and for keys
     if model.qk_norm:
         inputs += (q + k) * ((4 + e) if not kernels.fused else e)
-    joined = kernels.one_by_one and model.attention_soft_cap is None
+    if model.attention_output_gate:  # the gates beside the queries, their sigmoid, and the product
+        inputs += e * q + 4 * q + e * q
+    joined = kernels.one_by_one and model.attention_soft_cap is None and not model.attention_sinks
     core = 4 * heads + (e * q if joined else 0)
     return inputs + core + e * q, core, 2 * e * (q + 2 * k) + gathered
+
+
+def _linear_attention(
+    model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int
+) -> tuple[float, ...]:
+    """As ``_attention``; the rule's terms are float32 and of all context ranks' rows (``training/delta_rule.py``).
+
+    Of the convolution: a copy of its channels for each tap, its sum and what SiLU makes of it.  Of the rule, in whole
+    chunks: eight tensors as wide as the keys and two that products copy, three as wide as the values, five as a chunk,
+    and a state per chunk.
+    """
+    linear, e, tp = model.linear_attention, kernels.size, parallel.tp
+    assert linear is not None
+    heads, values = linear.num_value_heads / tp, linear.value_dim / tp
+    keys, channels = heads * linear.key_head_dim, (2 * linear.key_dim + linear.value_dim) / tp
+    turns = -(-longest // CHUNK)
+    whole = turns * CHUNK / longest
+    per_head = 5 * CHUNK + 4 + linear.key_head_dim * linear.value_head_dim / CHUNK
+    in_chunks = (10 - 1 / turns) * keys + 3 * values + heads * per_head
+    core = 4 * ((linear.conv_kernel_dim + 2) * channels + 3 * heads + whole * in_chunks) * parallel.cp
+    inputs = e * (channels + 2 * heads)  # which the rule is computed from again
+    after = 2 * 4 * values + e * values
+    after += ((4 + 2 * e) if kernels.one_by_one else 3 * e) * values
+    return inputs + core + after, core, 4 * (8 * keys + 6 * values + 3 * heads * CHUNK) * whole * parallel.cp
 
 
 def _latent_attention(
@@ -202,11 +238,13 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
     if parallel.ep > 1:
         sent *= min(EXPERT_IMBALANCE, parallel.ep)
     width = moe.ffn_hidden_size / parallel.etp
-    kept = sent * e * (h + 3 * width)
+    plain = model.activation is Activation.silu
+    kept = sent * e * (h + (3 if plain else CLAMPED_GATE) * width)
     kept += (ROUTER_BYTES_PER_EXPERT * moe.num_experts + ROUTER_BYTES_PER_CHOICE * moe.top_k) / tp
     # Backward runs expert by expert (local) or over all at once (grouped); rows are sent there and back.
     at_once = 1.0 if kernels.fused else 1 / max(1, moe.num_experts // parallel.ep)
-    backward = sent * e * (2 * h + at_once * _gate_temporaries(kernels) * width)
+    temporaries = _gate_temporaries(kernels) if plain else GATE_TEMPORARIES_UNCOMPILED
+    backward = sent * e * (2 * h + at_once * temporaries * width)
     if moe.shared_ffn_hidden_size:
         shared, shared_backward = _gated(model, kernels, moe.shared_ffn_hidden_size / tp)
         kept, backward = kept + shared, max(backward, shared_backward)

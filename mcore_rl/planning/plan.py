@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
-from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas

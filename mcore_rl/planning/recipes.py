@@ -16,7 +16,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
-TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
+TRAIN_PROMPTS = {"gsm8k": 7473, "gsm8k-xml": 7473, "math": 7500, "dapo": 17398}
 
 
 def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mcore_rl.config.rollout import (
     ServingConfig,
     kv_bytes_per_token,
     padded_vocab_size,
+    state_bytes,
 )
 from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.planning.overheads import GRAPH_BYTES, ProcessMemory
@@ -81,7 +82,7 @@ def serving(
     layout = config.layout
     weights = rollout_weight_bytes(model, layout, BYTES[config.dtype], latent_attention=latent_attention)
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
-    per_sequence = -(-config.max_model_len // 16) * 16 * per_token  # blocks of 16 tokens
+    per_sequence = -(-config.max_model_len // 16) * 16 * per_token + state_bytes(model, config)  # blocks of 16 tokens
     working = _working_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS)
     if device_bytes is None:
         rows = padded_vocab_size(model) // layout.tp

@@ -20,7 +20,7 @@ from functools import cached_property
 from math import lcm, prod
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
@@ -36,10 +36,12 @@ TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
 
 # The order of the modules of a layer, which decides the places of padding between odd-sized tensors.
 ORDER = (
-    "embedding.", "input_layernorm.", "linear_proj.weight", "linear_proj.post_layernorm.", "linear_qkv.weight",
+    "embedding.", "input_layernorm.", ".dt_bias", ".A_log", "in_proj.weight", "conv1d.", "out_norm.", "out_proj.",
+    "core_attention.", "linear_proj.weight", "linear_proj.bias", "linear_proj.post_layernorm.", "linear_qkv.weight",
     "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.", "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.",
     "linear_kv_down_proj.", "linear_kv_up_proj.", ".kv_layernorm.", "pre_mlp_layernorm.", "router.", ".gate_weight",
-    "linear_fc1.", "linear_fc2.weight", "linear_fc2.post_layernorm.", "final_layernorm.", "output_layer.",
+    "linear_fc1.", "linear_fc2.weight", "linear_fc2.bias", "linear_fc2.post_layernorm.", "final_layernorm.",
+    "output_layer.",
 )  # fmt: skip
 
 
@@ -67,6 +69,10 @@ def family_for(model: ModelConfig) -> Family:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None and moe.expert_bias:
         return FAMILIES["glm4_moe"]
+    if model.attention_sinks:
+        return FAMILIES["gpt_oss"]
+    if model.linear_attention is not None:
+        return FAMILIES["qwen3_next"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]
@@ -86,7 +92,7 @@ class ModelSizes:
         self._rules = sorted(known, key=_module_place)
         self._elements: dict[tuple[Rule, int], int] = {}
         self._flops: dict[int, int] = {}
-        self._layers: dict[tuple[bool, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._layers: dict[tuple[LayerKind, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def _size(self, rule: Rule, tp: int, etp: int) -> int:
         num_shards = {Axis.none: 1, Axis.tensor: tp, Axis.expert_tensor: etp}[rule.axis]
@@ -95,11 +101,11 @@ class ModelSizes:
             self._elements[key] = prod(rule.local_shape(self.model, num_shards))
         return self._elements[key]
 
-    def layer(self, has_experts: bool, tp: int, etp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def layer(self, kind: LayerKind, tp: int, etp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Elements of each trained tensor of a layer: (dense tensors, those of one expert), in the modules' order."""
-        key = (has_experts, tp, etp)
+        key = (kind, tp, etp)
         if key not in self._layers:
-            layer = next(each for each in range(self.model.num_layers) if self.model.has_experts(each) == has_experts)
+            layer = next(each for each in range(self.model.num_layers) if self.model.kind(each) == kind)
             here = [
                 rule
                 for rule in self._rules
@@ -126,7 +132,7 @@ class ModelSizes:
         moe = self.model.moe
         total = sum(self.ends((Stage.first, Stage.last), 1))
         for layer in range(self.model.num_layers):
-            dense, expert = self.layer(self.model.has_experts(layer), 1, 1)
+            dense, expert = self.layer(self.model.kind(layer), 1, 1)
             total += sum(dense) + (0 if moe is None else moe.num_experts) * sum(expert)
         return total
 
@@ -197,7 +203,7 @@ def chunk_buckets(
     experts: list[tuple[tuple[int, ...], int]] = []
     per_rank = 0 if model.moe is None else model.moe.num_experts // parallel.ep
     for layer in layers:
-        ours, expert = sizes.layer(model.has_experts(layer), tp, parallel.etp)
+        ours, expert = sizes.layer(model.kind(layer), tp, parallel.etp)
         if dense and dense[-1][0] == ours:
             dense[-1] = (ours, dense[-1][1] + 1)
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import BYTES, UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout
+from mcore_rl.config.rollout import BYTES, UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout, state_bytes
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
@@ -115,13 +115,17 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
     row = e * model.hidden_size
     # Two gathers and two reduce-scatters of the whole rows in attention and MLP (arXiv:2205.05198, section 4.2.2).
     seconds = 4 * rates.ring(row, layout.tp) * num_layers
+    attending = model.num_attention_layers / layout.pp
     if model.num_query_groups < layout.tp:  # queries, keys and values are gathered, and their gradients scattered
-        heads = model.num_attention_heads + 2 * model.num_query_groups
-        seconds += rates.ring(e * heads * model.head_dim, layout.tp) * num_layers
+        heads = model.num_attention_heads * (2 if model.attention_output_gate else 1) + 2 * model.num_query_groups
+        seconds += rates.ring(e * heads * model.head_dim, layout.tp) * attending
     if layout.cp > 1:
         keys = model.num_query_groups if model.mla is None else model.num_attention_heads
         width = 2 * e * max(1, keys / layout.tp) * model.head_dim * layout.cp
-        seconds += rates.ring(width, layout.cp, layout.tp) * num_layers
+        seconds += rates.ring(width, layout.cp, layout.tp) * attending
+        if (linear := model.linear_attention) is not None:
+            width = e * (2 * linear.key_dim + linear.value_dim + 2 * linear.num_value_heads) / layout.tp * layout.cp
+            seconds += rates.ring(width, layout.cp, layout.tp) * (num_layers - attending)
     if model.moe is not None:
         sparse = sum(model.has_experts(layer) for layer in range(model.num_layers)) / layout.pp
         sent = row * model.moe.top_k / layout.tp
@@ -171,6 +175,7 @@ def generation_s(
     replicas = max(1, num_engines * layout.engine_dp)
     sequences = num_prompts * config.n / replicas
     held = (mean_prompt + mean_response / 2) * max(1, cache_bytes_per_token(model, config))
+    held += state_bytes(model, config)
     together = max(1.0, min(config.max_num_seqs, max(0, room.cache) / held, sequences))
     steps = max(float(config.max_response_length), sequences * mean_response / together)
     active = sequences * mean_response / steps

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.config.engine import EngineConfig, Recompute
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
@@ -141,11 +141,11 @@ class RolePlan:
         return MAIN_BYTES + 2 * MOMENT_BYTES + moving if self.trains else 0
 
     @cached_property
-    def _layers(self) -> dict[bool, RowBytes]:
+    def _layers(self) -> dict[LayerKind, RowBytes]:
         model = self.model
-        kinds = {model.has_experts(layer) for layer in range(model.num_layers)}
+        kinds = {model.kind(layer) for layer in range(model.num_layers)}
         return {
-            kind: layer_bytes(model, self.parallel, self.kernels, has_experts=kind, longest=self.work.longest)
+            kind: layer_bytes(model, self.parallel, self.kernels, kind=kind, longest=self.work.longest)
             for kind in kinds
         }
 
@@ -170,7 +170,7 @@ class RolePlan:
         """The temporary memory of forward and backward at ``stage``."""
         recompute, rows, layout = self.engine.recompute, self.rows, self.layout
         chunks = self._chunks(stage)
-        layers = [self._layers[self.model.has_experts(layer)] for chunk in chunks for layer in chunk]
+        layers = [self._layers[self.model.kind(layer)] for chunk in chunks for layer in chunk]
         kept = sum(layer.held(recompute) for layer in layers)
         if layout.pp > 1:  # the output that a chunk sends on stays in memory until its backward
             kept += len(chunks) * layers[0].passed
@@ -190,7 +190,7 @@ class RolePlan:
 
     def scoring(self, stage: int) -> StepBytes:
         """The temporary memory of a forward pass without gradient: one layer's tensors, or the logits."""
-        kinds = {self.model.has_experts(layer) for chunk in self._chunks(stage) for layer in chunk}
+        kinds = {self.model.kind(layer) for chunk in self._chunks(stage) for layer in chunk}
         layer = max(self._layers[kind].kept for kind in kinds) * self.rows
         logits = self._head.kept * self.rows if stage == self.layout.pp - 1 else 0.0
         passed = 2 * self._layers[next(iter(kinds))].passed * self.rows
@@ -216,9 +216,9 @@ class RolePlan:
         kinds = {}
         for kind in self._layers:
             dense, expert = sizes.layer(kind, 1, 1)
-            kinds[kind] = sum(dense) + sum(expert) * (model.moe.top_k if kind and model.moe is not None else 0)
+            kinds[kind] = sum(dense) + sum(expert) * (0 if model.moe is None else model.moe.top_k)
         stages = [
-            sum(kinds[model.has_experts(layer)] for chunk in self._chunks(stage) for layer in chunk)
+            sum(kinds[model.kind(layer)] for chunk in self._chunks(stage) for layer in chunk)
             for stage in range(layout.pp)
         ]
         stages[-1] += model.hidden_size * (1 if self.head is Head.value else model.vocab_size)

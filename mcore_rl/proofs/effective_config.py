@@ -163,6 +163,13 @@ def norm_fields(modules: Iterable[tuple[str, nn.Module]], hidden_size: int) -> d
     return {name: min(values) if len(values) == 1 else sorted(values) for name, values in epsilons.items()}
 
 
+def gate_fields(activation: Callable[[Tensor], Tensor], clamp: float, offset: float) -> dict[str, Value]:
+    """The gate of an MLP that clamps its halves and shifts the other one (gpt-oss)."""
+    return {
+        "activation": activation_name(activation), "activation_clamp": float(clamp), "glu_linear_offset": float(offset),
+    }  # fmt: skip
+
+
 def rotary_fields(frequencies: Sequence[float], factor: float, scale: float, head_dim: int) -> dict[str, Value]:
     """The rotation, and the scale of query-key products.
 
@@ -172,6 +179,12 @@ def rotary_fields(frequencies: Sequence[float], factor: float, scale: float, hea
     if 2 * len(frequencies) == head_dim:
         factor, scale = 1.0, scale * factor**2
     return {FREQUENCIES: list(frequencies), "rotary_factor": factor, "softmax_scale": scale}
+
+
+def linear_fields(num_key_heads: int, num_value_heads: int) -> dict[str, Value]:
+    """What the shapes of linear attention do not show."""
+    prefix = "linear_attention."
+    return {f"{prefix}num_key_heads": num_key_heads, f"{prefix}num_value_heads": num_value_heads}
 
 
 def routing_fields(
@@ -201,6 +214,7 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str:
         "silu": nn.functional.silu(x),
         "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
         "gelu": nn.functional.gelu(x),
+        "quick_gelu": x * torch.sigmoid(1.702 * x),
         "relu": nn.functional.relu(x),
     }
     made = function(x)

@@ -17,8 +17,8 @@ HfShapes = dict[str, tuple[int, ...]]
 def hf_shapes(config: Mapping[str, Any], model_type: str) -> HfShapes:
     """Names and shapes that ``save_pretrained`` would write for a ``config.json``, in the model's order.
 
-    Experts are named one by one, a tied output projection is left out, and weights are never quantised.
-    model_type: transformers' name of the configuration class, that of the family.
+    Experts are named one by one or stacked, as the class saves them; a tied output projection is left out, and weights
+    are never quantised.  model_type: transformers' name of the configuration class, that of the family.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # seconds
     from transformers.core_model_loading import revert_weight_conversion

@@ -30,7 +30,7 @@ from mcore_rl.families.rules import (
 )
 
 T = TypeVar("T")
-UNJUDGED = "unjudged"
+UNJUDGED, WRONG_KEY = "unjudged", "decoder.layers.{l}.self_attention.wrong.weight"
 TABLES = ("weights", "rollout", "rollout_without_latent")
 
 
@@ -108,16 +108,26 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
         "layers": list(Layers),
         "dim": list(range(max(len(rule.hf[0].dims), 2))),
         "stacked": [False, True],
+        "turn": [(0, 1), (0, 2), (1, 2)],
         "dtype": [None, "float32"],
         "absent_ok": [False, True],
         "only": [always, _never],
-        "checkpoint": [*([None] if rule.checkpoint else []), "decoder.layers.{l}.self_attention.wrong.weight"],
+        "checkpoint": [] if rule.stored_parts else [*([None] if rule.checkpoint else []), WRONG_KEY],
+        "stored_parts": _other_parts(rule),
     }
     assert choices.keys() | {"name", "hf", "per_expert"} == {field.name for field in fields(Rule)}
     for part, values in choices.items():
         for value in values:
             if value != getattr(rule, part):
                 yield part, f"is {_words(value)}", {part: value}
+
+
+def _other_parts(rule: Rule) -> list[object]:
+    """Ways to store ``rule`` in other parts: whole, in another order, or under another name."""
+    parts = rule.stored_parts
+    if parts:
+        return [(), *(_swapped(parts, *pair) for pair in combinations(range(len(parts)), 2))]
+    return [] if rule.dim or rule.checkpoint else [(("wrong", rule.hf[0].dims[0]),)]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage, replicated_qkv
+from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
@@ -46,10 +47,11 @@ from mcore_rl.proofs.placement import (
     rank_failures,
 )
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, reduced_config
+from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduced_config
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
+NOT_STORED = "only training rules are in Megatron's checkpoints"
 TRAINING = ("tp=2,pp=2,vpp=2", "tp=2", "pp=2")
 TRAINING_EXPERTS = ("tp=2,pp=2,ep=2,etp=1", "tp=2,pp=2,ep=2,etp=2")
 ROLLOUT = ("tp=4",)
@@ -60,6 +62,7 @@ TIES: dict[str, Any] = {"tie_word_embeddings": True}
 NO_TIES: dict[str, Any] = {"tie_word_embeddings": False}
 VARIANTS: tuple[dict[str, Any], ...] = (
     TIES, NO_TIES, {"q_lora_rank": None}, {"attention_bias": False}, {"use_qk_norm": False},
+    {"full_attention_interval": 4, "num_key_value_heads": 1},  # of qwen3_next, whose attention cuts gates within a head
 )  # fmt: skip
 
 
@@ -121,6 +124,17 @@ def _refused(config: Mapping[str, Any]) -> bool:
     return False
 
 
+def _fits(config: Mapping[str, Any], layout: str) -> bool:
+    """Whether a small model of ``config`` can be trained in ``layout``."""
+    parallel = parse_layout(layout)
+    _, model = model_of(reduced_config(config, parallel, RolloutLayout()))
+    return not layout_violations(model, parallel, _world_size(parallel))
+
+
+def _world_size(parallel: ParallelConfig) -> int:
+    return parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the model of a ``config.json`` has experts."""
     return any(name in config for name in EXPERTS)
@@ -129,10 +143,10 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> OracleCase:
     """The case of a family's ``weights`` in ``layout``.  Raises WeightMapError if its statement is wrong or missing."""
     parallel = parse_layout(layout)
-    world_size = parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
+    world_size = _world_size(parallel)
     small = reduced_config(config, parallel, RolloutLayout())
     family, model = model_of(small)
-    checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
+    checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     ranks = {rank: megatron(model, parallel, world_size, rank) for rank in range(world_size)}
     oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
     if oracle.failures:
@@ -152,7 +166,7 @@ def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_a
     target = parse_rollout_layout(layout)
     small = reduced_config(config, parse_layout("tp=2,pp=2"), target, VLLM_HEAD_DIM)
     family, model = model_of(small)
-    checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
+    checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     right = vllm(small, checkpoint.shapes, target, latent_attention)
     read = partial(_rollout_word, model=model, layout=target, latent=latent_attention, checkpoint=checkpoint)
     table = "rollout" if latent_attention else "rollout_without_latent"
@@ -171,7 +185,7 @@ def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | Non
     for variant in variants(config):
         if megatron is not None:
             layouts = (*TRAINING, *(TRAINING_EXPERTS if experts else ()))
-            made += [training_case(variant, layout, megatron) for layout in layouts]
+            made += [training_case(variant, layout, megatron) for layout in layouts if _fits(variant, layout)]
         if vllm is not None:
             layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if experts else ()))
             made += [rollout_case(variant, layout, vllm) for layout in layouts]
@@ -213,6 +227,9 @@ class Judge:
         before, after = (Counter(map(id, rules)) for rules in (right, wrong))
         old = tuple(rule for rule in right if before[id(rule)] != after[id(rule)])
         new = tuple(rule for rule in wrong if before[id(rule)] != after[id(rule)])
+        taking_turns = {rule.name for rule in (*old, *new) if rule.turn != (0, 1)}
+        partners = tuple(r for r in right if r.name in taking_turns and before[id(r)] == after[id(r)])
+        old, new = (*old, *partners), (*new, *partners)  # only together do they make a parameter
         for number, case in enumerate(self._cases):
             try:
                 changed, failure = self._failure(number, case, old, new)
@@ -286,6 +303,10 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         return "the family has no experts, so the rule makes nothing"
     without_dense = all(model.moe and not model.moe.dense_layers for model in models)
     one_kind = without_experts or without_dense
+    cutting = mutant.part == "axis" or (rule.axis is Axis.expert_tensor and mutant.part in ("layout", "dim"))
+    if training and cutting and all(model.linear_bias for model in models):
+        return "the family's experts have biases, so no layout cuts them"
+    all_attend = all(model.linear_attention is None for model in models)
     if rule.layers is Layers.dense and without_dense:
         return "the family has experts in every layer, so the rule makes nothing"
     known = {
@@ -294,10 +315,12 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
         "layers": "the family's layers are all of one kind, or the rule is outside the layers"
         if one_kind or rule.stage is not Stage.layer
+        else "the family has no linear attention, so every layer attends" if all_attend and rule.layers is Layers.all
         else None,
         "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
-        "checkpoint": None if training else "only training rules are in Megatron's checkpoints",
+        "checkpoint": None if training else NOT_STORED,
+        "stored_parts": None if training else NOT_STORED,
         "absent_ok": None if training else "only training rules are read from a checkpoint",
         "only": "every model of the family has the rule" if rule.only in (tied, untied) else None,
     }  # fmt: skip
@@ -309,8 +332,8 @@ def _why_layout_unchanged(rule: Rule, models: Sequence[ModelConfig]) -> str | No
         return "no axis cuts it, and its one shard is the whole tensor"
     if len(rule.hf) == 1 and not isinstance(rule.layout, Sections):
         return "it cuts one tensor, whose rows the shards divide evenly, into the same ranges"
-    if rule.layout is replicated_qkv and all(model.joint_qk_norm for model in models):
-        return "a norm over all key heads allows no more ranks than key/value heads, so no head has a copy"
+    if rule.layout is replicated_qkv and all(model.joint_qk_norm or model.attention_sinks for model in models):
+        return "vLLM runs the family on no more ranks than key/value heads, so no head has a copy"
     return None
 
 

@@ -26,11 +26,13 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.rules import Rule
+from mcore_rl.families.stacks import stacked_parts, stored_shapes
 from mcore_rl.proofs.hf_model import HfShapes
-from mcore_rl.proofs.statements import Holder, Statement, stated
+from mcore_rl.proofs.stated_slices import Holder
+from mcore_rl.proofs.statements import Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, training_tensor
 from mcore_rl.weights.names import canonical
-from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.table import LocalTensor, Table
 
 ABSENT = "may be absent"
@@ -55,20 +57,20 @@ ParameterPlacement = Mapping[str, Stored]  # of one rank, by the names of its pa
 class MegatronTensor:
     """What Megatron says of a parameter or persistent buffer.
 
-    dtype: torch's name, where it is not the model's.  layer, expert: in the whole model; None: in none.  stored: its
-    key in a Megatron checkpoint.
+    dtype: torch's name, where it is not the model's.  layer, expert: in the whole model; None: in none.  stored: (key,
+    rows of this rank) of each tensor that a Megatron checkpoint has for it, in the order of its rows.
     """
 
     shape: tuple[int, ...]
     dtype: str | None
     layer: int | None
     expert: int | None
-    stored: str
+    stored: tuple[tuple[str, int], ...]
 
     @property
     def facts(self) -> dict[str, object]:
         """As ``Stored.facts``.  Every parameter of a language model is in its checkpoint."""
-        return {"layer": self.layer, "expert": self.expert, "dtype": self.dtype, "stored key": self.stored,
+        return {"layer": self.layer, "expert": self.expert, "dtype": self.dtype, "stored as": self.stored,
                 ABSENT: False}  # fmt: skip
 
 
@@ -120,13 +122,15 @@ class TrainingOracle:
         self._statement = statement
         self._whole = {name: checkpoint.read(name) for name in checkpoint}
         self._kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        self._linear_key_heads = config.get("linear_num_key_heads", 0)
         self.placements = {rank: self._stated(rank, modules) for rank, modules in ranks.items()}
         arrived = (stored.numbers for placement in self.placements.values() for stored in placement.values())
         self.failures += [f"the statement: {failure}" for failure in missing(arrived, checkpoint)]
 
     def _stated(self, rank: int, modules: MegatronRank) -> dict[str, Stored]:
         tied, placement = "lm_head.weight" not in self._whole, {}
-        holder = Holder(modules.tp, modules.num_tp, modules.etp, modules.num_etp, self._kv_heads, tied)
+        ranks = (modules.tp, modules.num_tp, modules.etp, modules.num_etp)
+        holder = Holder(*ranks, self._kv_heads, tied, linear_key_heads=self._linear_key_heads)
         for chunk, tensors in enumerate(modules.chunks):
             for key, tensor in tensors.items():
                 try:
@@ -150,10 +154,12 @@ def _name(chunk: int, name: str) -> str:
 Said = list[tuple[str, Stored]]  # (name, word) of every tensor of a rank; a name stands twice where two rules make it
 
 
-def facts_of(local: LocalTensor) -> dict[str, object]:
-    """What a training table says of ``local``, as ``MegatronTensor.facts``."""
+def facts_of(table: Table, local: LocalTensor) -> dict[str, object]:
+    """What the training table ``table`` says of ``local``, as ``MegatronTensor.facts``."""
+    parts = [replace(local, rule=rule) for rule in local.rule.stored]
+    stored = tuple((stored_key(part)[0], table.shape(part)[0]) for part in parts)
     return {"layer": local.layer, "expert": local.expert, "dtype": local.rule.dtype,
-            "stored key": stored_key(local)[0], ABSENT: local.rule.absent_ok}  # fmt: skip
+            "stored as": stored, ABSENT: local.rule.absent_ok}  # fmt: skip
 
 
 class TrainingWord:
@@ -168,7 +174,7 @@ class TrainingWord:
         """Every tensor of ``rank``."""
         said = []
         for local in self._table.tensors(rank):
-            said.append((_name(local.chunk, local.name), Stored(self._of(local), facts_of(local))))
+            said.append((_name(local.chunk, local.name), Stored(self._of(local), facts_of(self._table, local))))
         return said
 
     def shards(self, rule: Rule) -> list[object]:
@@ -193,14 +199,28 @@ class RolloutWord:
         self.rules, self._table, self._checkpoint = rollout.rules, rollout, checkpoint
 
     def of(self, rank: int) -> Said:
-        """Every tensor of ``rank``."""
-        said = []
+        """Every parameter of ``rank``; one in which several rules take turns is one, if they fill it."""
+        parts: dict[str, list[RolloutTensor]] = {}
         for tensor in self._table.tensors(rank):
+            parts.setdefault(tensor.parameter, []).append(tensor)
+        said: Said = []
+        for name, tensors in parts.items():
+            wanted = [(turn, tensors[0].rule.turn[1]) for turn in range(tensors[0].rule.turn[1])]
+            alike = {(tensor.rule.dtype, self._table.parameter_shape(tensor)) for tensor in tensors}
+            whole = len(alike) == 1 and sorted(tensor.rule.turn for tensor in tensors) == wanted
+            for together in [tensors] if whole else [[tensor] for tensor in tensors]:
+                said.append((name, Stored(self._numbers(together), {"dtype": together[0].rule.dtype})))
+        return said
+
+    def _numbers(self, tensors: Sequence[RolloutTensor]) -> Int64Array:
+        """The elements of a parameter that ``tensors`` take turns in."""
+        parameter = np.full(self._table.parameter_shape(tensors[0]), NOTHING, dtype=np.int64)
+        for tensor in tensors:
             numbers = np.zeros(self._table.shape(tensor), dtype=np.int64)
             for slot, piece in self._table.pieces(tensor):
                 numbers[index(piece.local_region, slot)] = self._checkpoint.read(piece.hf, piece.hf_region)
-            said.append((tensor.name, Stored(numbers, {"dtype": tensor.rule.dtype})))
-        return said
+            parameter[(*(slice(None),) * tensor.rule.stacked, *tensor.turns)] = numbers
+        return parameter
 
     def shards(self, rule: Rule) -> list[object]:
         """The shards of ``rule``."""
@@ -215,14 +235,14 @@ Word = TrainingWord | RolloutWord
 
 
 def module_failures(table: Table, rank: int, modules: MegatronRank) -> Iterator[str]:
-    """Parameters of which the table and Megatron's modules name another layer, expert, dtype or stored key."""
+    """Parameters of which the table and Megatron's modules name another layer, expert, dtype or stored tensors."""
     locals_ = {(local.chunk, local.name): local for local in table.tensors(rank)}
     for chunk, tensors in enumerate(modules.chunks):
         for key, tensor in tensors.items():
             local = locals_.get((chunk, canonical(key) or key))
             if local is None:
                 continue  # ``bind`` names it
-            said = facts_of(local)
+            said = facts_of(table, local)
             for what, value in tensor.facts.items():
                 if said[what] != value and what != ABSENT:  # ``name_failures`` names that
                     yield f"rank {rank}: {key}: {what} is {said[what]} by its rule, and {value} by Megatron"
@@ -340,7 +360,9 @@ def unreadable(table: Table, rollout: RolloutTable | None) -> Iterator[str]:
 
 def name_failures(table: Table, rollout: RolloutTable | None, tensors: HfShapes) -> Iterator[str]:
     """Hugging Face tensors that transformers' model has and no rule takes, or the other way round."""
-    yield from _names("training", {name: info.shape for name, info in table.hf_tensors.items()}, tensors)
+    parts = stacked_parts(table.family.stacks, table.model)
+    taken = {name: info.shape for name, info in table.hf_tensors.items()}
+    yield from _names("training", stored_shapes(taken, parts, table.model), tensors)
     absent = [name for name, info in table.hf_tensors.items() if info.absent_ok]
     yield from (f"{name}: its rule lets a checkpoint lack it, and transformers' model needs it" for name in absent)
     if rollout is None:
@@ -353,7 +375,7 @@ def name_failures(table: Table, rollout: RolloutTable | None, tensors: HfShapes)
             for tensor in rule.hf:
                 shape = tensor.shape(rollout.model)
                 held.update({tensor.name.format(l=layer, e=expert): shape for expert in experts})
-    yield from _names("rollout", held, tensors)
+    yield from _names("rollout", stored_shapes(held, parts, table.model), tensors)
 
 
 def _names(side: str, held: HfShapes, tensors: HfShapes) -> Iterator[str]:

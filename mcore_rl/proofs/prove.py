@@ -36,7 +36,7 @@ from mcore_rl.proofs.placement import (
     unreadable,
 )
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, reduced_config
+from mcore_rl.proofs.tracer import Tracer, numbered, reduced_config
 from mcore_rl.proofs.verify import Check, ProofReport, check, verify
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -135,7 +135,7 @@ def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
         return "", [NO_STATEMENT.format(family=subject.family.name)]
     small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
     _, model = model_of(small)
-    numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))
+    numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
     table = Table(subject.family, model, subject.parallel, subject.world_size)
     places: dict[tuple[int, ...], int] = {}
     for rank in range(subject.world_size):
@@ -159,7 +159,7 @@ def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
     four_layers = replace(subject.parallel, tp=tp, pp=2, vpp=1, pipeline_layers=None, ep=1)
     small = reduced_config(subject.config, four_layers, layout, VLLM_HEAD_DIM)
     _, model = model_of(small)
-    numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))
+    numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
     try:
         right = subject.vllm(small, numbers.shapes, layout, True)
     except RolloutError as error:

@@ -168,7 +168,7 @@ def _name_of_row(plan: ReshardPlan, row: int) -> str:
     source_rule, layer, expert = (int(part) for part in plan.source_ids.decode(plan.source[row]))
     target_rule, target_layer, target_expert = (int(part) for part in plan.target_ids.decode(plan.target[row]))
     source = plan.table.rules[source_rule].name.format(l=layer, e=expert)
-    target = plan.rollout.rules[target_rule].name.format(l=target_layer)
+    target = plan.rollout.rules[target_rule].label.format(l=target_layer)
     of_expert = f" (expert {target_expert})" if plan.rollout.rules[target_rule].stacked else ""
     return f"training rank {plan.source_rank[row]} {source} to rollout rank {plan.target_rank[row]} {target}{of_expert}"
 
@@ -221,7 +221,7 @@ def _name_of_key(plan: ReshardPlan, key: int) -> str:
     number, layer, expert = (int(part) for part in plan.target_ids.decode(np.array(target, dtype=np.int32)))
     rule = plan.rollout.rules[number]
     of_expert = f" (expert {expert})" if rule.stacked else ""
-    return f"rollout rank {rank} {rule.name.format(l=layer)}{of_expert}"
+    return f"rollout rank {rank} {rule.label.format(l=layer)}{of_expert}"
 
 
 def _pattern_problem(plan: ReshardPlan, geometries: list[Geometry]) -> str | None:

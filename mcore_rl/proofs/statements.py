@@ -2,8 +2,8 @@
 
 The proof compares the families' tables with these lines, so nothing here is taken from them: no rule, no block, no
 ``ModelConfig``.  A line is written from two model definitions, transformers' modeling_<family>.py (5.19), which says
-what a tensor is used for, and Megatron-core's (0.16.1), which says how a parameter is used.  What a function below says
-is sliced by numpy from whole tensors.  Where a layer or an expert is, Megatron's own modules say
+what a tensor is used for, and Megatron-core's (0.16.1), which says how a parameter is used.  What a word of it says
+is sliced by numpy from whole tensors (``stated_slices.py``).  Where a layer or an expert is, Megatron's own modules say
 (``training/meta.py``).
 
 A family is one entry of ``STATEMENTS``; without one it is not proven.
@@ -11,38 +11,34 @@ A family is one entry of ``STATEMENTS``; without one it is not proven.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from mcore_rl.arrays import Int64Array
+from mcore_rl.proofs.stated_slices import (
+    Holder,
+    StatedParameter,
+    columns,
+    delta_channels,
+    delta_projection,
+    expert_columns,
+    expert_gate_up,
+    fused_gate_up,
+    fused_grouped,
+    gate_up,
+    gated_grouped,
+    grouped,
+    output,
+    rows,
+    stacked_columns,
+    stacked_gate_up,
+    vocabulary,
+    whole,
+)
 
 NO_STATEMENT = (
     "{family}: no statement of this family in proofs/statements.py. Write one, from transformers' and Megatron's models"
 )
-ReadHf = Callable[[str], Int64Array]
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The rank that holds a parameter, and the checkpoint that it is of.
-
-    tp, etp: its place among ``num_tp`` tensor and ``num_etp`` expert tensor ranks.  kv_heads: key/value heads of the
-    model.  tied: whether the output projection is the embedding.
-    """
-
-    tp: int
-    num_tp: int
-    etp: int
-    num_etp: int
-    kv_heads: int
-    tied: bool
-
-
-# (reads a Hugging Face tensor by its name, the rank) -> the parameter on that rank.  In a layer, names stand without
-# ``model.layers.N.``; ``{e}`` is the expert.
-StatedParameter = Callable[[ReadHf, Holder], Int64Array]
 
 
 @dataclass(frozen=True)
@@ -55,95 +51,6 @@ class Statement:
 
     outside: Mapping[str, StatedParameter]
     layer: Mapping[str, StatedParameter]
-
-
-def whole(name: str) -> StatedParameter:
-    """Every rank holds all of it."""
-    return lambda read, rank: read(name)
-
-
-def rows(name: str) -> StatedParameter:
-    """A column-parallel linear layer: its outputs, which are rows, are cut (ColumnParallelLinear)."""
-    return lambda read, rank: np.split(read(name), rank.num_tp, axis=0)[rank.tp]
-
-
-def columns(name: str) -> StatedParameter:
-    """A row-parallel linear layer: its inputs, which are columns, are cut (RowParallelLinear)."""
-    return lambda read, rank: np.split(read(name), rank.num_tp, axis=1)[rank.tp]
-
-
-def gate_up(gate: str, up: str) -> StatedParameter:
-    """The first projection of a gated MLP: a rank's rows of the gate, then those of up (``glu`` in mlp.py)."""
-    return lambda read, rank: np.concatenate([rows(gate)(read, rank), rows(up)(read, rank)])
-
-
-def expert_columns(name: str) -> StatedParameter:
-    """``columns`` over the ranks that share an expert."""
-    return lambda read, rank: np.split(read(name), rank.num_etp, axis=1)[rank.etp]
-
-
-def expert_gate_up(gate: str, up: str) -> StatedParameter:
-    """``gate_up`` over the ranks that share an expert."""
-    return lambda read, rank: np.concatenate(
-        [np.split(read(name), rank.num_etp, axis=0)[rank.etp] for name in (gate, up)]
-    )
-
-
-def vocabulary(name: str) -> StatedParameter:
-    """Rows of the vocabulary, with zeros behind the last to a multiple of the ranks (VocabParallelEmbedding)."""
-
-    def held(read: ReadHf, rank: Holder) -> Int64Array:
-        table = read(name)
-        padding = np.zeros((-len(table) % rank.num_tp, *table.shape[1:]), dtype=np.int64)
-        return np.split(np.concatenate([table, padding]), rank.num_tp)[rank.tp]
-
-    return held
-
-
-def output(read: ReadHf, rank: Holder) -> Int64Array:
-    """The output projection; that of a tied model on another stage than the embedding is a copy of the embedding."""
-    return vocabulary("model.embed_tokens.weight" if rank.tied else "lm_head.weight")(read, rank)
-
-
-def grouped(query: str, key: str, value: str) -> StatedParameter:
-    """``linear_qkv``: for each key/value head of a rank its query heads, its key head, its value head.
-
-    ``get_query_key_value_tensors`` in megatron/core/transformer/attention.py; transformers' ``repeat_kv`` shares a
-    key/value head between neighbouring query heads.
-    """
-
-    return lambda read, rank: _by_head([read(name) for name in (query, key, value)], rank)
-
-
-def _by_head(tensors: Sequence[Int64Array], rank: Holder) -> Int64Array:
-    by_head = [tensor.reshape(rank.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
-    together = np.concatenate(by_head, axis=1).reshape(-1, *tensors[0].shape[1:])
-    return np.split(together, rank.num_tp)[rank.tp]
-
-
-def fused_grouped(fused: str, output: str) -> StatedParameter:
-    """``grouped`` of one tensor that has all queries, then all keys, then all values (Phi3Attention's ``query_pos``).
-
-    There are as many rows of queries as the projection ``output`` has columns, both ``num_attention_heads * head_dim``;
-    the other rows are half keys, half values.
-    """
-
-    def held(read: ReadHf, rank: Holder) -> Int64Array:
-        tensor, query = read(fused), read(output).shape[1]
-        key = (len(tensor) - query) // 2
-        return _by_head(np.split(tensor, [query, query + key]), rank)
-
-    return held
-
-
-def fused_gate_up(name: str) -> StatedParameter:
-    """``gate_up`` of one tensor, whose first half is the gate (``chunk`` in Phi3MLP)."""
-
-    def held(read: ReadHf, rank: Holder) -> Int64Array:
-        gate, up = np.split(read(name), 2)
-        return np.concatenate([np.split(half, rank.num_tp)[rank.tp] for half in (gate, up)])
-
-    return held
 
 
 ENDS: dict[str, StatedParameter] = {
@@ -211,6 +118,26 @@ SANDWICH: dict[str, StatedParameter] = {
     "mlp.linear_fc2.post_layernorm.weight": whole("post_feedforward_layernorm.weight"),
 }
 
+# GatedDeltaNet in megatron/core/ssm/gated_delta_net.py; the norm of a head is whole on every rank.
+DELTA_NET: dict[str, StatedParameter] = {
+    "self_attention.in_proj.weight": delta_projection(
+        "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", "linear_attn.out_proj.weight",
+        "linear_attn.A_log", "linear_attn.norm.weight",
+    ),
+    "self_attention.conv1d.weight": delta_channels("linear_attn.conv1d.weight", "linear_attn.out_proj.weight"),
+    "self_attention.dt_bias": rows("linear_attn.dt_bias"),
+    "self_attention.A_log": rows("linear_attn.A_log"),
+    "self_attention.out_norm.weight": whole("linear_attn.norm.weight"),
+    "self_attention.out_proj.weight": columns("linear_attn.out_proj.weight"),
+}  # fmt: skip
+GATED_SHARED_EXPERT: dict[str, StatedParameter] = {
+    "mlp.shared_experts.linear_fc1.weight": gate_up(
+        "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight"),
+}
+
 LLAMA = Statement(ENDS, NORMS | ATTENTION | MLP)
 QWEN3 = Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP)
 
@@ -231,22 +158,23 @@ STATEMENTS: dict[str, Statement] = {
             "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("block_sparse_moe.experts.{e}.w2.weight"),
         },
     ),
-    "qwen2_moe": Statement(
+    "qwen2_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP | EXPERTS | GATED_SHARED_EXPERT),
+    "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
+    "qwen3_next": Statement(
         ENDS,
         NORMS
-        | ATTENTION
-        | QKV_BIAS
+        | DELTA_NET
+        | QK_NORM
         | MLP
         | EXPERTS
+        | GATED_SHARED_EXPERT
         | {
-            "mlp.shared_experts.linear_fc1.weight": gate_up(
-                "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+            "self_attention.linear_qkv.weight": gated_grouped(
+                "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
             ),
-            "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_expert.down_proj.weight"),
-            "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight"),
+            "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
         },
     ),
-    "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
     "gemma2": Statement(ENDS, ATTENTION | MLP | SANDWICH),
     "gemma3_text": Statement(ENDS, ATTENTION | QK_NORM | MLP | SANDWICH),
     "olmoe": Statement(
@@ -272,6 +200,25 @@ STATEMENTS: dict[str, Statement] = {
     "deepseek_v3": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
     # DeepseekV2TopkRouter has no bias
     "deepseek_v2": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | SHARED_EXPERTS),
+    "gpt_oss": Statement(
+        ENDS,
+        NORMS
+        | ATTENTION
+        | QKV_BIAS
+        | {
+            "self_attention.linear_proj.bias": whole("self_attn.o_proj.bias"),
+            # one more score in each head's softmax (eager_attention_forward; DotProductAttention)
+            "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
+            "mlp.router.weight": whole("mlp.router.weight"),
+            "mlp.router.bias": whole("mlp.router.bias"),
+            "mlp.experts.local_experts.{e}.linear_fc1.weight": stacked_gate_up("mlp.experts.gate_up_proj"),
+            "mlp.experts.local_experts.{e}.linear_fc1.bias": stacked_gate_up("mlp.experts.gate_up_proj_bias"),
+            "mlp.experts.local_experts.{e}.linear_fc2.weight": stacked_columns("mlp.experts.down_proj"),
+            "mlp.experts.local_experts.{e}.linear_fc2.bias": (
+                lambda read, rank: read("mlp.experts.down_proj_bias")[rank.expert]
+            ),
+        },
+    ),
     # Glm4MoeAttention has biases and norms where the configuration says so
     "glm4_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | QK_NORM | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
 }
@@ -290,4 +237,5 @@ def stated(
     if expert is not None:
         before, _, behind = within.partition("local_experts.")
         within = f"{before}local_experts.{{e}}.{behind.partition('.')[2]}"
-    return statement.layer[within](lambda name: whole[f"model.layers.{layer}.{name.format(e=expert)}"], rank)
+    holder = replace(rank, expert=expert)
+    return statement.layer[within](lambda name: whole[f"model.layers.{layer}.{name.format(e=expert)}"], holder)

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.arrays import Int64Array
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.stacks import StackedPart, stacked_parts, stored_shapes
 from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
@@ -30,6 +33,9 @@ Tensors = Mapping[str, Int64Array]
 # What a Hugging Face configuration calls its number of experts, and the sizes of one.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size")
+# vLLM's experts on a CPU pad their width to so much, but not with gpt_oss's gate (experts/cpu_moe.py, 0.32), and refuse
+# others; nor does its attention know narrower heads, so that a ``head_dim`` from here on is for it.
+WHOLE_EXPERTS = 32
 # Widths of latent attention, in quarters of ``head_dim``.
 LATENTS = {"q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 
@@ -66,9 +72,11 @@ def reduced_config(
         "max_window_layers": num_layers,
         "layer_types": _both_kinds(config.get("layer_types") or (), num_layers),
         "sliding_window_pattern": 2,  # of few layers one in two sees all tokens, whatever it was
+        "full_attention_interval": 2,
         "partial_rotary_factor": 0.5,
     }
-    changes |= dict.fromkeys(EXPERT_WIDTHS, 2 * both * parallel.etp)
+    narrowest = 2 if head_dim < WHOLE_EXPERTS or "swiglu_limit" not in config else WHOLE_EXPERTS
+    changes |= dict.fromkeys(EXPERT_WIDTHS, narrowest * both * parallel.etp)
     changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}
     if any(name in config for name in EXPERTS):
         num_experts = 2 * lcm(2, parallel.ep, rollout.ep)  # two groups of two, or more
@@ -77,6 +85,10 @@ def reduced_config(
         changes |= {"num_experts_per_tok": 2, "n_group": 2 if grouped else 1, "topk_group": 1}
         changes["first_k_dense_replace"] = min(config.get("first_k_dense_replace", 0), num_layers // 2)
         changes["mlp_only_layers"] = [layer for layer in config.get("mlp_only_layers", ()) if layer < num_layers]
+    if "linear_num_key_heads" in config:  # several on each rank, and no width is another
+        sharing = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        changes |= {"linear_num_key_heads": 2 * both, "linear_num_value_heads": 2 * both * sharing}
+        changes |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5}
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}
     small.pop("quantization_config", None)
     if "short_factor" in (config.get("rope_scaling") or {}):  # a number for each frequency of the whole width
@@ -90,11 +102,20 @@ def _both_kinds(types: Sequence[str], num_layers: int) -> list[str]:
     return [kinds[layer % len(kinds)] for layer in range(num_layers)] if kinds else []
 
 
-class NumberedCheckpoint:
-    """A Hugging Face checkpoint of tensors of ``shapes`` whose elements are distinct integers, computed on request."""
+def numbered(shapes: Mapping[str, tuple[int, ...]], family: Family, model: ModelConfig) -> NumberedCheckpoint:
+    """The numbered checkpoint of ``model`` with the stored tensors ``shapes``."""
+    return NumberedCheckpoint(shapes, stacked_parts(family.stacks, model))
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+
+class NumberedCheckpoint:
+    """A Hugging Face checkpoint of tensors of ``shapes`` whose elements are distinct integers, computed on request.
+
+    parts: the tables' tensors that are within stored ones, by name; they are read as if they were there.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, StackedPart] | None = None) -> None:
         self.shapes = dict(shapes)
+        self._parts = parts or {}
         sizes = [prod(shape) for shape in self.shapes.values()]
         self.num_elements = sum(sizes)
         self._starts = dict(zip(self.shapes, np.cumsum([1, *sizes[:-1]]).tolist(), strict=True))  # 0 is padding
@@ -117,6 +138,12 @@ class NumberedCheckpoint:
 
     def read(self, name: str, region: TensorSlice | None = None) -> Int64Array:
         """The tensor ``name``, or a region of it."""
+        if name in self._parts and name not in self.shapes:
+            part = self._parts[name]
+            slab = self.shapes[part.stored][1:]
+            of_expert = self.read(part.stored, TensorSlice((part.expert, *(0,) * len(slab)), (1, *slab)))[0]
+            whole: Int64Array = part.within(of_expert)
+            return whole if region is None else whole[index(region)]
         shape, start = self.shapes[name], self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         region = TensorSlice.whole(shape) if region is None else region
@@ -135,13 +162,23 @@ def training_tensor(table: Table, local: LocalTensor, checkpoint: NumberedCheckp
 
 
 def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: NumberedCheckpoint) -> dict[str, Int64Array]:
-    """The tensors of rollout rank ``rank``, loaded from ``checkpoint`` by the rollout table alone; padding is 0."""
-    tensors = {}
+    """The parameters of rollout rank ``rank``, loaded from ``checkpoint`` by the rollout table alone; padding is 0."""
+    parameters, views = _empty(rollout, rank)
     for tensor in rollout.tensors(rank):
-        out = tensors[tensor.name] = np.zeros(rollout.shape(tensor), dtype=np.int64)
         for slot, piece in rollout.pieces(tensor):
-            out[index(piece.local_region, slot)] = checkpoint.read(piece.hf, piece.hf_region)
-    return tensors
+            views[tensor.name][index(piece.local_region, slot)] = checkpoint.read(piece.hf, piece.hf_region)
+    return parameters
+
+
+def _empty(rollout: RolloutTable, rank: int) -> tuple[dict[str, Int64Array], dict[str, Int64Array]]:
+    """(the parameters of ``rank``, zero; views of them by the names of the table's tensors, which may take turns)."""
+    parameters: dict[str, Int64Array] = {}
+    views = {}
+    for tensor in rollout.tensors(rank):
+        shape = rollout.parameter_shape(tensor)
+        whole = parameters.setdefault(tensor.parameter, np.zeros(shape, dtype=np.int64))
+        views[tensor.name] = whole[(*(slice(None),) * tensor.rule.stacked, *tensor.turns)]
+    return parameters, views
 
 
 def index(region: TensorSlice, slot: int | None = None) -> tuple[slice | int, ...]:
@@ -155,7 +192,9 @@ class Tracer:
 
     def __init__(self, plan: ReshardPlan) -> None:
         self.plan = plan
-        self.checkpoint = NumberedCheckpoint({name: info.shape for name, info in plan.table.hf_tensors.items()})
+        table, shapes = plan.table, {name: info.shape for name, info in plan.table.hf_tensors.items()}
+        parts = stacked_parts(table.family.stacks, table.model)
+        self.checkpoint = NumberedCheckpoint(stored_shapes(shapes, parts, table.model), parts)
         self.locals = lru_cache(maxsize=None)(self._locals)
         self.source = lru_cache(maxsize=4096)(self._source)
 
@@ -166,13 +205,12 @@ class Tracer:
         return training_tensor(self.plan.table, self.locals(rank)[chunk, name], self.checkpoint)
 
     def received(self, rank: int) -> dict[str, Int64Array]:
-        """The tensors of rollout rank ``rank`` after every copy to it; elements that no copy writes are 0."""
-        rollout = self.plan.rollout
-        tensors = {tensor.name: np.zeros(rollout.shape(tensor), dtype=np.int64) for tensor in rollout.tensors(rank)}
+        """The parameters of rollout rank ``rank`` after every copy to it; elements that no copy writes are 0."""
+        parameters, views = _empty(self.plan.rollout, rank)
         for _, copies in self.plan.copies_to(rank):
             for copy in copies:
-                self._make(copy, tensors)
-        return tensors
+                self._make(copy, views)
+        return parameters
 
     def _make(self, copy: Copy, into: dict[str, Int64Array]) -> None:
         source = self.source(copy.source_rank, copy.chunk, copy.source)

@@ -13,6 +13,7 @@ from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.schedule import of_length
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.planning.activations import EXPERT_IMBALANCE, kernels_of
@@ -21,6 +22,8 @@ from mcore_rl.planning.plan import role_plan, sft_role_plan
 from mcore_rl.planning.states import StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
 from mcore_rl.rehearsal.rank import RehearsedRank
+
+UPDATES = 1000  # of a run whose data nobody has read; learning rates change nothing that is rehearsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def part_of(
     part = RehearsedRank(
         role=role.name,
         model=model,
-        engine=config,
+        engine=replace(config, optim=of_length(config.optim, UPDATES)),
         parallel=of_run.parallel,
         world_size=layout.world_size,
         rank=rank,

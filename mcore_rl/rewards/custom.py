@@ -1,9 +1,13 @@
-"""The user's reward function: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
+"""The user's reward functions: one, or the weighted sum of several (``custom_reward_function.functions``).
 
-It is called with keyword arguments.  If it has a parameter ``messages``, it also receives the whole conversation.  It
-returns a number, or a dict with ``score`` and further entries: numbers become parts, ``acc`` also whether the answer is
-right, ``pred`` is the answer, ``turn_rewards`` has a reward for each turn of the model; other entries are dropped.  It
-may be ``async def``; a process runs one call at a time.
+A function is verl's ``compute_score(data_source, solution_str, ground_truth, extra_info)`` or, if it has a parameter
+``completions``, TRL's (``completions.py``).  Both are called with keyword arguments.
+
+One of verl's signature with a parameter ``messages`` also receives the whole conversation.  It returns a number, or a
+dict with ``score`` and further entries: numbers become parts, ``acc`` also whether the answer is right, ``pred`` is the
+answer, ``turn_rewards`` has a reward for each turn of the model; other entries are dropped.
+
+Either may be ``async def``; a process runs one call at a time.
 """
 
 from __future__ import annotations
@@ -13,47 +17,115 @@ import importlib.util
 import inspect
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.rewards.completions import NOT_GIVEN, CompletionsFunction, required, takes_completions
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 
 MODULE = "custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _SIGNATURE = f"({', '.join(_ARGUMENTS)})"
+_TRL_SIGNATURE = "(prompts, completions, **columns)"
 _TURN_REWARDS = "turn_rewards"  # a key of the dict that the function returns
 _MESSAGES = "messages"  # a parameter of the function, if it wants them
 
 
-class CustomGrader:
-    """A ``Grader`` that calls the user's function; ``load_custom`` makes it."""
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function of the user's file.
 
-    def __init__(self, function: Callable[..., Any], *, wants_messages: bool) -> None:
-        self._function, self._wants_messages = function, wants_messages
+    call: calls it; something to await if it is ``async def``.  read: the Score in its answer; None: it has no opinion.
+    """
+
+    name: str
+    call: Callable[[RewardRequest], Any]
+    read: Callable[[Any], Score | None]
+
+
+class CustomGrader:
+    """A ``Grader`` that calls the user's functions; ``load_custom`` makes it.
+
+    weights: of each function, whose weighted sum is then the reward; None: there is one function, and its answer is it.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
+        self._functions, self._weights = functions, weights
         self._runner = asyncio.Runner()  # one loop for all calls: clients that a function opened stay usable
 
     def __call__(self, request: RewardRequest, config: RewardConfig) -> Score:
-        """The function's result as a Score.
+        """The functions' results as a Score.
 
-        NotANumberError: its result is not a finite number.  Raises whatever the function raises.
+        NotANumberError: a result is not a finite number, or every function answered None.  Raises whatever a function
+        raises.
         """
-        also = {_MESSAGES: [dict(message) for message in request.messages]} if self._wants_messages else {}
-        answer = self._function(
-            data_source=request.data_source,
-            solution_str=request.response,
-            ground_truth=request.ground_truth,
-            extra_info=dict(request.extra_info),
-            **also,
-        )
-        return as_score(self._runner.run(_result(answer)) if inspect.isawaitable(answer) else answer)
+        if self._weights is None:
+            (only,) = self._functions
+            score = self._score(only, request)
+            if score is None:
+                raise NotANumberError(f"{only.name} answered None, and no other function is named")
+            return score
+        scores = {each.name: self._named_score(each, request) for each in self._functions}
+        return weighted_sum(scores, dict(zip(scores, self._weights, strict=True)))
+
+    def _score(self, function: RewardFunction, request: RewardRequest) -> Score | None:
+        answer = function.call(request)
+        return function.read(self._runner.run(_result(answer)) if inspect.isawaitable(answer) else answer)
+
+    def _named_score(self, function: RewardFunction, request: RewardRequest) -> Score | None:
+        try:
+            return self._score(function, request)
+        except NotANumberError:
+            raise
+        except Exception as error:
+            error.add_note(f"in {function.name}")
+            raise
+
+
+def weighted_sum(scores: Mapping[str, Score | None], weights: Mapping[str, float]) -> Score:
+    """The sum of the functions' scores times their weights; None takes no part in it.
+
+    parts: what each function answered, without its weight, by its name; and the parts that they name themselves.
+    correct, answer: of the first function that says it.  NotANumberError: no function has a score.
+    """
+    said = {name: score for name, score in scores.items() if score is not None}
+    if not said:
+        raise NotANumberError(f"each of {', '.join(scores)} answered None")
+    parts = {name: part for score in reversed(said.values()) for name, part in score.parts.items()}
+    turns = [
+        [weights[name] * each for each in score.turn_rewards] for name, score in said.items() if score.turn_rewards
+    ]
+    return Score(
+        finite(sum(weights[name] * score.value for name, score in said.items()), "the sum of the rewards"),
+        parts | {name: score.value for name, score in said.items()},
+        correct=next((score.correct for score in said.values() if score.correct is not None), None),
+        answer=next((score.answer for score in said.values() if score.answer is not None), None),
+        turn_rewards=tuple(map(sum, zip(*turns, strict=True))),
+    )
 
 
 def load_custom(custom: CustomRewardFunction) -> CustomGrader:
-    """The grader of the function that ``custom`` names.  ConfigError: the file, the name or the signature is wrong."""
+    """The grader of the functions that ``custom`` names.  ConfigError: the file, a name or a signature is wrong."""
+    module = _imported(custom)
+    if not custom.functions:
+        return CustomGrader([_function(module, custom, "name", custom.name)])
+    functions, violations = list[RewardFunction](), list[Violation]()
+    for name in custom.functions:
+        try:
+            functions.append(_function(module, custom, "functions", name))
+        except ConfigError as error:
+            violations += error.violations
+    refuse_if_any(violations)
+    return CustomGrader(functions, list(custom.weighted.values()))
+
+
+def _imported(custom: CustomRewardFunction) -> ModuleType:
     path = Path(str(custom.path))
     if not path.is_file():
         raise _violation("path", custom.path, "there is no such file", "Write the path of a Python file")
@@ -67,20 +139,55 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
     except BaseException as error:  # whatever the user's file does, sys.exit and KeyboardInterrupt too
         problem = f"importing it raised {type(error).__name__}: {error}"
         raise _violation("path", custom.path, problem, "Correct the file") from error
-    function = vars(module).get(custom.name)
+    return module
+
+
+def _function(module: ModuleType, custom: CustomRewardFunction, key: str, name: str) -> RewardFunction:
+    """The function ``name`` of the user's file.  key: that names it.  ConfigError: it cannot be called."""
+    function, path = vars(module).get(name), custom.path
     if not callable(function):
         problem = f"{path} defines no function of that name"
-        raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE} there, or name another")
+        raise _violation(
+            key, name, problem, f"Define {name}{_SIGNATURE} or {name}{_TRL_SIGNATURE} there, or name another"
+        )
     wants_messages = False
     with suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(function)
+        if takes_completions(signature):
+            return _of_completions(name, function, signature, custom, key)
         wants_messages = _MESSAGES in signature.parameters
         try:
             signature.bind(**dict.fromkeys([*_ARGUMENTS, _MESSAGES] if wants_messages else _ARGUMENTS))
         except TypeError as error:
-            problem = f"{custom.name}{signature} in {path} cannot be called: {error}"
-            raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE}") from error
-    return CustomGrader(function, wants_messages=wants_messages)
+            problem = f"{name}{signature} in {path} cannot be called: {error}"
+            raise _violation(key, name, problem, f"Define {name}{_SIGNATURE} or {name}{_TRL_SIGNATURE}") from error
+
+    def call(request: RewardRequest) -> Any:
+        also = {_MESSAGES: [dict(message) for message in request.messages]} if wants_messages else {}
+        return function(
+            data_source=request.data_source,
+            solution_str=request.response,
+            ground_truth=request.ground_truth,
+            extra_info=dict(request.extra_info),
+            **also,
+        )
+
+    return RewardFunction(name, call, as_score)
+
+
+def _of_completions(
+    name: str, function: Callable[..., Any], signature: inspect.Signature, custom: CustomRewardFunction, key: str
+) -> RewardFunction:
+    if absent := [each for each in required(signature) if each in NOT_GIVEN]:
+        problem = f"{name}{signature} in {custom.path} requires {', '.join(absent)}, which is not given here"
+        raise _violation(key, name, problem, f"Define {name}{_TRL_SIGNATURE} without it")
+    calling = CompletionsFunction(name, function, signature, custom.completions)
+
+    def read(answer: Any) -> Score | None:
+        reward = calling.reward_of(answer)
+        return None if reward is None else Score(reward)
+
+    return RewardFunction(name, calling, read)
 
 
 def import_refusal(custom: CustomRewardFunction, code: int) -> ConfigError:
@@ -96,7 +203,8 @@ def import_refusal(custom: CustomRewardFunction, code: int) -> ConfigError:
 
 def trial_refusal(custom: CustomRewardFunction, key: str, error: str) -> ConfigError:
     """What is wrong with a function whose trial on the row ``key`` gave no number."""
-    problem = f"called for {key} with the ground truth as the response, {custom.name} answered no score: {error}"
+    who = ", ".join(custom.functions) or custom.name
+    problem = f"called for {key} with the ground truth as the response, {who} answered no score: {error}"
     return _violation("path", custom.path, problem, "Return a number, or a dict with a number as score")
 
 

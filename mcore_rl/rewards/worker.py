@@ -41,7 +41,8 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
     except NotANumberError as error:
         return failed("not_a_number", str(error), config)
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a grader does
-        return failed("raised", f"{type(error).__name__}: {error}", config)
+        where = "".join(f", {note}" for note in error.__dict__.get("__notes__", ()))
+        return failed("raised", f"{type(error).__name__}: {error}{where}", config)
     if config.overlong.enable:
         parts["overlong"] = overlong_penalty(request.num_tokens, request.max_tokens, config.overlong)
         value += parts["overlong"]

@@ -1,15 +1,17 @@
 """Grades ``<reasoning>...</reasoning><answer>...</answer>`` responses: the answer, and how well they keep the form.
 
-Parts are already multiplied by their weights in ``reward.xml``; their sum is the value.
+Parts are already multiplied by their weights in ``reward.xml``; their sum is the value.  This is our own reading;
+``xml_published.py`` has that of the published course.
 """
 
 from __future__ import annotations
 
 import re
 
-from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.reward import RewardConfig, XmlCompatibility
 from mcore_rl.rewards.numbers import as_number, plain
 from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rewards.xml_published import published_shares
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 TRAILING_COST = 0.001  # share of the tag count that each character after the last tag loses
@@ -51,18 +53,33 @@ def same_answer(answer: str, ground_truth: object) -> bool:
     return answer == gold if value is None or gold_value is None else value == gold_value
 
 
+def shares(response: str, ground_truth: object) -> tuple[dict[str, float], str]:
+    """(the share of each part's weight, 0 to 1; the answer)."""
+    answer = xml_answer(response)
+    parts = {
+        "correctness": float(bool(answer) and same_answer(answer, ground_truth)),
+        "integer": float(answer.isascii() and answer.removeprefix("-").isdigit()),
+        "strict_format": float(_strict(response)),
+        "soft_format": float(_soft(response)),
+        "tag_count": tag_count(response),
+    }
+    return parts, answer
+
+
 def grade_xml(request: RewardRequest, config: RewardConfig) -> Score:
     """The sum of the weighted parts of ``reward.xml``: correctness, integer, strict_format, soft_format, tag_count."""
-    answer = xml_answer(request.response)
-    right = bool(answer) and same_answer(answer, request.ground_truth)
-    weights = config.xml
+    weights, ours = config.xml, config.xml.compatibility is XmlCompatibility.none
+    if ours:
+        of_parts, answer = shares(request.response, request.ground_truth)
+    else:
+        of_parts, answer = published_shares(request.response, request.ground_truth, weights.compatibility)
     parts = {
-        "correctness": weights.correctness * right,
-        "integer": weights.integer * (answer.isascii() and answer.removeprefix("-").isdigit()),
-        "strict_format": weights.strict_format * _strict(request.response),
-        "soft_format": weights.soft_format * _soft(request.response),
-        "tag_count": weights.tag_count * tag_count(request.response),
+        "correctness": weights.correctness * of_parts["correctness"],
+        "integer": weights.integer * of_parts["integer"],
+        "strict_format": weights.strict_format * of_parts["strict_format"],
+        "soft_format": weights.soft_format * of_parts["soft_format"],
+        "tag_count": weights.tag_count * of_parts["tag_count"],
     }
-    value = as_number(answer)
+    value = as_number(answer) if ours else None
     said = (answer if value is None else plain(value)) or None
-    return Score(sum(parts.values()), parts, correct=float(right), answer=said)
+    return Score(sum(parts.values()), parts, correct=of_parts["correctness"], answer=said)

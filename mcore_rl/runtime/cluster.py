@@ -83,12 +83,16 @@ def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
                 # "local": never a cluster that others run here
                 ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
             except Exception as error:  # of many classes: it could not write, listen, or one of its processes died
-                why = str(error).splitlines()[0] if str(error) else type(error).__name__
                 how = "Begin again; with RAY_TMPDIR=DIR, a short path, Ray's logs stay in DIR"
-                raise WorkerError(f"Ray did not start: {why}. {how}.") from error
+                raise WorkerError(f"Ray did not start: {_first_line(error)}. {how}.") from error
         return
     with _refusing(config.address):
         ray.init(address=config.address, **options)
+
+
+def _first_line(error: Exception) -> str:
+    """What ``error`` says first, or its class where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @contextmanager
@@ -97,7 +101,7 @@ def _refusing(address: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        problem = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
+        problem = f"no Ray cluster answers there: {_first_line(error)}"
         remedy = "Start one with ray start --head, or leave ray_init.address out to start one here"
         raise ConfigError([Violation("ray_init.address", address, problem, remedy)]) from error
 

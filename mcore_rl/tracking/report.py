@@ -22,10 +22,13 @@ from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
 ACCURACY = "Accuracy on training prompts"
 VAL_LOSS = "sft/val_loss"
-# Title and keys of the charts that are always open; the other metrics have charts in a fold below.
+PARTS = "reward/part/"
+# Title and keys of the charts that are always open; the other metrics have charts in a fold below.  A key that ends in
+# a slash is every metric that begins so.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss, per trained token", ("sft/loss", "sft/val_loss")),
     ("Reward", ("reward/mean",)),
+    ("Parts of the reward", (PARTS,)),
     (ACCURACY, ("reward/accuracy",)),
     ("Response length", ("response/length_mean", "response/length_max")),
     ("Responses cut off", ("response/clip_share",)),
@@ -165,14 +168,20 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
 
 def _curves(runs: Sequence[RecordedRun]) -> str:
     known = list(dict.fromkeys(key for run in runs for key in run.metric_keys()))
-    shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in CHARTS)]
-    open_keys = {key for _, keys in CHARTS for key in keys}
+    charts = [(title, [key for each in keys for key in _members(each, known)]) for title, keys in CHARTS]
+    shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in charts if keys)]
+    open_keys = {key for _, keys in charts for key in keys}
     rest = [key for key in known if key not in open_keys and not key.startswith("time/") and not _validates(key)]
     others = "".join(_chart(key, (key,), runs) for key in rest)
     section = f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>'
     if not "".join(shown):
         section = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
     return section + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
+
+
+def _members(key: str, known: Sequence[str]) -> list[str]:
+    """The metrics that a key of ``CHARTS`` stands for."""
+    return [each for each in known if each.startswith(key)] if key.endswith("/") else [key]
 
 
 def _validation_chart(runs: Sequence[RecordedRun]) -> str:
@@ -265,7 +274,9 @@ def _validates(key: str) -> bool:
 
 
 def _label(key: str) -> str:
-    """The short name of ``key``; for a member of a family the key itself."""
+    """The short name of ``key``; of a part of the reward its name, of a member of another family the key itself."""
+    if key.startswith(PARTS):
+        return key.removeprefix(PARTS)
     row = _row(key)
     return key if row is None or row.key != key else row.short
 

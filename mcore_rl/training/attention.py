@@ -3,7 +3,7 @@
 Takes the place of Megatron's ``DotProductAttention``, which refuses packed sequences and context parallelism
 (megatron-core 0.16.1, transformer/dot_product_attention.py:57 and :153), wherever Transformer Engine is not used.
 Deliberately not here: dropout, biases, masks other than causal, decoding with a key/value cache.  The arithmetic is in
-``attention_kernels`` and ``capped_attention``.
+``attention_kernels`` and ``block_attention``.
 
 Invariant: a token's output depends on the tokens before it in its own sequence and on nothing else; on the CPU it is
 the same bit for bit whatever is packed beside it.
@@ -22,19 +22,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
-from mcore_rl.training.capped_attention import attend_capped
+from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.sequences import PackedSequences
 
 
 @lru_cache(maxsize=64)
-def _fixed_size(num_sequences: int, length: int, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
+def fixed_size(num_sequences: int, length: int, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
     """Sequences of one length; cached because an unpacked microbatch carries no record that could hold it."""
     lengths = (length,) * num_sequences
     return PackedSequences.of(lengths, lengths, cp, cp_rank, device)
@@ -45,6 +46,8 @@ class PackedAttention(MegatronModule):
 
     layer_number: in the whole model, from 1; ``config.window_size`` (W - 1, 0) and ``config.window_attn_skip_freq``
     decide by it whether this layer has the sliding window.  soft_cap: ``cap * tanh(score / cap)`` before the softmax.
+    ``config.softmax_type`` of "learnable": each of this rank's query heads has a sink, in the parameter
+    ``softmax_offset``, as ``DotProductAttention`` and Transformer Engine name it.
     cp_comm_type is accepted and not used: keys and values are always gathered.
     """
 
@@ -64,7 +67,7 @@ class PackedAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         assert dropout == 0, f"attention dropout is not supported (asked for {dropout})"
         assert attention_type == "self", f"self-attention only, not {attention_type}"
-        assert config.softmax_type == "vanilla", f"softmax type {config.softmax_type} is not supported"
+        assert config.softmax_type in ("vanilla", "learnable"), f"softmax type {config.softmax_type} is not supported"
         assert not config.apply_query_key_layer_scaling, "query-key layer scaling is not supported"
         _refuse_unless_causal(attn_mask_type)
         if pg_collection is None:
@@ -79,6 +82,12 @@ class PackedAttention(MegatronModule):
             assert config.window_size[1] == 0, f"a window of {config.window_size} sees the future"
             self.window = config.window_size[0] + 1
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # Megatron's own has no mark, and would be missing from the norm of the gradients on all ranks but one.
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -103,13 +112,20 @@ class PackedAttention(MegatronModule):
         cp, cp_rank = self.cp_group.size(), self.cp_group.rank()
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd", f"format {packed_seq_params.qkv_format} is not supported"
-            packed = _with_lengths(packed_seq_params, cp, cp_rank, query.device)
+            packed = with_lengths(packed_seq_params, cp, cp_rank, query.device)
             return self._attend(query, key, value, packed).flatten(1)
         s, b = query.shape[:2]
-        packed = _fixed_size(b, s * cp, cp, cp_rank, query.device)
+        packed = fixed_size(b, s * cp, cp, cp_rank, query.device)
         query_T, key_T, value_T = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = self._attend(query_T, key_T, value_T, packed)
         return out.view(b, s, -1).transpose(0, 1).contiguous()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of the sinks, which tensor ranks split; as ``DotProductAttention`` gives it."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _attend(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, packed: PackedSequences) -> Tensor:
         """[t, heads, head_dim] from this rank's rows of query, key and value."""
@@ -119,12 +135,15 @@ class PackedAttention(MegatronModule):
         if packed.cp > 1:
             # One collective for both; their head dimensions may differ.
             both_T = torch.cat([key_T, value_T], dim=-1)
-            both_T = _GatherRows.apply(  # type: ignore[no-untyped-call]
+            both_T = GatherRows.apply(  # type: ignore[no-untyped-call]
                 both_T, packed.gather_T, packed.scatter_T, self.cp_group
             )
             key_T, value_T = torch.split(both_T, [key_T.shape[-1], value_T.shape[-1]], dim=-1)
-        if self.soft_cap is not None:
-            return attend_capped(query_T, key_T, value_T, packed, self.softmax_scale, self.soft_cap, self.window)
+        if self.soft_cap is not None or self.softmax_offset is not None:
+            return attend_in_blocks(
+                query_T, key_T, value_T, packed, self.softmax_scale, self.soft_cap, self.window,
+                sinks=self.softmax_offset,
+            )  # fmt: skip
         attend = attend_varlen if varlen_can_run(query_T, value_T, packed, self.window) else attend_one_by_one
         return attend(query_T, key_T, value_T, packed, self.softmax_scale, self.window)
 
@@ -135,7 +154,7 @@ def _refuse_unless_causal(attn_mask_type: AttnMaskType) -> None:
     assert attn_mask_type in causal, f"causal attention only, not {attn_mask_type}"
 
 
-def _with_lengths(params: PackedSeqParams, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
+def with_lengths(params: PackedSeqParams, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
     """``params`` itself if it is ours, else ours with the lengths read from it (the host waits for the device)."""
     if isinstance(params, PackedSequences):
         assert (params.cp, params.cp_rank) == (cp, cp_rank), f"packed for rank {params.cp_rank} of {params.cp}"
@@ -146,11 +165,12 @@ def _with_lengths(params: PackedSeqParams, cp: int, cp_rank: int, device: torch.
     return PackedSequences.of(lengths, lengths, cp, cp_rank, device)
 
 
-class _GatherRows(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """[t, ...] of this rank to [T, ...] of all in sequence order; backward sums over ranks and keeps its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather_T: Tensor, scatter_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """gather_T, scatter_T: of the ``PackedSequences``.  group: the context-parallel ranks."""
         ctx.save_for_backward(scatter_T)
         ctx.group = group
         joined = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
@@ -159,6 +179,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
+        """See ``torch.autograd.Function.backward``."""
         (scatter_T,) = ctx.saved_tensors
         joined = grad_T.index_select(0, scatter_T)
         grad = joined.new_empty(joined.shape[0] // ctx.group.size(), *joined.shape[1:])

@@ -1,7 +1,7 @@
 """Causal attention of packed sequences by the kernels that PyTorch has: SDPA a sequence at a time, or one flash call.
 
-``blocks`` and ``visible`` define, for every kernel of ours, which keys a run of queries sees.  Soft-capped scores have
-no kernel; see ``capped_attention``.
+``blocks`` and ``visible`` define, for every kernel of ours, which keys a run of queries sees.  Soft-capped scores and
+sinks have no kernel; see ``block_attention``.
 
 Everywhere: query_T [t, heads, head_dim] are the rows of this rank, key_T and value_T [T, groups, head_dim] the rows of
 whole sequences in order; ``packed.segments`` lists which queries see which keys.  A window of W tokens lets a query see

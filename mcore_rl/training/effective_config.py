@@ -19,12 +19,15 @@ from mcore_rl.proofs.effective_config import (
     EffectiveConfig,
     Value,
     activation_name,
+    gate_fields,
     layer_place,
+    linear_fields,
     norm_fields,
     readable,
     rotary_fields,
     routing_fields,
 )
+from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
 from mcore_rl.training.latent_attention import LatentAttention
 from mcore_rl.training.model import ScaledEmbeddings
 from mcore_rl.training.rope import ScaledKeyPart
@@ -66,7 +69,13 @@ def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
         "zero_centered_norm": config.layernorm_zero_centered_gamma,
         "activation": activation_name(config.activation_func),
     }
-    fields |= readable(_attention_fields, layer.self_attention, chunk)
+    if config.activation_func_clamp_value is not None:
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        fields |= gate_fields(config.activation_func, clamp, offset)
+    if isinstance(layer.self_attention, PackedGatedDeltaNet):
+        fields |= linear_fields(layer.self_attention.linear.num_key_heads, layer.self_attention.num_value_heads)
+    else:
+        fields |= readable(_attention_fields, layer.self_attention, chunk)
     if isinstance(layer.mlp, MoELayer):
         fields |= readable(_routing_fields, layer.mlp.router)
     return fields

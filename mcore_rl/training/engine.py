@@ -22,17 +22,18 @@ from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
 from mcore_rl.config.megatron_fields import megatron_violations
-from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
-from mcore_rl.parallel.device import Platform, have_transformer_engine, pinned_empty_like
+from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.fusions import resolve_fusions, share_buffers
-from mcore_rl.training.layers import transformer_engine_lacks
+from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
@@ -50,32 +51,6 @@ logger = logging.getLogger(__name__)
 
 Loss = Callable[[LossInputs], LossSums]
 BUCKET_ELEMENTS: int | None = None  # of ``overlap_grad_reduce``; None is Megatron's, planning/states.py has its rule
-
-
-def transformer_engine_problem(
-    model: ModelConfig, parallel: ParallelConfig, precision: Precision, platform: Platform
-) -> str | None:
-    """Why Transformer Engine's layers cannot be used here, or None."""
-    if not platform.is_accelerator:
-        return "it runs on accelerators only"
-    if not have_transformer_engine():
-        return "it cannot be imported"
-    if precision is Precision.float32:
-        return "its packed attention has no float32 kernel"
-    return transformer_engine_lacks(model, parallel)
-
-
-def resolve_layer_spec(wanted: LayerSpec, problem: str | None) -> tuple[LayerSpec, list[Violation]]:
-    """(the layer spec to use, violations): ``auto`` takes Transformer Engine unless there is a ``problem`` with it.
-
-    Asking for Transformer Engine in spite of a ``problem`` is a violation.
-    """
-    if wanted is LayerSpec.auto:
-        return (LayerSpec.local if problem else LayerSpec.transformer_engine), []
-    if wanted is LayerSpec.transformer_engine and problem:
-        remedy = "Write layer_spec=auto or layer_spec=local; it needs a GPU, to be installed, and precision=bfloat16"
-        return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
-    return wanted, []
 
 
 class Engine:

@@ -6,9 +6,11 @@ Layers of one model may differ.  ``training/model.py`` builds modules from these
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -22,10 +24,15 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from mcore_rl.config.engine import LayerSpec
+from mcore_rl.config.engine import LayerSpec, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import Violation
+from mcore_rl.parallel.device import Platform, have_transformer_engine
 from mcore_rl.training.attention import PackedAttention
+from mcore_rl.training.expert_bias import ExpertOutputLinear
+from mcore_rl.training.gated_attention import GatedSelfAttention
+from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
 from mcore_rl.training.joint_norm import JointHeadNorm
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
 from mcore_rl.training.norm import RMSNorm
@@ -41,13 +48,18 @@ _LATENT_ATTENTION_KEYS = {
 }
 
 
-def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
-    """One decoder layer of Megatron's own parallel linears and our norm, attention and router."""
+_LINEAR_ATTENTION_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+
+
+def _local_layer(model: ModelConfig, layer: int) -> ModuleSpec:
+    """Decoder layer ``layer`` (from 0) of Megatron's own parallel linears and our norm, attention and router."""
+    has_experts, is_linear = model.has_experts(layer), model.is_linear(layer)
     output_linear = NormedRowParallelLinear if model.sandwich_norm else RowParallelLinear
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
     mlp = ModuleSpec(module=MLP, submodules=linears)
     if has_experts:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        of_experts = replace(linears, linear_fc2=ExpertOutputLinear) if model.linear_bias else linears
+        experts = ModuleSpec(module=SequentialMLP, submodules=of_experts)
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)  # built where the configuration gives a width
         parts = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
         mlp = ModuleSpec(module=MoELayer, submodules=parts)
@@ -55,16 +67,32 @@ def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: 
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_local_attention(model, output_linear),
+            self_attention=_linear_attention(model) if is_linear else _local_attention(model, output_linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # Checkpoint keys are Transformer Engine's, so that either spec loads what the other saved.
-            sharded_state_dict_keys_map=(_ATTENTION_KEYS if model.mla is None else _LATENT_ATTENTION_KEYS)
+            sharded_state_dict_keys_map=_attention_keys(model, is_linear)
             | ({} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
         ),
     )
+
+
+def _attention_keys(model: ModelConfig, is_linear: bool) -> dict[str, str]:
+    if is_linear:
+        return _LINEAR_ATTENTION_KEYS
+    return _ATTENTION_KEYS if model.mla is None else _LATENT_ATTENTION_KEYS
+
+
+def _linear_attention(model: ModelConfig) -> ModuleSpec:
+    """The spec of a layer's gated delta net, whose norm is not zero-centred, whatever the others are."""
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear,
+        out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
+        out_proj=RowParallelLinear,
+    )
+    return ModuleSpec(module=PackedGatedDeltaNet, params={"linear": model.linear_attention}, submodules=parts)
 
 
 def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
@@ -82,7 +110,8 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
         )
         if model.local_rotary_base is not None:
             return ModuleSpec(module=TwoBaseAttention, params=params, submodules=attention)
-        return ModuleSpec(module=SelfAttention, params=params, submodules=attention)
+        kind = GatedSelfAttention if model.attention_output_gate else SelfAttention
+        return ModuleSpec(module=kind, params=params, submodules=attention)
     latent_attention = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=ReplicatedLinear,
@@ -118,11 +147,41 @@ def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> st
     """A feature that ``model`` needs under ``parallel`` and Transformer Engine's layers lack, in words, or None."""
     if model.attention_soft_cap is not None:
         return f"its attention has no soft cap, and the model's is {model.attention_soft_cap:g}"
+    if model.attention_sinks:
+        return "its attention has no sinks for packed sequences, and the model has them"
     if model.sandwich_norm:
         return "its output linears have no norm behind them, and the model does"
+    if model.linear_attention is not None:
+        return "its layers with linear attention take no packed sequences, and the model has some"
     if model.sliding_layers and parallel.cp > 1:
         return f"its ring attention (cp={parallel.cp}) has no sliding window, and the model has one"
     return None
+
+
+def transformer_engine_problem(
+    model: ModelConfig, parallel: ParallelConfig, precision: Precision, platform: Platform
+) -> str | None:
+    """Why Transformer Engine's layers cannot be used here, or None."""
+    if not platform.is_accelerator:
+        return "it runs on accelerators only"
+    if not have_transformer_engine():
+        return "it cannot be imported"
+    if precision is Precision.float32:
+        return "its packed attention has no float32 kernel"
+    return transformer_engine_lacks(model, parallel)
+
+
+def resolve_layer_spec(wanted: LayerSpec, problem: str | None) -> tuple[LayerSpec, list[Violation]]:
+    """(the layer spec to use, violations): ``auto`` takes Transformer Engine unless there is a ``problem`` with it.
+
+    Asking for Transformer Engine in spite of a ``problem`` is a violation.
+    """
+    if wanted is LayerSpec.auto:
+        return (LayerSpec.local if problem else LayerSpec.transformer_engine), []
+    if wanted is LayerSpec.transformer_engine and problem:
+        remedy = "Write layer_spec=auto or layer_spec=local; it needs a GPU, to be installed, and precision=bfloat16"
+        return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
+    return wanted, []
 
 
 def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
@@ -153,7 +212,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk and the final norm.  layers: numbers in the whole model, from 0."""
     if layer_spec is LayerSpec.local:
-        specs = [_local_layer(model, config, has_experts=model.has_experts(layer)) for layer in layers]
+        specs = [_local_layer(model, layer) for layer in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     from megatron.core.extensions.transformer_engine import TENorm
 

@@ -16,13 +16,15 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
-from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import refuse_if_any
@@ -119,9 +121,17 @@ def _tensors(chunk: GPTModel) -> dict[str, MegatronTensor]:
             dtype=fixed,
             layer=_owner(key, layers),
             expert=_owner(key, experts),
-            stored=stored[key].key,
+            stored=_stored(stored[key]),
         )
     return tensors
+
+
+def _stored(described: ShardedTensor | ShardedTensorFactory) -> tuple[tuple[str, int], ...]:
+    """(key, rows here) of each tensor that Megatron saves for a parameter; gate and up are both rows of one."""
+    rows: dict[str, int] = {}
+    for shard in [described] if isinstance(described, ShardedTensor) else described.build():
+        rows[shard.key] = rows.get(shard.key, 0) + shard.local_shape[0]
+    return tuple(rows.items())
 
 
 def _owner(key: str, numbers: dict[str, int]) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -30,9 +31,13 @@ from mcore_rl.training.value_head import ValueHead
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
 
-# Megatron fuses silu and the gate (bias_activation_fusion); its fused tanh gelu rounds other constants than PyTorch's
-# (fusions/fused_bias_geglu.py).
-_ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu_tanh: partial(F.gelu, approximate="tanh")}
+# Megatron fuses silu and the gate (bias_activation_fusion); its fused tanh gelu rounds other constants than PyTorch's,
+# and its fused quick_gelu clamps before the bias is added (fusions/fused_bias_geglu.py).
+_ACTIVATIONS = {
+    Activation.silu: F.silu,
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+    Activation.quick_gelu: quick_gelu,
+}
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     Recompute.none: {},
@@ -69,12 +74,9 @@ def transformer_config(
         layernorm_epsilon=model.norm_epsilon,
         add_qkv_bias=model.qkv_bias,
         normalization="RMSNorm",
-        activation_func=_ACTIVATIONS[model.activation],
-        gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear=model.linear_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bias_activation_fusion=model.activation is Activation.silu,
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.gradient_accumulation_fusion,
@@ -102,6 +104,7 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         **_RECOMPUTE[engine.recompute],
+        **_gate(model),
         **_attention(model),
         **_experts(model, layer_spec),
         **_passed_on(engine),
@@ -116,15 +119,28 @@ def _passed_on(engine: EngineConfig) -> dict[str, Any]:
     return fields
 
 
+def _gate(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "activation_func": _ACTIVATIONS[model.activation],
+        "gated_linear_unit": True,
+        "activation_func_clamp_value": model.activation_clamp,
+        "glu_linear_offset": model.glu_linear_offset,
+        "bias_activation_fusion": model.activation is Activation.silu,
+    }
+
+
 def _attention(model: ModelConfig) -> dict[str, Any]:
     # A joint norm is split over tensor ranks: Megatron must not sum its gradients (``training/joint_norm.py``).
     settings: dict[str, Any] = {"qk_layernorm": model.qk_norm and not model.joint_qk_norm}
     if model.mla is None:
         settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
+        settings["attention_output_gate"] = model.attention_output_gate
     else:
         scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
         # kv_channels: width of a value head, the input of the output projection; ``LatentAttention`` has the rest.
         settings |= {"multi_latent_attention": True, "kv_channels": model.mla.v_head_dim, "softmax_scale": scale}
+    if model.attention_sinks:
+        settings["softmax_type"] = "learnable"
     if model.sliding_layers:
         assert model.sliding_window is not None, "model_violations lets no sliding layers without a window through"
         settings["window_size"] = (model.sliding_window - 1, 0)  # keys to the left of a query's own, and to the right

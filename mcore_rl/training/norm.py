@@ -26,6 +26,7 @@ class RMSNorm(torch.nn.Module):
 
     hidden_size: elements of the last dimension; for query and key norms, of one head.  The weight [hidden_size] has
     dtype ``config.params_dtype`` and is made on the default device, as in Megatron's own PyTorch norm.
+    zero_centered: None: as ``config`` says.
 
     Tensor-parallel ranks each hold the whole weight and see a part of the tokens (sequence parallelism) or of the heads
     (query and key norms), so gradients must be summed over them.  Megatron's finalize_model_grads does so
@@ -33,12 +34,14 @@ class RMSNorm(torch.nn.Module):
     ``config.qk_layernorm`` is set, for those with ``q_layernorm`` or ``k_layernorm`` in their name.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, zero_centered: bool | None = None
+    ) -> None:
         super().__init__()
         assert config.normalization == "RMSNorm", f"normalization is {config.normalization}, not RMSNorm"
         self.hidden_size = hidden_size
         self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
         start = 0.0 if self.zero_centered else 1.0
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

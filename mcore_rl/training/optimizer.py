@@ -25,12 +25,14 @@ def learning_rate(optim: OptimizerConfig, step: int) -> float:
 
     Warm-up: ``lr * (step + 1) / lr_warmup_steps``, so that the first step already moves.  After it the rate is held,
     or falls from ``lr`` to ``lr * min_lr_ratio`` along a line or half a cosine (arXiv:1608.03983), reached at
-    ``total_steps`` and then held.
+    ``total_steps`` and then held.  ``optim`` is complete: ``config.schedule`` has made it so.
     """
+    assert not optim.warmup_ratio, "the run says how many steps that is"
     if step < optim.lr_warmup_steps:
         return optim.lr * (step + 1) / optim.lr_warmup_steps
     if optim.lr_schedule is Schedule.constant:
         return optim.lr
+    assert optim.total_steps is not None, "the run says how long it is"
     progress = min((step - optim.lr_warmup_steps) / (optim.total_steps - optim.lr_warmup_steps), 1.0)
     fall = progress if optim.lr_schedule is Schedule.linear else (1 - math.cos(math.pi * progress)) / 2
     return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)

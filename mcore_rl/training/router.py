@@ -128,8 +128,9 @@ class Router(TopKRouter):
         # Sigmoids in float32, all else in the dtype of the weights, as transformers does; Megatron's own function is a
         # NameError without Transformer Engine (transformer/moe/moe_utils.py:1192, te_general_gemm).
         if self.config.moe_router_dtype == "fp32":
+            assert self.bias is None, "no router of sigmoids or of latent attention has a bias of its logits"
             return torch.nn.functional.linear(input.float(), self.weight.float())
-        return torch.nn.functional.linear(input, self.weight)
+        return torch.nn.functional.linear(input, self.weight, self.bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts.  logits: [s / tp, b, E].  Returns (probabilities [M, E], routing map [M, E] bool)."""

@@ -71,7 +71,7 @@ def messages_to(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
 def plan_id(plan: ReshardPlan, max_bytes: int) -> str:
     """A hash of everything that decides the messages: two processes with equal hashes compute equal messages."""
     digest = hashlib.sha256(repr((plan.itemsize, max_bytes, plan.geometries)).encode())
-    digest.update(repr([(rule.name, rule.dtype) for rule in plan.rollout.rules]).encode())
+    digest.update(repr([(rule.label, rule.dtype) for rule in plan.rollout.rules]).encode())
     for column in (plan.source_rank, plan.source, plan.target_rank, plan.target, plan.geometry):
         digest.update(column.tobytes())
     return digest.hexdigest()
@@ -79,7 +79,7 @@ def plan_id(plan: ReshardPlan, max_bytes: int) -> str:
 
 def _messages(plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_bytes: int) -> list[Message]:
     rules = plan.rollout.rules
-    numbers = {rule.name.format(l=layer): n for n, rule in enumerate(rules) for layer in plan.rollout.layers(rule)}
+    numbers = {rule.label.format(l=layer): n for n, rule in enumerate(rules) for layer in plan.rollout.layers(rule)}
     streams: dict[tuple[int, int], list[tuple[Turn, int, Copy]]] = {}
     for place, here in copies:
         turn = (place < 0, place)

@@ -15,7 +15,7 @@ _DIALECTS = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
         (r"\.(?:to_wrap|base_layer)\.", "."),  # the frozen linear layer inside an adapter: Megatron-Bridge, PEFT
-        (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+        (r"\.self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
         (r"\.linear_(q|kv)_up_proj\.layer_norm_weight$", r".\1_layernorm.weight"),
         (r"\.mlp\.experts\.linear_fc([12])\.weight(\d+)$", r".mlp.experts.local_experts.\2.linear_fc\1.weight"),

@@ -231,7 +231,7 @@ class ReshardPlan:
             ours, theirs = self.table.rules[geometry.source_rule], self.rollout.rules[geometry.target_rule]
             chunk, source = self.replicas.local_name(ours, layer, expert, source_rank)
             slot = self.rollout.experts(target_rank).index(expert) if theirs.stacked else None
-            yield Names(chunk, source, theirs.name.format(l=layer), slot)
+            yield Names(chunk, source, theirs.label.format(l=layer), slot)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,9 @@ from mcore_rl.weights.table import Piece, pieces
 class RolloutTensor:
     """A tensor of one rollout rank.
 
-    name: vLLM's.  layer: None for a tensor outside the layers.  experts: the experts in the slots of a stacked tensor,
-    in order; else empty.  num_shards, index: shard ``index`` of ``num_shards`` along the rule's axis.
+    name: vLLM's; of several that take turns in a parameter of vLLM, with the turn behind it.  layer: None for a tensor
+    outside the layers.  experts: the experts in the slots of a stacked tensor, in order; else empty.  num_shards,
+    index: shard ``index`` of ``num_shards`` along the rule's axis.
     """
 
     name: str
@@ -34,6 +35,17 @@ class RolloutTensor:
     experts: range
     num_shards: int
     index: int
+
+    @property
+    def parameter(self) -> str:
+        """The name of vLLM's parameter."""
+        return self.rule.name.format(l=self.layer)
+
+    @property
+    def turns(self) -> tuple[slice, ...]:
+        """Index of vLLM's parameter (of one slot, if stacked): the elements that are this tensor."""
+        which, count = self.rule.turn
+        return (*(slice(None),) * self.rule.dim, slice(which, None, count))
 
 
 def itemsize_of(rule: Rule, itemsize: int) -> int:
@@ -102,7 +114,7 @@ class RolloutTable:
         for rule in self.rules:
             experts = self.experts(rank) if rule.stacked else range(0)
             for layer in self.layers(rule):
-                name = rule.name.format(l=layer)
+                name = rule.label.format(l=layer)
                 yield RolloutTensor(name, rule, layer, experts, self.num_shards(rule), self.shard_index(rule, rank))
 
     def shard(self, tensor: RolloutTensor) -> ShardRanges:
@@ -113,6 +125,12 @@ class RolloutTable:
         """The shape of ``tensor``; the first dimension of a stacked tensor is its slots."""
         shape = tensor.rule.local_shape(self.model, tensor.num_shards)
         return (len(tensor.experts), *shape) if tensor.rule.stacked else shape
+
+    def parameter_shape(self, tensor: RolloutTensor) -> tuple[int, ...]:
+        """The shape of vLLM's parameter: that of ``tensor``, unless others take turns in it."""
+        shape, dim = list(self.shape(tensor)), tensor.rule.dim + tensor.rule.stacked
+        shape[dim] *= tensor.rule.turn[1]
+        return tuple(shape)
 
     def pieces(self, tensor: RolloutTensor) -> list[tuple[int | None, Piece]]:
         """(slot or None, piece) of everything that ``tensor`` is made of; the rest is padding."""

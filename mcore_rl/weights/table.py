@@ -118,6 +118,8 @@ class Table:
         if head is Head.value:
             rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
         self.rules = tuple(rule for rule in rules if rule.only(model))
+        for rule in self.rules:
+            assert rule.turn == (0, 1), f"{rule.name}: Megatron has the gate before the other half"
         self._shards: dict[tuple[Rule, int, int], ShardRanges] = {}
 
     def tensors(self, rank: int) -> list[LocalTensor]:

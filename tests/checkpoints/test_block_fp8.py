@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.block_fp8 import FLOAT32_OF_BYTE, QUANTISED, BlockFp8Checkpoint
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.safetensors import checksum
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
@@ -61,7 +60,6 @@ def test_scales_are_consumed_and_other_tensors_read_as_they_are(saved: tuple[Pat
     with BlockFp8Checkpoint(HfCheckpoint.open(directory), BLOCK) as checkpoint:
         assert checkpoint.tensors.keys() == {"norm", *(f"w{index}" for index in range(len(SHAPES)))}
         assert torch.equal(checkpoint.read("norm"), tensors["norm"])
-        assert checkpoint.checksum("w0") == checksum(tensors["w0"])
 
 
 def test_the_table_is_every_number_of_the_format() -> None:

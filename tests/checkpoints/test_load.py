@@ -193,6 +193,7 @@ def _cases() -> tuple[tuple[str, str], ...]:
     dense = [(name, layout) for name in ("qwen2", "gemma2", "qwen3", "deepseek_v3") for layout in DENSE_LAYOUTS]
     rest = [(name, "tp=2,pp=2") for name in checkpoints.MODELS if (name, "tp=2,pp=2") not in dense]
     experts = [(name, layout) for name in checkpoints.WITH_EXPERTS for layout in EXPERT_LAYOUTS]
+    experts = [case for case in experts if checkpoints.fits(*case)]
     return tuple(dense + rest + experts)
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType, RouterScore, model_violations
+from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType, RouterScore
+from mcore_rl.config.model_violations import model_violations
 from tests.support import models
 
 QWEN, DEEPSEEK = models.qwen2_moe(), models.deepseek_v3()
@@ -23,6 +24,12 @@ def mla(**changes: object) -> ModelConfig:
     return replace(DEEPSEEK, mla=replace(DEEPSEEK.mla, **changes))
 
 
+def linear(**changes: object) -> ModelConfig:
+    model = models.qwen3_next()
+    assert model.linear_attention is not None
+    return replace(model, linear_attention=replace(model.linear_attention, **changes))
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -35,6 +42,8 @@ def mla(**changes: object) -> ModelConfig:
         models.gemma3(),
         models.olmoe(),
         models.phi3(),
+        models.gpt_oss(),
+        models.qwen3_next(),
         moe(QWEN, top_k=8),
         moe(DEEPSEEK, top_k=8),
         moe(DEEPSEEK, num_groups=12, top_k_groups=12),
@@ -48,6 +57,12 @@ def test_a_sound_model_has_no_violation(model: ModelConfig) -> None:
     ("model", "key", "remedy"),
     [
         (models.dense(hidden_size=0), "model.hidden_size", "1 or more"),
+        (linear(num_value_heads=6), "model.linear_attention.num_value_heads", "a multiple"),
+        (linear(conv_kernel_dim=0), "model.linear_attention.conv_kernel_dim", "1 or more"),
+        (linear(layers=[0, 1, 2, 3]), "model.linear_attention.layers", "some of the layers"),
+        (linear(layers=[]), "model.linear_attention.layers", "some of the layers"),
+        (linear(layers=[4]), "model.linear_attention.layers", "Leave them out"),
+        (models.deepseek_v3(attention_output_gate=True), "model.attention_output_gate", "Write false"),
         (models.dense(num_query_groups=3), "model.num_query_groups", "[1, 2, 4]"),
         (models.dense(rotary_percent=0.2), "model.rotary_percent", "rotates an even number"),  # 3 of 16
         (models.dense(rotary_percent=0.05), "model.rotary_percent", "rotates an even number"),
@@ -89,6 +104,11 @@ def test_a_sound_model_has_no_violation(model: ModelConfig) -> None:
         (replace(DEEPSEEK, num_query_groups=2), "model.num_query_groups", "Write 4"),
         (replace(DEEPSEEK, qkv_bias=True), "model.qkv_bias", "false"),
         (replace(DEEPSEEK, qk_norm=True), "model.qk_norm", "false"),
+        (replace(DEEPSEEK, attention_sinks=True), "model.attention_sinks", "false"),
+        (models.dense(linear_bias=True, qkv_bias=True), "model.linear_bias", "false"),
+        (models.moe(linear_bias=True), "model.linear_bias", "false"),
+        (replace(QWEN, linear_bias=True), "model.linear_bias", "false"),
+        (models.gpt_oss(activation_clamp=0.0), "model.activation_clamp", "positive number"),
     ],
 )
 def test_each_mistake_is_named_once_with_its_remedy(model: ModelConfig, key: str, remedy: str) -> None:

@@ -18,6 +18,7 @@ from mcore_rl.config.rollout import (
     parse_rollout_layout,
     rollout_config_violations,
     rollout_violations,
+    sequence_bytes,
 )
 from mcore_rl.errors import ConfigError
 from tests.support import models
@@ -69,6 +70,12 @@ def test_what_vllm_runs_is_not_refused(layout: RolloutLayout) -> None:
         (models.dense(ffn_hidden_size=97), RolloutLayout(tp=2), "does not divide model.ffn_hidden_size=97"),
         (models.dense(num_attention_heads=6, num_query_groups=3), RolloutLayout(tp=2), "model.num_query_groups=3"),
         (models.olmoe(), RolloutLayout(tp=4), "norms the keys at once"),
+        (models.gpt_oss(), RolloutLayout(tp=4), "shares no key of a model with sinks. Write a rollout.tp of 2 or less"),
+        (
+            models.qwen3_next(num_attention_heads=8),
+            RolloutLayout(tp=8),
+            "rollout.tp=8: does not divide model.linear_attention.num_key_heads=4",
+        ),
         (models.dense(), RolloutLayout(tp=2, ep=2), "the model has no experts. Write rollout.ep=1"),
         (models.moe(), RolloutLayout(tp=4, dp=2, ep=2), "Write rollout.ep as one of [1, 4, 8]"),
         (models.moe(), RolloutLayout(tp=2, dp=4, ep=8), "does not divide model.moe.num_experts=4. Write rollout.ep as"),
@@ -116,6 +123,14 @@ def test_what_the_model_has_no_room_for_is_named() -> None:
     said = "\n".join(map(str, context_violations(model, long)))
     assert "exceeds the model's 128 tokens. Lower one of them, to 128 in all" in said
     assert f"does not hold one sequence of 129 tokens, which takes {129 * 512}" in said
+
+
+def test_linear_attention_keeps_a_state_and_no_keys() -> None:
+    """Three layers: 2 tokens of 4 * 10 * 2 + 8 * 6 channels, and 8 heads of 10 times 6.  The other: keys and values."""
+    model = models.qwen3_next()
+    assert kv_bytes_per_token(model, RolloutConfig()) == 2 * 1 * 2 * 16 * 2
+    assert sequence_bytes(model, RolloutConfig(), 7) == 7 * 128 + 3 * (2 * 128 + 8 * 60) * 2
+    assert sequence_bytes(model, RolloutConfig(tp=2), 7) == 7 * 64 + 3 * (2 * 64 + 4 * 60) * 2
 
 
 def test_positions_that_yarn_does_not_reach_are_refused() -> None:

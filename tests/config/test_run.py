@@ -211,9 +211,13 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ("actor.microbatch_tokens=null", "actor.microbatch_tokens=None: either this or microbatch_sequences"),
         ("algorithm=ppo critic.cliprange_value=-1", "critic.cliprange_value=-1.0: must not be negative"),
         (
-            "algorithm=ppo critic.optim.lr_schedule=cosine",
-            "critic.optim.total_steps=0: a cosine schedule must end after its 0 steps of warm-up. "
-            "Write more than 0, or critic.optim.lr_schedule=constant",
+            "algorithm=ppo critic.optim.lr_schedule=cosine critic.optim.total_steps=5 critic.optim.lr_warmup_steps=5",
+            "critic.optim.total_steps=5: a cosine schedule must end after its 5 steps of warm-up. "
+            "Write more than 5, or leave it out: it follows from the run",
+        ),
+        (
+            "actor.optim.warmup_ratio=0.1 actor.optim.lr_warmup_steps=5",
+            "actor.optim.warmup_ratio=0.1: and actor.optim.lr_warmup_steps=5 both say how long warm-up is",
         ),
         # rewards and the run
         ("reward.timeout_s=0", "reward.timeout_s=0.0: must be positive"),

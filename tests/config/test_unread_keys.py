@@ -25,6 +25,12 @@ def refused(*overrides: str) -> list[Violation]:
 
 # What is written -> what is said of it, and what it takes to be read.
 CASES = {
+    "custom_reward_function={path: r.py, functions: [f], name: g}": (
+        "custom_reward_function.functions are there instead of it", "custom_reward_function.functions=[]",
+    ),
+    "custom_reward_function.completions=text": (
+        "there is no function of your own", "custom_reward_function.path=r.py",
+    ),
     "algorithm=dapo actor.kl_loss_coef=0.001": ("there is no KL in the loss", "actor.use_kl_loss=true"),
     "algorithm=dapo actor.kl_loss_type=k3": ("there is no KL in the loss", "actor.use_kl_loss=true"),
     "actor.full_kl_gib=9": ("no logits of the reference are kept", "actor.kl_loss_type=full"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
+from mcore_rl.families.registry import FAMILIES
 from tests.support import prompt_files
 
 
@@ -31,6 +35,30 @@ def refusal(path: Path) -> str:
 def test_a_whole_one_loads(tmp_path: Path) -> None:
     loaded = load_tokenizer(str(directory_without(tmp_path)))
     assert loaded.decode(loaded.encode("Tom has 3")) == "Tom has 3"
+
+
+@pytest.mark.parametrize("model_type", [None, *FAMILIES])
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_it_is_what_transformers_takes(tmp_path: Path, model_type: str | None, named: str) -> None:
+    directory_without(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": named}))
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "Tom has 13 apples, 4  more\n<|end|>"
+    assert type(ours) is type(theirs) and ours.encode(text) == theirs.encode(text)
+    assert ours.special_tokens_map == theirs.special_tokens_map and ours.chat_template == theirs.chat_template
+
+
+def test_the_tokenizer_of_a_tiny_model_takes_no_seconds_of_imports(tmp_path: Path) -> None:
+    directory_without(tmp_path)
+    loads = "import sys; from mcore_rl.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"
+    told = "; print(*sorted({'torch._dynamo', 'transformers.models.auto.modeling_auto'} & {*sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", loads + told, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\n"
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ def proven(vllm: VllmProcess, family: Family):  # type: ignore[no-untyped-def]
         ("microsoft/phi-4", "tp=2"),
         ("microsoft/Phi-4-mini-instruct", "tp=8"),
         ("allenai/OLMoE-1B-7B-0924-Instruct", "tp=8"),
+        ("openai/gpt-oss-20b", "tp=2"),
+        ("openai/gpt-oss-120b", "tp=4,dp=2,ep=8"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=4"),
     ],
 )
@@ -208,8 +210,8 @@ def test_full_size_shapes_are_those_of_vllm(vllm: VllmProcess, name: str, rollou
         config, ranks=ranks, tp=layout.tp, dp=layout.engine_dp, expert_parallel=layout.ep > 1
     )
     for rank, held in zip(ranks, built, strict=True):
-        stored = {tensor.name: tensor for tensor in table.tensors(rank)}
-        assert {name: table.shape(tensor) for name, tensor in stored.items()} == {
+        stored = {tensor.parameter: tensor for tensor in table.tensors(rank)}
+        assert {name: table.parameter_shape(tensor) for name, tensor in stored.items()} == {
             name: parameter.shape for name, parameter in held.items()
         }
         assert all(tuple(stored[name].experts) == parameter.experts for name, parameter in held.items())

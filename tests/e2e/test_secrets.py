@@ -69,8 +69,11 @@ class Observed:
                         self.environments[f"{process.pid} {' '.join(command)}"] = environment
                     self.listening |= set(listening_ports.of(process))
         if can_have_one():
+            own = Path("/proc", str(top.pid), "root", "tmp")
             with suppress(OSError):
-                for path in Path("/proc", str(top.pid), "root", "tmp").iterdir():
+                if own.stat().st_dev == Path("/tmp").stat().st_dev:
+                    return  # it is not mounted yet
+                for path in own.iterdir():
                     if path.name != self.directory.parents[-3].name and path.stat().st_mode & 0o077:
                         self.open_to_others.add(path.name)
 

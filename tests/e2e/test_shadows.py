@@ -137,7 +137,12 @@ def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
 
 
 def validates(config: RunConfig, last: dict[str, Any]) -> None:
-    sources = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval", "aime24": "aime24"}
+    sources = {
+        "gsm8k": "openai/gsm8k",
+        "gsm8k-xml": "gsm8k_xml",
+        "math": "DigitalLearningGmbH/MATH-lighteval",
+        "aime24": "aime24",
+    }
     for path in config.data.val_files:
         assert f"val/{sources[Path(path).parent.name]}/reward" in last
 

@@ -23,14 +23,18 @@ IGNORED_BY_FAMILY = {
     "qwen3_moe": {"sliding_window", "max_window_layers"},
     "gemma2": set(),
     "gemma3_text": {"_sliding_window_pattern"},
+    "qwen3_next": {"sliding_window", "max_window_layers"},
     "olmoe": set(),
     "phi3": {"original_max_position_embeddings"},  # nothing reads it without longrope
     "deepseek_v3": {"num_nextn_predict_layers"},
     "deepseek_v2": set(),
     "glm4_moe": {"num_nextn_predict_layers"},
+    "gpt_oss": set(),
 }
 # What other families refuse.
 IMPLEMENTED = {"glm4_moe": {"attention_bias", "use_qk_norm"}}
+# What other families refuse and this one always has.
+DEMANDED = {"gpt_oss": {"attention_bias"}}
 
 
 def refused(config: dict[str, Any]) -> dict[str, Violation]:
@@ -133,6 +137,8 @@ def test_what_is_not_implemented_is_refused_by_name_if_anybody_reads_it(name: st
     config = {**TINY[name], field: value}
     if field in IMPLEMENTED.get(name, ()):
         assert model_of(config) != model_of({**TINY[name], field: False})
+    elif field in DEMANDED.get(name, ()):
+        assert list(refused({**TINY[name], field: False})) == [field] and not refused(config)
     elif name in NOT_READ.get(field, ()):
         assert not refused(config) and field in unread_fields(config)
     elif field != "layer_types" or name not in WITH_WINDOWS:
@@ -166,6 +172,15 @@ def test_what_tools_add_when_they_save_a_copy_changes_nothing(name: str) -> None
         ("qwen2_moe", "qkv_bias", False),
         ("qwen2_moe", "shared_expert_intermediate_size", 0),
         ("qwen3_moe", "use_sliding_window", True),
+        ("qwen3_next", "attn_output_gate", False),
+        ("qwen3_next", "output_gate_type", "sigmoid"),
+        ("qwen3_next", "layer_scale", True),
+        ("qwen3_next", "is_causal", False),
+        ("qwen3_next", "tie_word_embeddings", True),
+        ("qwen3_next", "full_attention_interval", 0),
+        ("qwen3_next", "linear_num_value_heads", 3),
+        ("qwen3_next", "shared_expert_intermediate_size", 0),
+        ("qwen3_next", "layer_types", ["linear_attention"] * 3),
         ("olmoe", "clip_qkv", 8.0),
         ("olmoe", "norm_topk_prob", True),
         ("olmoe", "rms_norm_eps", 1e-6),
@@ -206,6 +221,13 @@ def test_what_tools_add_when_they_save_a_copy_changes_nothing(name: str) -> None
         ("glm4_moe", "tie_word_embeddings", True),
         ("glm4_moe", "partial_rotary_factor", 0.3),  # 9 of 32
         ("glm4_moe", "partial_rotary_factor", 1.5),
+        ("gpt_oss", "swiglu_alpha", 1.0),
+        ("gpt_oss", "swiglu_limit", 6.0),
+        ("gpt_oss", "rms_norm_eps", 1e-6),
+        ("gpt_oss", "tie_word_embeddings", True),
+        ("gpt_oss", "sliding_window", None),
+        ("gpt_oss", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gpt_oss", "layer_types", ["sliding_attention"] * 4),
     ],
 )
 def test_what_a_family_does_not_have_is_refused_by_name(name: str, field: str, value: object) -> None:
@@ -315,6 +337,25 @@ def test_quantised_weights_are_refused_but_for_deepseeks_blocks(method: str) -> 
     assert list(refusals) == ([] if method == "fp8" else ["quantization_config"])
     wide = {**FACTS["deepseek-ai/DeepSeek-V3"]["quantization_config"], "weight_block_size": [64, 64]}
     assert list(refused({**TINY["deepseek_v3"], "quantization_config": wide})) == ["quantization_config"]
+
+
+def test_mxfp4_is_of_gpt_oss_alone() -> None:
+    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    assert model_of({**TINY["gpt_oss"], **quantised}) == model_of(TINY["gpt_oss"])
+    assert list(refused({**TINY["mixtral"], **quantised})) == ["quantization_config"]
+    assert list(refused({**TINY["gpt_oss"], "quantization_config": {"quant_method": "mxfp8"}})) == [
+        "quantization_config"
+    ]
+
+
+def test_gpt_oss_has_yarn_as_vllm_reads_it() -> None:
+    def rope(**changes: object) -> dict[str, Any]:
+        return {**TINY["gpt_oss"], "rope_scaling": {**TINY["gpt_oss"]["rope_scaling"], **changes}}
+
+    for field, value in (("rope_type", "linear"), ("attention_factor", 1.2), ("beta_fast", None), ("mscale", 1.0)):
+        assert list(refused(rope(**{field: value}))) == [f"rope_scaling.{field}"], field
+    _, default = model_of({name: value for name, value in TINY["gpt_oss"].items() if name != "rope_scaling"})
+    assert (default.rope.factor, default.rope.truncate, default.rope.beta_fast) == (32.0, False, 32.0)
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", ["LlamaModel"], ["A", "B"], [["A"]]])

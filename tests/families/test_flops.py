@@ -48,7 +48,27 @@ def seen(model: ModelConfig, layer: int) -> int:
     return sum(key <= query and query - key < window for query in range(LENGTH) for key in range(LENGTH))
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_linear_attention_by_its_weights_and_its_rule() -> None:
+    """torch counts the chunks of transformers' rule, and a convolution's padding; the definition has neither."""
+    _, model = model_of(TINY["qwen3_next"])
+    linear, moe = model.linear_attention, model.moe
+    assert linear is not None and moe is not None
+    theirs = AutoModelForCausalLM.from_config(class_config(TINY["qwen3_next"]))
+    shares = {"embed_tokens": 0.0, ".mlp.experts.": moe.top_k / moe.num_experts}
+    multiplying = sum(
+        parameter.numel() * next((share for part, share in shares.items() if part in name), 1.0)
+        for name, parameter in theirs.named_parameters()
+        if parameter.dim() > 1
+    )
+    assert matmul_parameters(model) == multiplying
+    # S k, k (v - S k)^T and S q: a key's width times a value's, for each of the heads of each layer that has a state.
+    rule = 3 * 2 * linear.key_head_dim * linear.value_head_dim * linear.num_value_heads * len(linear.layers)
+    pairs = sum(seen(model, layer) for layer in range(model.num_layers) if not model.is_linear(layer))
+    attention = 2 * model.num_attention_heads * 2 * model.head_dim * pairs
+    assert forward_flops(model, [LENGTH]) == LENGTH * (2 * multiplying + rule) + attention
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_next"])
 def test_every_family_as_torch_counts_it(name: str) -> None:
     _, model = model_of(MODELS[name])
     lengths, operations = [LENGTH] * BATCH, counted(name)

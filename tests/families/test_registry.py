@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.model import Activation, ModelConfig, RopeType
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
@@ -48,6 +49,7 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "microsoft/phi-4": 14_659_507_200,
@@ -58,6 +60,8 @@ PUBLISHED_PARAMETERS = {
     "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
     "moonshotai/Moonlight-16B-A3B": 15_960_110_208,
     "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
     "zai-org/GLM-4.5": 352_797_829_024,
     "zai-org/GLM-4.5-Air": 106_852_251_264,
 }
@@ -67,7 +71,7 @@ ACTIVATIONS = {Activation.silu: "SiLUActivation", Activation.gelu_tanh: "GELUTan
 
 
 def shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: info.shape for name, info in Table(*model_of(facts)).hf_tensors.items()}
+    return {name: info.shape for name, info in stored_tensors(Table(*model_of(facts))).items()}
 
 
 def test_every_checkpoint_has_a_published_count() -> None:
@@ -90,6 +94,22 @@ def test_the_table_and_the_model_are_those_of_transformers(hf_id: str) -> None:
     assert_same_numbers(model, reference.model, reference.config)
 
 
+def test_what_qwen3_next_leaves_out_is_its_layer_of_multi_token_prediction() -> None:
+    """The published checkpoint has 1,650,471,424 parameters beyond the model's, in tensors of these names."""
+    family, model = model_of(FACTS["Qwen/Qwen3-Next-80B-A3B-Instruct"])
+    assert model.moe is not None
+    sizes = {tensor.name: prod(tensor.shape(model)) for rule in family.weights for tensor in rule.hf}
+    hidden = model.hidden_size
+    joining = {"fc": 2 * hidden**2, "norm": hidden, "pre_fc_norm_embedding": hidden, "pre_fc_norm_hidden": hidden}
+    sizes |= {f"model.{name}.weight": size for name, size in joining.items()}
+    assert len(set(family.ignored)) == len(family.ignored)
+    total = sum(
+        sizes[name.replace("mtp.", "model.", 1)] * (model.moe.num_experts if "{e}" in name else 1)
+        for name in family.ignored
+    )
+    assert total == 1_650_471_424
+
+
 def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[str, Any]) -> None:
     """Bases, factors and widths of the rotation, for Gemma 3 of both kinds of layers."""
     if "full_attention" not in parameters:
@@ -101,6 +121,16 @@ def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[st
         assert getattr(embedding, f"{prefix}attention_scaling") == model.rope.attention_factor
         assert values["rope_theta"] == base
         assert 2 * getattr(embedding, f"{prefix}inv_freq").numel() == model.rotary_dim
+
+
+def assert_same_linear_attention(model: ModelConfig, net: Any) -> None:
+    """The numbers of heads and their widths, of which shapes show products alone."""
+    linear = model.linear_attention
+    assert linear is not None
+    assert (net.num_k_heads, net.head_k_dim) == (linear.num_key_heads, linear.key_head_dim)
+    assert (net.num_v_heads, net.head_v_dim) == (linear.num_value_heads, linear.value_head_dim)
+    assert net.conv_kernel_size == linear.conv_kernel_dim
+    assert (net.activation, net.norm.variance_epsilon) == ("silu", model.norm_epsilon)
 
 
 def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None:
@@ -119,13 +149,23 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
     assert model.zero_centered_norm == ("(1.0 + self.weight" in inspect.getsource(type(reference.norm)))
     assert model.sandwich_norm == hasattr(reference.layers[0], "post_feedforward_layernorm")
     for layer, block in enumerate(reference.layers):
-        attention, window = block.self_attn, model.sliding_window if layer in model.sliding_layers else None
-        assert attention.scaling == pytest.approx(scale, rel=1e-15)
-        assert (attention.sliding_window if hasattr(attention, "sliding_window") else whole_model) == window
+        assert model.is_linear(layer) == hasattr(block, "linear_attn")
+        if model.is_linear(layer):
+            assert_same_linear_attention(model, block.linear_attn)
+        else:
+            window, attention = model.sliding_window if layer in model.sliding_layers else None, block.self_attn
+            assert attention.scaling == pytest.approx(scale, rel=1e-15)
+            assert getattr(attention, "sliding_window", whole_model) == window
+            assert (attention.o_proj.bias is not None) == model.linear_bias
+            assert hasattr(attention, "sinks") == model.attention_sinks
         assert hasattr(block.mlp, "experts") == model.has_experts(layer)
         mlp = block.mlp.experts if model.has_experts(layer) else block.mlp
-        gate = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
-        assert type(gate).__name__ == ACTIVATIONS[model.activation]
+        if model.activation is Activation.quick_gelu:  # written into the experts, with Megatron's alpha
+            assert (mlp.alpha, mlp.limit) == (1.702, model.activation_clamp)
+        else:
+            gate = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+            assert type(gate).__name__ == ACTIVATIONS[model.activation]
+            assert model.activation_clamp is None and not model.glu_linear_offset
         norm = block.input_layernorm
         assert (norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps) == model.norm_epsilon
 

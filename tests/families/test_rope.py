@@ -38,7 +38,8 @@ SCALINGS: list[dict[str, Any] | None] = [
 def assert_transformers_numbers(facts: dict[str, Any]) -> ModelConfig:
     _, model = model_of(facts)
     layers = 2 if model.local_rotary_base is None else model.num_layers  # of both kinds
-    small = class_config({**facts, "num_hidden_layers": layers, "vocab_size": 8})
+    types = {"layer_types": facts["layer_types"][:layers]} if "layer_types" in facts else {}
+    small = class_config({**facts, **types, "num_hidden_layers": layers, "vocab_size": 8})
     reference = AutoModelForCausalLM.from_config(small).model
     if model.local_rotary_base is not None:
         ours, embedding = frequency_sets(model), reference.rotary_emb

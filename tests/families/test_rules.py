@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig
 from mcore_rl.families.rules import (
     SIZES,
     Axis,
@@ -16,6 +18,7 @@ from mcore_rl.families.rules import (
     ShardLayout,
     ShardRanges,
     Stage,
+    delta_projections,
     grouped_qkv,
     hf,
     padded_vocab,
@@ -36,6 +39,12 @@ MODEL = ModelConfig(
     max_position_embeddings=32,
     moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=4, shared_ffn_hidden_size=12, dense_layers=[0]),
     mla=MlaConfig(q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3),
+)
+LINEAR = replace(
+    MODEL,
+    linear_attention=LinearAttentionConfig(
+        layers=[1], num_key_heads=2, num_value_heads=4, key_head_dim=3, value_head_dim=5, conv_kernel_dim=4
+    ),
 )
 
 
@@ -148,9 +157,38 @@ def test_sizes_by_hand() -> None:
     by_hand = {
         "one": 1, "vocab": 10, "hidden": 6, "head": 2, "query": 16, "key": 8, "ffn": 8, "experts": 4, "expert_ffn": 4,
         "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
-        "query_key_value": 32, "gate_and_up": 16,
+        "query_key_value": 32, "gate_and_up": 16, "query_and_gate": 32, "query_heads": 8,
     }  # fmt: skip
-    assert {name: size(MODEL) for name, size in SIZES.items()} == by_hand
+    assert {name: size(MODEL) for name, size in SIZES.items() if not name.startswith("delta")} == by_hand
+    delta = {
+        "delta_key": 6, "delta_value": 20, "delta_qkv": 32, "delta_qkvz": 52, "delta_ba": 8, "delta_heads": 4,
+        "delta_value_head": 5, "delta_conv": 4,
+    }  # fmt: skip
+    assert {name: size(LINEAR) for name, size in SIZES.items() if name.startswith("delta")} == delta
+
+
+def _rows(shard: ShardRanges) -> list[tuple[int, int]]:
+    return [(held.source, row) for held in shard.ranges for row in range(held.begin, held.end)]
+
+
+def test_stored_parts_are_the_rows_of_a_shard_one_after_another() -> None:
+    """By numpy: of each shard the first rows are its queries' part, and so on, whatever the layout did to them."""
+    projections = tuple(
+        hf(f"{{l}}.{name}", size, "hidden") for name, size in (("qkvz", "delta_qkvz"), ("ba", "delta_ba"))
+    )
+    sizes = ("delta_key", "delta_key", "delta_value", "delta_value", "delta_heads", "delta_heads")
+    parts = tuple(zip(("query", "key", "value", "z", "beta", "alpha"), sizes, strict=True))
+    rule = Rule("{l}.in_proj", projections, delta_projections, axis=Axis.tensor, stored_parts=parts)
+    assert [part.name for part in rule.stored] == [f"{{l}}.in_proj.{name}" for name, _ in parts]
+    for tp in (1, 2):
+        widths = [width // tp for width in (6, 6, 20, 20, 4, 4)]
+        for index in range(tp):
+            rows = _rows(rule.shard(LINEAR, tp, index))
+            expected = [rows[end - width : end] for end, width in zip(np.cumsum(widths), widths, strict=True)]
+            stored = [_rows(part.shard(LINEAR, tp, index)) for part in rule.stored]
+            assert stored == expected
+    whole_rule = Rule("{l}.A_log", (hf("{l}.A_log", "delta_heads"),), split, axis=Axis.tensor)
+    assert whole_rule.stored == (whole_rule,)
 
 
 def test_a_rule_knows_its_layers_and_shapes() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import Platform, have_transformer_engine, set_device
 from mcore_rl.parallel.launch import run_ranks
 from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
-from mcore_rl.training.capped_attention import attend_capped
+from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.sequences import PackedSequences
@@ -113,8 +114,15 @@ def test_attention_kernels_agree(platform: Platform, cp: int, cp_rank: int, wind
     assert "varlen" in kernels or not is_its_case, "whole sequences in bfloat16 are its case"
     for name, kernel in kernels.items():
         agree(name, attend(kernel, inputs, packed, device, window), expected)
-    expected = attend(attend_capped, [x.double() for x in inputs], packed, cpu, 1.5, window)
-    agree("capped", attend(attend_capped, inputs, packed, device, 1.5, window), expected)
+    expected = attend(attend_in_blocks, [x.double() for x in inputs], packed, cpu, 1.5, window)
+    agree("capped", attend(attend_in_blocks, inputs, packed, device, 1.5, window), expected)
+    expected = attend(attend_with_sinks, [x.double() for x in inputs], packed, cpu, None, window)
+    agree("sinks", attend(attend_with_sinks, inputs, packed, device, None, window), expected)
+
+
+def attend_with_sinks(query_T: Tensor, *others: Any) -> Tensor:
+    """Sinks that are as large as scores, of each head another."""
+    return attend_in_blocks(query_T, *others, sinks=torch.linspace(-1.0, 2.0, query_T.shape[1]).to(query_T))
 
 
 def agree(name: str, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -49,7 +49,7 @@ def steadily_more() -> Callable[[object], Memory]:
 
 def pretend() -> None:
     """Make this process one whose torch has an accelerator, as far as Python can see."""
-    from mcore_rl.training import attention_kernels, capped_attention
+    from mcore_rl.training import attention_kernels, block_attention
     from tests.support import train_steps
 
     for patch in cpu.PATCHES:
@@ -60,7 +60,7 @@ def pretend() -> None:
     torch.cuda.current_device = lambda: THERE  # type: ignore[assignment, return-value]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     attention_kernels.varlen_attn = varlen_without_groups  # type: ignore[assignment]
-    capped_attention._product = lambda a, b: torch.bmm(a.float(), b.float())  # in the place of one into float32
+    block_attention._product = lambda a, b: torch.bmm(a.float(), b.float())  # in the place of one into float32
     train_steps.SIZES[True] = train_steps.SIZES[False]
     answers: dict[str, Callable[..., Any]] = {
         "memory": steadily_more(), "synchronize": lambda platform: None, "reset_peak_memory": lambda platform: None,

@@ -93,7 +93,9 @@ MODELS: dict[str, ModelConfig] = {
     "gemma2": models.gemma2(),
     "gemma3": models.gemma3(),
     "olmoe": models.olmoe(),
+    "qwen3_next": models.qwen3_next(),
     "phi3": models.phi3(),
+    "gpt_oss": models.gpt_oss(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
     "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
     "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),
@@ -123,6 +125,7 @@ ONE_KEY_HEAD = Problem(model="one_key_head")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
 DEEPSEEK_V2 = Problem(model="deepseek_v2", aux=AuxLoss.sequence)
 GLM4_MOE = Problem(model="glm4_moe")
+QWEN3_NEXT = Problem(model="qwen3_next")
 CRITIC = Problem(model="tied", head=Head.value)
 
 
@@ -198,9 +201,23 @@ def _mixed_layer_cases() -> list[Case]:
         cases.append(Case(problem=GLM4_MOE, layout=layout, world_size=world_size))
     for layout, world_size in (("tp=2,etp=1", 2), ("ep=2", 2), ("cp=2", 2), ("pp=2,tp=2,etp=2", 4)):
         cases.append(Case(problem=DEEPSEEK_V2, layout=layout, world_size=world_size))
+    cases += _linear_attention_cases()
     for problem, layout in ((DEEPSEEK, "ep=2"), (QWEN2_MOE, "tp=2,ep=2,etp=1")):
         cases.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
     return cases
+
+
+def _linear_attention_cases() -> list[Case]:
+    """Layers whose state goes from token to token, beside gated attention, of whose key heads there are two."""
+    cases = [
+        Case(problem=QWEN3_NEXT, layout=layout, world_size=world_size)
+        for layout, world_size in (
+            ("tp=2,etp=1", 2), ("pp=2", 2), ("ep=2", 2), ("cp=2", 2), ("tp=4,ep=2,etp=2", 4), ("tp=2,cp=2,ep=2", 4),
+            ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4),
+        )
+    ]  # fmt: skip
+    unpacked = replace(cases[3], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.selective)
+    return [*cases, unpacked, replace(cases[0], recompute=Recompute.full), replace(cases[5], microbatch_tokens=WHOLE)]
 
 
 def _shared_key_head_cases() -> list[Case]:
@@ -238,11 +255,18 @@ def _overlap_cases() -> list[Case]:
 
 
 def _feature_cases() -> list[Case]:
-    """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases."""
+    """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases, sinks."""
     layouts = dict.fromkeys(("phi3", "gemma3"), ("tp=2", "cp=2", "pp=2")) | {"olmoe": ("tp=2,etp=1", "ep=2", "cp=2")}
-    return [
+    cases = [
         Case(problem=Problem(model=name), layout=layout, world_size=2) for name in layouts for layout in layouts[name]
     ]
+    sinks = Case(problem=Problem(model="gpt_oss"))
+    for layout, world_size in (("tp=2,etp=1", 2), ("ep=2", 2), ("cp=2", 2), ("tp=2,pp=2,ep=2,etp=1", 4)):
+        cases.append(replace(sinks, layout=layout, world_size=world_size))
+    # Beyond the key/value heads, and with the attention alone recomputed, of which the sinks are a part.
+    cases.append(replace(sinks, layout="tp=4,ep=2", world_size=4, recompute=Recompute.selective))
+    cases.append(replace(sinks, microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full))
+    return cases
 
 
 def all_cases() -> list[Case]:

@@ -24,7 +24,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
-from mcore_rl.config.trainer import Placement
+from mcore_rl.config.trainer import Logger, Placement
 from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
 from mcore_rl.data.datasets import DATASETS
 from mcore_rl.families.checkpoints import find_checkpoint
@@ -39,7 +39,7 @@ from mcore_rl.weights.table import Table
 NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]
 MOST_OVERRIDES = 36
 FULL = 0.9  # of a device: docs/planning.md says to leave a tenth free
-FOLDERS = {"gsm8k": "gsm8k", "math": "math", "dapo-math": "dapo", "aime24": "aime24"}
+FOLDERS = {"gsm8k": "gsm8k", "gsm8k-xml": "gsm8k-xml", "math": "math", "dapo-math": "dapo", "aime24": "aime24"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def rl_recipe(name: str) -> RunConfig:
 
 
 def test_every_row_has_its_recipe() -> None:
-    assert set(NAMES) == {"gemma2_2b_sft", *PUBLISHED}
+    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,7 +230,21 @@ def test_supervised_fine_tuning_is_as_published() -> None:
     optim = run.actor.optim
     assert (run.data.train_batch_size, run.data.max_length, num_steps(run)) == (256, 1024, 58)
     assert (optim.lr, tuple(optim.betas), optim.weight_decay) == (1e-5, (0.9, 0.95), 0.01)
-    assert (optim.lr_schedule.value, optim.total_steps, optim.lr_warmup_steps) == ("cosine", 58, int(0.1 * 58))
+    assert (optim.lr_schedule.value, optim.total_steps, optim.lr_warmup_steps) == ("cosine", None, int(0.1 * 58))
+
+
+def test_the_course_for_trl_is_as_published() -> None:
+    """grpo_demo.py, with the defaults of TRL's GRPOConfig in January 2025: beta, temperature, prompts a device."""
+    run = rl_recipe("qwen25_15b_grpo_xml")
+    optim, data = run.actor.optim, run.data
+    assert (optim.lr, tuple(optim.betas), optim.weight_decay, optim.clip_grad) == (5e-6, (0.9, 0.99), 0.1, 0.1)
+    assert (optim.lr_schedule.value, optim.warmup_ratio, optim.total_steps) == ("cosine", 0.1, None)
+    assert (data.train_batch_size, run.actor.ppo_mini_batch_size, run.rollout.n) == (1 * 4, 1 * 4, 16)
+    assert (data.max_prompt_length, data.max_response_length, data.truncation.value) == (256, 786, "left")
+    assert (run.trainer.total_epochs, run.trainer.save_freq, num_steps(run)) == (1, 100, 7473 // 4)
+    assert (run.actor.use_kl_loss, run.actor.kl_loss_coef, run.actor.kl_loss_type) == (True, 0.04, KlPenalty.k3)
+    assert run.actor.loss_agg_mode is LossAggregation.seq_mean_token_mean and run.rollout.temperature == 0.9
+    assert run.reward.xml.compatibility.value == "grpo_demo" and Logger.wandb in run.trainer.logger
 
 
 def layouts(name: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.cli import COMMANDS, main
 from mcore_rl.config.engine import Device
-from mcore_rl.config.model import model_violations
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import RolloutConfig, context_violations
 from mcore_rl.controller.lifecycle.model_checks import demand_weights

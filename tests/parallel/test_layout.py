@@ -23,6 +23,7 @@ from mcore_rl.parallel.layout import (
     nearest_layouts,
     place_layers,
 )
+from tests.support import models
 
 MIXTRAL = ModelConfig(
     num_layers=56,
@@ -195,6 +196,7 @@ def test_layouts_that_fit_have_no_violation() -> None:
         (DENSE, "cp=128", 128, "parallel.cp", "Write parallel.cp=64 or less"),
         (MIXTRAL, "ep=16", 16, "parallel.ep", "Write parallel.ep=2, 4 or 8"),
         (MIXTRAL, "etp=3", 3, "parallel.etp", "Write parallel.etp=2, 4 or 8"),
+        (models.gpt_oss(), "etp=2", 2, "parallel.etp", "Write parallel.etp=1"),
         (MIXTRAL, "pp=3", 3, "parallel.pp", "Write parallel.pipeline_layers=[19,19,18]"),
         (MIXED, "tp=3,etp=1", 3, "parallel.tp", "Write parallel.tp=1, 2 or 4"),  # the dense layers' 80 columns
         (MIXED, "tp=8,etp=1", 8, "parallel.tp", "Write parallel.tp=1, 2 or 4"),  # the shared expert's 60

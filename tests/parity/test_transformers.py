@@ -40,8 +40,9 @@ def _not_as_stated(chunk: torch.nn.Module, reference: PreTrainedModel) -> list[s
     config, state = reference.config, dict(reference.state_dict())
     whole = {name: tensor.numpy() for name, tensor in revert_weight_conversion(reference, state).items()}
     alone = Holder(
-        tp=0, num_tp=1, etp=0, num_etp=1, kv_heads=config.num_key_value_heads, tied=config.tie_word_embeddings
-    )
+        tp=0, num_tp=1, etp=0, num_etp=1, kv_heads=config.num_key_value_heads, tied=config.tie_word_embeddings,
+        linear_key_heads=getattr(config, "linear_num_key_heads", 0),
+    )  # fmt: skip
     wrong = []
     for key, held in chunk.state_dict().items():
         if held is None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
-from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.model import LayerKind, LinearAttentionConfig, ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.parallel.launch import Rank
@@ -24,7 +24,15 @@ WIDE = models.dense(
     num_layers=2, hidden_size=128, ffn_hidden_size=320, num_attention_heads=4, num_query_groups=2, head_dim=32,
     vocab_size=640,
 )  # fmt: skip
+DENSE, SPARSE = LayerKind(has_experts=False, is_linear=False), LayerKind(has_experts=True, is_linear=False)
 EXPERTS = replace(WIDE, moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=160))
+# One layer with a gated delta net, of more heads than the other, which attends with a gate.
+LINEAR = replace(
+    EXPERTS, attention_output_gate=True, qk_norm=True, zero_centered_norm=True,
+    linear_attention=LinearAttentionConfig(
+        layers=[0], num_key_heads=4, num_value_heads=8, key_head_dim=32, value_head_dim=16, conv_kernel_dim=4
+    ),
+)  # fmt: skip
 CASES = [
     (model, layout, precision, recompute)
     for model in (WIDE, replace(WIDE, qk_norm=True), EXPERTS)
@@ -35,6 +43,7 @@ CASES = [
         ("tp=2", Precision.bfloat16, Recompute.none),
     )
 ]
+CASES += [(LINEAR, "", Precision.bfloat16, recompute) for recompute in (Recompute.none, Recompute.selective)]
 CASES.append((replace(WIDE, num_query_groups=1), "tp=2", Precision.bfloat16, Recompute.none))
 
 
@@ -99,7 +108,7 @@ def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
 def test_a_layer_by_hand() -> None:
     """Transformer Engine's, in bfloat16: h = 128, q = 128, k = 64, f = 320 of 4 heads, over 2 tensor ranks."""
     parallel = parse_layout("tp=2")
-    per_row = layer_bytes(WIDE, parallel, Kernels(fused=True, one_by_one=False, size=2), has_experts=False, longest=96)
+    per_row = layer_bytes(WIDE, parallel, Kernels(fused=True, one_by_one=False, size=2), kind=DENSE, longest=96)
     norms = 2 * (2 * 2 * 128) / 2
     attention = 2 * (64 + 2 * 32) + 2 * (64 + 32) + 4 * 2 + 2 * 64
     assert per_row.kept == norms + attention + 3 * 2 * 160
@@ -114,15 +123,15 @@ def test_temporaries_of_backward_by_hand() -> None:
     """Three widths of the MLP where silu and gate are one kernel, which is so on accelerators in either spec."""
     compiled = Kernels(fused=False, one_by_one=False, size=2)
     for kernels, widths in ((replace(compiled, fused=True), 3), (compiled, 3), (replace(compiled, one_by_one=True), 7)):
-        per_row = layer_bytes(WIDE, ParallelConfig(), kernels, has_experts=False, longest=96)
+        per_row = layer_bytes(WIDE, ParallelConfig(), kernels, kind=DENSE, longest=96)
         assert per_row.backward == 2 * 128 + max(widths * 2 * 320, 2 * 2 * (128 + 2 * 64))
 
 
 def test_experts_by_hand() -> None:
     """Two of four experts a row, over two ranks: at most twice, and here 1.5 times, what a rank's share is."""
     kernels = Kernels(fused=True, one_by_one=False, size=2)
-    whole = layer_bytes(EXPERTS, ParallelConfig(), kernels, has_experts=True, longest=96)
-    spread = layer_bytes(EXPERTS, parse_layout("ep=2"), kernels, has_experts=True, longest=96)
+    whole = layer_bytes(EXPERTS, ParallelConfig(), kernels, kind=SPARSE, longest=96)
+    spread = layer_bytes(EXPERTS, parse_layout("ep=2"), kernels, kind=SPARSE, longest=96)
     sent = 2 * 2 * (128 + 3 * 160)  # rows, bytes, input and the three products
     assert spread.kept - whole.kept == pytest.approx(0.5 * sent)
 
@@ -143,6 +152,7 @@ def test_logits_are_cut_over_tensor_ranks_and_a_critic_has_none() -> None:
         ({}, {"precision": Precision.float32}, "", True, False),
         ({"attention_soft_cap": 50.0}, {}, "", True, False),
         ({"sandwich_norm": True}, {}, "", True, False),
+        ({"attention_sinks": True}, {}, "", True, False),
         ({"sliding_window": 8, "sliding_layers": [0]}, {}, "cp=2", True, False),
         ({"sliding_window": 8, "sliding_layers": [0]}, {}, "", True, True),
     ],

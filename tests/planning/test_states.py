@@ -73,6 +73,7 @@ def allocated_on_meta(
         ("Qwen/Qwen2.5-0.5B-Instruct", "dp", 3, None, Head.lm, (0, 2)),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=2,ep=4", 8, None, Head.lm, (0, 5)),
         ("Qwen/Qwen3-30B-A3B", "pp=3,ep=8", 24, None, Head.lm, (2, 23)),
+        ("openai/gpt-oss-20b", "tp=2,pp=2,ep=4", 8, None, Head.lm, (0, 7)),
     ],
 )
 def test_full_size_is_what_megatron_allocates(
@@ -137,6 +138,7 @@ def test_tiny_models_hold_what_real_processes_do(processes: None) -> None:
         ("ep=4", models.qwen2_moe(), Precision.bfloat16, Head.lm),
         ("cp=2", models.deepseek_v3(), Precision.bfloat16, Head.value),
         ("tp=2,etp=2", models.deepseek_v3(), Precision.bfloat16, Head.lm),
+        ("tp=2,ep=2", models.gpt_oss(hidden_size=50), Precision.bfloat16, Head.lm),
     ]
     real = run_ranks(real_bytes, 4, (cases,), timeout_s=240)
     for index, (layout, model, precision, head) in enumerate(cases):

@@ -17,7 +17,8 @@ from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
 from mcore_rl.proofs.mutation import Judge, MutantVerdict, case_failures, cases, family_score, judge_all, training_case
 from mcore_rl.proofs.placement import placement_failures
-from mcore_rl.proofs.statements import STATEMENTS, Statement, grouped, whole
+from mcore_rl.proofs.stated_slices import grouped, whole
+from mcore_rl.proofs.statements import STATEMENTS, Statement
 from mcore_rl.training.meta import meta_rank
 from tests.support.published import TINY
 
@@ -49,8 +50,8 @@ def test_every_way_to_be_wrong_is_tried() -> None:
     made = list(mutants(case.family, "weights", [case.model]))
     parts = Counter(mutant.part for mutant in made)
     assert parts.keys() == {
-        "deleted", "doubled", "hf", "layout", "axis", "stage", "layers", "dim", "stacked", "dtype", "absent_ok", "only",
-        "checkpoint", "exchanged", UNJUDGED,
+        "deleted", "doubled", "hf", "layout", "axis", "stage", "layers", "dim", "stacked", "turn", "dtype", "absent_ok",
+        "only", "checkpoint", "stored_parts", "exchanged", UNJUDGED,
     }  # fmt: skip
     told = {str(mutant) for mutant in made}
     qkv, fc1 = "decoder.layers.{l}.self_attention.linear_qkv.weight", "decoder.layers.{l}.mlp.linear_fc1.weight"

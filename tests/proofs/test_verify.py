@@ -66,6 +66,9 @@ def test_every_family_is_proven(family: str, training: str, world_size: int, rol
     [(TRAINING, WORLD_SIZE, "tp=2,dp=2,ep=2"), ("tp=2,ep=2,etp=2,pp=2", 8, "tp=2,dp=2,ep=4"), ("etp=2", 2, "dp=2")],
 )
 def test_every_family_with_experts_is_proven(family: str, training: str, world_size: int, rollout: str) -> None:
+    if not checkpoints.fits(family, training):
+        assert family == "gpt_oss" and "etp=2" in training, "only experts with biases are never cut"
+        return
     report = proof(FAMILIES[family], checkpoints.MODELS[family], training, world_size, rollout, family)
     assert report.proven, failures(report)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.custom import as_score, load_custom
+from mcore_rl.rewards.custom import as_score, load_custom, weighted_sum
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score
 
 REQUEST = RewardRequest(("p", 0), "mine", "abc", "gold", {"level": 3})
@@ -100,6 +100,83 @@ def test_answers(answer: object, score: Score) -> None:
 def test_what_is_no_number_is_named(answer: object) -> None:
     with pytest.raises(NotANumberError, match=r"not a finite number|no score"):
         as_score(answer)
+
+
+LISTED = """
+def shape(completions, **columns):
+    return [float(completions[0][0]["content"] == "abc")]
+async def level(completions, level, **columns):
+    return [None if level[0] > 5 else level[0] / 4]
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 2, "acc": ground_truth == "gold", "pred": solution_str, "turn_rewards": [0.5], "length": 3}
+def broken(completions, **columns):
+    return [1 / 0]
+"""
+
+
+def listed(folder: Path, functions: list[str], weights: list[float] | None = None) -> CustomRewardFunction:
+    return replace(written(folder, LISTED), functions=functions, weights=weights)
+
+
+def test_several_functions_are_summed_by_their_weights(tmp_path: Path) -> None:
+    grade = load_custom(listed(tmp_path, ["shape", "level", "compute_score"], [4.0, 1.0, -0.5]))
+    score = grade(REQUEST, RewardConfig())
+    assert score.value == 4.0 * 1.0 + 1.0 * 0.75 - 0.5 * 2
+    assert score.parts == {"shape": 1.0, "level": 0.75, "compute_score": 2.0, "acc": 1.0, "length": 3.0}
+    assert (score.correct, score.answer, score.turn_rewards) == (1.0, "abc", (-0.25,))
+    deep = replace(REQUEST, extra_info={"level": 6})
+    assert grade(deep, RewardConfig()).parts.keys() == score.parts.keys() - {"level"}
+    assert grade(deep, RewardConfig()).value == 3.0
+
+
+def test_without_weights_each_counts_once(tmp_path: Path) -> None:
+    assert load_custom(listed(tmp_path, ["shape", "level"]))(REQUEST, RewardConfig()).value == 1.75
+
+
+def test_where_no_function_has_a_score_there_is_none(tmp_path: Path) -> None:
+    deep = replace(REQUEST, extra_info={"level": 6})
+    with pytest.raises(NotANumberError, match="each of level answered None"):
+        load_custom(listed(tmp_path, ["level"]))(deep, RewardConfig())
+    with pytest.raises(NotANumberError, match="level answered None, and no other function is named"):
+        load_custom(written(tmp_path, LISTED, "level"))(deep, RewardConfig())
+    with pytest.raises(NotANumberError, match="sum of the rewards is inf"):
+        weighted_sum({"a": Score(1e308), "b": Score(1e308)}, {"a": 1.0, "b": 1.0})
+
+
+def test_one_function_of_trls_signature(tmp_path: Path) -> None:
+    assert load_custom(written(tmp_path, LISTED, "level"))(REQUEST, RewardConfig()) == Score(0.75)
+
+
+def test_the_function_that_raises_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        load_custom(listed(tmp_path, ["shape", "broken"]))(REQUEST, RewardConfig())
+    assert caught.value.__notes__ == ["in broken"]
+
+
+def test_everything_wrong_with_a_list_is_said_at_once(tmp_path: Path) -> None:
+    text = "def ids(completions, completion_ids): pass\ndef odd(response): pass\n"
+    with pytest.raises(ConfigError) as caught:
+        load_custom(replace(written(tmp_path, text), functions=["ids", "odd", "absent"]))
+    lines = [str(each) for each in caught.value.violations]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"custom_reward_function.functions={name}" for name in ("ids", "odd", "absent")
+    ]
+    assert "requires completion_ids, which is not given here" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"functions": ["a"]}, "custom_reward_function.path=None: is not set, and functions are named"),
+        ({"path": "r.py", "functions": ["a", "a"]}, "names a more than once"),
+        ({"path": "r.py", "functions": ["a"], "weights": [1.0, 2.0]}, "has 2 weights for 1 functions"),
+        ({"path": "r.py", "weights": [1.0]}, "has 1 weights for 0 functions"),
+        ({"path": "r.py", "functions": ["a", "b"], "weights": [1.0, 0.0]}, None),
+    ],
+)
+def test_a_list_that_contradicts_itself(values: dict[str, object], said: str | None) -> None:
+    lines = [str(each) for each in custom_violations(CustomRewardFunction(**values))]  # type: ignore[arg-type]
+    assert [said in line for line in lines if said] == [True] * (said is not None) and bool(lines) is bool(said)
 
 
 @pytest.mark.parametrize(

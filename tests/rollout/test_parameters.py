@@ -19,6 +19,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -29,6 +30,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from mcore_rl.errors import CheckpointError, RolloutError
@@ -61,6 +63,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, **MOE, shared_expert_intermediate_size=80, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
+    ),
     "olmoe": OlmoeConfig(**SIZES | dict(intermediate_size=EXPERT_FFN), num_experts=EXPERTS, num_experts_per_tok=2),
     "phi3": Phi3Config(**SIZES | dict(tie_word_embeddings=True), pad_token_id=0),
     "gemma3_text": Gemma3TextConfig(**SIZES | dict(tie_word_embeddings=True)),
@@ -79,8 +85,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES, attention_bias=True, use_qk_norm=True, n_routed_experts=EXPERTS, num_experts_per_tok=2,
         moe_intermediate_size=EXPERT_FFN, num_mtp_layers=0,
     ),
+    "gpt_oss": GptOssConfig(  # vLLM shares no key head of it, and pads no expert
+        **SIZES | dict(num_key_value_heads=HEADS, intermediate_size=4 * 32, num_hidden_layers=1),
+        num_local_experts=EXPERTS, num_experts_per_tok=2,
+    ),
 }  # fmt: skip
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe")
+MOE_FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "gpt_oss", "qwen3_next"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +227,30 @@ def test_experts_are_stacked_and_each_is_cut_over_all_ranks(
             np.testing.assert_array_equal(held[f"{prefix}routed_experts.w13_weight"][expert], w13)
             w2 = np.split(down, tp * dp, axis=1)[rank]
             np.testing.assert_array_equal(held[f"{prefix}routed_experts.w2_weight"][expert], w2)
+
+
+@pytest.mark.parametrize(("tp", "expert_parallel"), [(1, False), (2, False), (2, True)])
+def test_gate_and_up_of_gpt_oss_take_turns_and_one_rank_adds_the_output_bias(
+    vllm: VllmProcess, checkpoints: dict[str, tuple[Path, Tensors]], tp: int, expert_parallel: bool
+) -> None:
+    folder, hf = checkpoints["gpt_oss"]
+    theirs = {name: hf[f"model.layers.0.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")}
+    theirs |= {name: hf[f"model.layers.0.mlp.experts.{name}"] for name in ("gate_up_proj_bias", "down_proj_bias")}
+    parts, each = (1, EXPERTS // tp) if expert_parallel else (tp, EXPERTS)
+    for rank, held in enumerate(vllm.load_directly(folder, tp=tp, expert_parallel=expert_parallel)):
+        prefix, part = "model.layers.0.mlp.experts.routed_experts.", rank % parts
+        mine = slice(rank * each, (rank + 1) * each) if expert_parallel else slice(None)
+        turns = np.split(theirs["gate_up_proj"][mine].swapaxes(1, 2), parts, axis=1)[part]
+        np.testing.assert_array_equal(held[f"{prefix}w13_weight"], turns)
+        down = np.split(theirs["down_proj"][mine].swapaxes(1, 2), parts, axis=2)[part]
+        np.testing.assert_array_equal(held[f"{prefix}w2_weight"], down)
+        np.testing.assert_array_equal(
+            held[f"{prefix}w13_bias"], np.split(theirs["gate_up_proj_bias"][mine], parts, axis=1)[part]
+        )
+        once = theirs["down_proj_bias"][mine] * (part == 0)
+        np.testing.assert_array_equal(held[f"{prefix}w2_bias"], once)
+        sinks = rows(hf["model.layers.0.self_attn.sinks"], rank, tp)
+        np.testing.assert_array_equal(held["model.layers.0.attn.sinks"], sinks)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])

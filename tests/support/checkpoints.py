@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.weights.table import Table
 from tests.support import hf_reference, models
 
@@ -32,9 +34,36 @@ MODELS: dict[str, ModelConfig] = {
     "phi3": models.phi3(),
     "olmoe": models.olmoe(num_query_groups=4),  # vLLM takes no more ranks than these
     "deepseek_v2": models.deepseek_v2(),
+    "qwen3_next": models.qwen3_next(num_query_groups=4),
     "glm4_moe": models.glm4_moe(),
+    "gpt_oss": models.gpt_oss(num_attention_heads=8, num_query_groups=4),  # as olmoe
 }
 WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not None)
+
+
+def fits(name: str, layout: str) -> bool:
+    """Whether the model of family ``name`` can be trained in ``layout``: experts with biases are never cut."""
+    parallel = parse_layout(layout)
+    world_size = lcm(parallel.tp * parallel.pp * parallel.cp, parallel.etp * parallel.ep * parallel.pp)
+    return not layout_violations(MODELS[name], parallel, world_size)
+
+
+def by_table(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors ``stored`` in files by the names of the tables, which have experts one by one."""
+    if name != "gpt_oss":
+        return stored
+    apart: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        prefix, experts, kind = key.partition(".experts.")
+        for expert, slab in enumerate(tensor if experts else ()):
+            names = ("gate", "up") if kind.startswith("gate_up") else ("down",)
+            end = "bias" if kind.endswith("bias") else "weight"
+            for place, part in enumerate(names):
+                outputs = slab[..., place :: len(names)]
+                apart[f"{prefix}.experts.{expert}.{part}_proj.{end}"] = outputs.t().contiguous()
+        if not experts:
+            apart[key] = tensor
+    return apart
 
 
 def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard_size: str = "100KB") -> PreTrainedModel:

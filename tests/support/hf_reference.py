@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -37,11 +38,14 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
-from mcore_rl.config.model import Activation, ModelConfig, RopeType, RouterScore
+from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeType, RouterScore
 from tests.support import models
 from tests.support.full_weights import Weights
+from tests.support.hf_gpt_oss import gpt_oss_config, gpt_oss_experts
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -71,8 +75,16 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.endswith("conv1d.weight"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            if name.endswith("A_log"):  # a state that is forgotten at once would show no error in it
+                parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
             if name.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+            if name.endswith("sinks"):  # about as large as scores
+                parameter.copy_(torch.randn_like(parameter))
+            if name.endswith("gate_up_proj") and model.activation_clamp is not None:
+                parameter.mul_(5.0)  # some beyond the clamp
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -87,6 +99,10 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
     if model.moe is not None and model.moe.expert_bias:
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
+    if model.attention_sinks:
+        return GptOssForCausalLM, gpt_oss_config(model, shared)
+    if model.linear_attention is not None:
+        return Qwen3NextForCausalLM, _qwen3_next(model, shared)
     if model.moe is not None and model.moe.shared_gate:
         return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
     if model.moe is not None:
@@ -195,70 +211,82 @@ def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:
     )
 
 
-def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Config:
-    mla, moe = model.mla, model.moe
-    assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
-    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
-    return DeepseekV3Config(
-        **{name: value for name, value in shared.items() if name != "head_dim"},
+def _qwen3_next(model: ModelConfig, shared: dict[str, object]) -> Qwen3NextConfig:
+    linear, moe = model.linear_attention, model.moe
+    assert linear is not None and moe is not None and model.zero_centered_norm and model.attention_output_gate
+    return Qwen3NextConfig(
+        **shared,
+        layer_types=["linear_attention" if model.is_linear(n) else "full_attention" for n in range(model.num_layers)],
+        linear_num_key_heads=linear.num_key_heads,
+        linear_num_value_heads=linear.num_value_heads,
+        linear_key_head_dim=linear.key_head_dim,
+        linear_value_head_dim=linear.value_head_dim,
+        linear_conv_kernel_dim=linear.conv_kernel_dim,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        norm_topk_prob=moe.norm_topk_prob,
+        mlp_only_layers=moe.dense_layers,
+    )
+
+
+def _latent(mla: MlaConfig, shared: dict[str, object]) -> dict[str, object]:
+    """The fields of latent attention, beside those of all families; the width of a head is no field of these."""
+    return {name: value for name, value in shared.items() if name != "head_dim"} | dict(
         q_lora_rank=mla.q_lora_rank,
         kv_lora_rank=mla.kv_lora_rank,
         qk_nope_head_dim=mla.qk_nope_head_dim,
         qk_rope_head_dim=mla.qk_rope_head_dim,
         v_head_dim=mla.v_head_dim,
-        rope_interleave=mla.interleaved,
+    )
+
+
+def _experts_behind_dense_layers(moe: MoeConfig) -> dict[str, object]:
+    """The fields of DeepSeek's experts, and of those of families after it."""
+    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
+    return dict(
         n_routed_experts=moe.num_experts,
         num_experts_per_tok=moe.top_k,
         moe_intermediate_size=moe.ffn_hidden_size,
         n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
         first_k_dense_replace=len(moe.dense_layers),
-        norm_topk_prob=moe.norm_topk_prob,
         n_group=moe.num_groups,
         topk_group=moe.top_k_groups,
         routed_scaling_factor=moe.routed_scaling_factor,
+    )
+
+
+def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Config:
+    mla, moe = model.mla, model.moe
+    assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
+    return DeepseekV3Config(
+        **_latent(mla, shared),
+        rope_interleave=mla.interleaved,
+        **_experts_behind_dense_layers(moe),
+        norm_topk_prob=moe.norm_topk_prob,
     )
 
 
 def _deepseek_v2(model: ModelConfig, shared: dict[str, object]) -> DeepseekV2Config:
     mla, moe = model.mla, model.moe
     assert mla is not None and moe is not None and moe.score is RouterScore.softmax and not moe.norm_topk_prob
-    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
     return DeepseekV2Config(
-        **{name: value for name, value in shared.items() if name != "head_dim"},
-        q_lora_rank=mla.q_lora_rank,
-        kv_lora_rank=mla.kv_lora_rank,
-        qk_nope_head_dim=mla.qk_nope_head_dim,
-        qk_rope_head_dim=mla.qk_rope_head_dim,
-        v_head_dim=mla.v_head_dim,
-        n_routed_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        moe_intermediate_size=moe.ffn_hidden_size,
-        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
-        first_k_dense_replace=len(moe.dense_layers),
+        **_latent(mla, shared),
+        **_experts_behind_dense_layers(moe),
         topk_method="group_limited_greedy" if moe.num_groups > 1 else "greedy",
-        n_group=moe.num_groups,
-        topk_group=moe.top_k_groups,
-        routed_scaling_factor=moe.routed_scaling_factor,
     )
 
 
 def _glm4_moe(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeConfig:
     moe = model.moe
     assert moe is not None and moe.score is RouterScore.sigmoid
-    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
     return Glm4MoeConfig(
         **shared,
         attention_bias=model.qkv_bias,
         use_qk_norm=model.qk_norm,
-        n_routed_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        moe_intermediate_size=moe.ffn_hidden_size,
-        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
-        first_k_dense_replace=len(moe.dense_layers),
+        **_experts_behind_dense_layers(moe),
         norm_topk_prob=moe.norm_topk_prob,
-        n_group=moe.num_groups,
-        topk_group=moe.top_k_groups,
-        routed_scaling_factor=moe.routed_scaling_factor,
         num_mtp_layers=0,
     )
 
@@ -283,6 +311,8 @@ def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: b
     for layer in range(model.num_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         attention = _attention if model.mla is None else _latent_attention
+        if model.is_linear(layer):
+            attention = _linear_attention
         full |= attention(value, model, ours, theirs)
         norm = value(theirs + "post_attention_layernorm.weight")
         if model.sandwich_norm:
@@ -307,6 +337,10 @@ def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, th
     full, attention = {}, theirs + "self_attn."
     full[ours + "self_attention.linear_qkv.layer_norm_weight"] = value(theirs + "input_layernorm.weight")
     full[ours + "self_attention.linear_proj.weight"] = value(attention + "o_proj.weight")
+    if model.linear_bias:
+        full[ours + "self_attention.linear_proj.bias"] = value(attention + "o_proj.bias")
+    if model.attention_sinks:
+        full[ours + "self_attention.core_attention.softmax_offset"] = value(attention + "sinks")
     for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
         if model.rope.type is RopeType.longrope:  # Phi-3 fuses its projections
             key = model.num_query_groups * model.head_dim
@@ -315,12 +349,39 @@ def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, th
             )
         else:
             parts = [value(f"{attention}{part}_proj.{kind}") for part in "qkv"]
+        if model.attention_output_gate:  # behind each query head its gate; Megatron has those of a group behind them
+            heads = parts[0].view(model.num_query_groups, -1, 2, model.head_dim, model.hidden_size)
+            parts[0] = heads.transpose(1, 2).flatten(0, 3)
         # Megatron keeps each key/value head behind the query heads that share it.
         grouped = [part.view(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
         full[f"{ours}self_attention.linear_qkv.{kind}"] = torch.cat(grouped, dim=1).flatten(0, 1)
     if model.qk_norm:
         full[ours + "self_attention.q_layernorm.weight"] = value(attention + "q_norm.weight")
         full[ours + "self_attention.k_layernorm.weight"] = value(attention + "k_norm.weight")
+    return full
+
+
+def _linear_attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
+    linear, attention, mine = model.linear_attention, theirs + "linear_attn.", ours + "self_attention."
+    assert linear is not None
+    full = {
+        mine + "in_proj.layer_norm_weight": value(theirs + "input_layernorm.weight"),
+        mine + "dt_bias": value(attention + "dt_bias"),
+        mine + "A_log": value(attention + "A_log"),
+        mine + "out_norm.weight": value(attention + "norm.weight"),
+        mine + "out_proj.weight": value(attention + "out_proj.weight"),
+    }
+    # By key heads; Megatron's checkpoint has each part of them as a tensor of its own.
+    values = linear.value_dim // linear.num_key_heads
+    sizes = {"query": linear.key_head_dim, "key": linear.key_head_dim, "value": values, "z": values}
+    gates = linear.num_value_heads // linear.num_key_heads
+    for name, parts in (("in_proj_qkvz", sizes), ("in_proj_ba", {"beta": gates, "alpha": gates})):
+        by_head = value(f"{attention}{name}.weight").view(linear.num_key_heads, -1, model.hidden_size)
+        for part, tensor in zip(parts, by_head.split(list(parts.values()), dim=1), strict=True):
+            full[f"{mine}in_proj.weight.{part}"] = tensor.flatten(0, 1)
+    channels = [linear.key_dim, linear.key_dim, linear.value_dim]
+    for part, tensor in zip(("query", "key", "value"), value(attention + "conv1d.weight").split(channels), strict=True):
+        full[f"{mine}conv1d.weight.{part}"] = tensor
     return full
 
 
@@ -351,6 +412,8 @@ def _gated_mlp(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weight
 
 def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
     assert model.moe is not None
+    if model.linear_bias:
+        return gpt_oss_experts(value, ours, theirs)
     full = {
         ours + "router.weight": value(theirs + "gate.weight"),
         ours + "experts.experts.linear_fc1.weight": value(theirs + "experts.gate_up_proj"),

@@ -37,6 +37,7 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
 from tests.support.forked import run_ranks
+from tests.support.sync_cases import precision_of
 
 BUCKET_BYTES = 40_000  # some tensors are larger than a message
 NUM_RANKS = 2
@@ -65,6 +66,7 @@ class _Rank:
     def build(
         self, name: str, model: ModelConfig, layout: str, weights: Path, rollout: str, transport: Transport
     ) -> None:
+        from mcore_rl.training.model import DTYPES
         from tests.support import engines
 
         self.leave()
@@ -77,7 +79,7 @@ class _Rank:
             RolloutTable(FAMILIES[name], model, parse_rollout_layout(rollout), latent_attention=False),  # on the CPU
             self.rank.rank,
             transport,
-            dtype=torch.float32,
+            dtype=DTYPES[precision_of(name)],
             bucket_bytes=BUCKET_BYTES,
         )
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeType, RouterScore
+from mcore_rl.config.model import (
+    Activation,
+    LinearAttentionConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    RopeType,
+    RouterScore,
+)
 
 
 def dense(**changes: object) -> ModelConfig:
@@ -74,6 +83,22 @@ def qwen2_moe(dense_layers: tuple[int, ...] = (0, 2), *, norm_topk_prob: bool = 
         shared_gate=True,
     )
     return dense(moe=experts, qkv_bias=True)
+
+
+def qwen3_next(**changes: object) -> ModelConfig:
+    """Qwen3-Next-style: three layers with a gated delta net, one with gated attention; all have experts.
+
+    No width is another's, two value heads share a key head, and four ranks share two heads of the attention's keys.
+    The epsilon bends the norm of a net's output, which is near 0 where a query and its keys are orthogonal: with 1e-6 a
+    change of all weights by 1e-7 is one of gradients by 2e-5 (transformers), with this one 2e-6, as in other families.
+    """
+    linear = LinearAttentionConfig(
+        layers=[0, 1, 3], num_key_heads=4, num_value_heads=8, key_head_dim=10, value_head_dim=6, conv_kernel_dim=3
+    )
+    experts = MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=32, shared_ffn_hidden_size=56, shared_gate=True)
+    settings = dict(linear_attention=linear, moe=experts, qk_norm=True, zero_centered_norm=True)
+    settings |= dict(attention_output_gate=True, rotary_percent=0.25, norm_epsilon=1e-2)
+    return dense(**(settings | changes))
 
 
 def olmoe(**changes: object) -> ModelConfig:
@@ -143,6 +168,27 @@ def glm4_moe(**changes: object) -> ModelConfig:
         routed_scaling_factor=1.3,
     )
     return dense(**({"moe": experts, "qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5} | changes))
+
+
+def gpt_oss(**changes: object) -> ModelConfig:
+    """gpt-oss-style: sinks, biases everywhere, windows in turns, yarn without rounding, a clamped and shifted gate."""
+    settings = dict(
+        moe=MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=64),
+        ffn_hidden_size=64,
+        qkv_bias=True,
+        linear_bias=True,
+        attention_sinks=True,
+        activation=Activation.quick_gelu,
+        activation_clamp=7.0,
+        glu_linear_offset=1.0,
+        sliding_window=6,
+        sliding_layers=[0, 2],
+        rope=RopeConfig(
+            type=RopeType.yarn, factor=4.0, original_max_position_embeddings=32, truncate=False,
+            attention_factor=1 + 0.1 * math.log(4.0),
+        ),
+    )  # fmt: skip
+    return dense(**(settings | changes))
 
 
 # In the terms of a DeepSeek checkpoint.

@@ -65,7 +65,8 @@ def write_task(directory: Path) -> Path:
     texts = []
     for name, dataset in DATASETS.items():
         for split, rows in published_rows(name, str(_source(directory / "source" / name, name))).items():
-            texts += [text for row in rows for text in (row["prompt"][0]["content"], row["extra_info"]["answer"])]
+            said = [[*(message["content"] for message in row["prompt"]), row["extra_info"]["answer"]] for row in rows]
+            texts += [text for of_row in said for text in of_row]
             write_rows(rows, directory / "data" / _folder(name) / f"{split}.parquet")
         assert set(dataset.splits) == {path.stem for path in (directory / "data" / _folder(name)).iterdir()}
     for family in FAMILIES:
@@ -194,7 +195,7 @@ def _source(directory: Path, name: str) -> Path:
 
 
 def _record(name: str, question: str, answer: str) -> dict[str, str]:
-    if name == "gsm8k":
+    if name.startswith("gsm8k"):
         return {"question": question, "answer": f"It is {answer}.\n#### {answer}"}
     if name == "math":
         return {"problem": question, "solution": f"It is $\\boxed{{{answer}}}$."}

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.model import MlaConfig, ModelConfig, RopeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, RopeConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.process import EngineProcess
@@ -34,6 +34,14 @@ MODELS: dict[str, ModelConfig] = {
     # Its experts are of an odd width on each of two ranks, and of no whole 16 bytes on one.
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, ffn_hidden_size=34, **SIZES),
     "glm4_moe": models.glm4_moe(**SIZES),
+    "gpt_oss": models.gpt_oss(**SIZES),
+    # Heads that vLLM's attention on the CPU knows, and channels and taps that its convolution packs.
+    "qwen3_next": models.qwen3_next(
+        linear_attention=LinearAttentionConfig(
+            layers=[0, 1, 3], num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_kernel_dim=4
+        ),
+        **SIZES,
+    ),
     # Widths that vLLM's attention on the CPU knows.
     "deepseek_v2": models.deepseek_v2(
         mla=MlaConfig(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
@@ -43,8 +51,15 @@ MODELS: dict[str, ModelConfig] = {
         softmax_scale=None,
     ),
 }
+# Families of which vLLM's CPU build has kernels of bfloat16 alone; all others run in float32.
+BFLOAT16 = {"qwen3_next"}
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
+
+
+def precision_of(name: str) -> Precision:
+    """In which the engine of ``MODELS[name]`` runs."""
+    return Precision.bfloat16 if name in BFLOAT16 else Precision.float32
 
 
 def write(name: str, root: Path) -> tuple[Path, Path]:
@@ -59,17 +74,18 @@ def engine(
     rollout: str = "tp=1",
     *,
     awaits_weights: bool = False,
+    dtype: Precision = Precision.float32,
     wait: bool = True,
     cores: Sequence[int] | None = None,
     node: EngineNode = ONE_NODE,
 ) -> EngineProcess:
-    """A real vLLM in a process of its own, float32; or its part on ``node``."""
+    """A real vLLM in a process of its own, in ``dtype``; or its part on ``node``."""
     layout = parse_rollout_layout(rollout)
     config = RolloutConfig(
         tp=layout.tp,
         ep=layout.ep,
         device=VLLM_DEVICE,
-        dtype=Precision.float32,
+        dtype=dtype,
         max_prompt_length=32,
         max_response_length=96,
         kv_cache_memory_bytes=1 << 26,

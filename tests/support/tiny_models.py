@@ -26,9 +26,9 @@ def save(
     model = AutoModelForCausalLM.from_config(class_config(TINY[model_type] | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("gate.weight"):
+            elif name.endswith(("gate.weight", "router.weight")):
                 parameter.mul_(5.0)  # routers that mean it
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

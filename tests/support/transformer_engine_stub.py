@@ -154,14 +154,14 @@ def configured(chunk: Any, model: Any) -> dict[str, dict[str, Any]]:
     """What the modules of ``chunk`` tell; they are given frequencies, because the meta device has none."""
     from mcore_rl.training.effective_config import effective_config
     from mcore_rl.training.latent_attention import LatentAttention
-    from mcore_rl.training.rope import inverse_frequencies
+    from mcore_rl.training.rope import frequency_sets, inverse_frequencies
 
     for module in chunk.modules():
         if isinstance(module, LatentAttention):
             width = module.mla.qk_rope_head_dim
             module.inverse_frequencies = inverse_frequencies(model.rope, model.rotary_base, width)
     if model.mla is None:
-        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(model.rope, model.rotary_base, model.head_dim)
+        (chunk.rotary_pos_emb.inv_freq,) = frequency_sets(model)
     return effective_config([chunk], model)
 
 

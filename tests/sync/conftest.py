@@ -63,7 +63,7 @@ class Engines:
         if not exported.exists():
             asyncio.run(self._export(name, root / weights, exported))
         if case not in self._started:
-            self._started[case] = sync_cases.engine(exported, rollout, wait=False)
+            self._started[case] = sync_cases.engine(exported, rollout, dtype=sync_cases.precision_of(name), wait=False)
 
     async def _export(self, name: str, weights: Path, exported: Path) -> None:
         await self._trainers.build(name, MODELS[name], "tp=2", weights, "tp=1")

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.engine.process import EngineProcess
@@ -23,12 +24,15 @@ from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers, in_two_stages
 from tests.support.rollouts import collect
-from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
+from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, precision_of, same
 from tests.sync.conftest import Running
 
 DENSE = ("tp=2", "pp=2")
 EXPERTS = (*DENSE, "ep=2", "tp=2,ep=2,etp=1")
-TOLERANCE = 1e-5  # float32, another order of sums
+# Of log-probs.  float32: another order of sums.  bfloat16: eight bits, through 4 layers, beside transformers' float32;
+# the two checkpoints of a family are 1 and more apart.
+TOLERANCES = {Precision.float32: 1e-5, Precision.bfloat16: 0.15}
+TOLERANCE = TOLERANCES[Precision.float32]
 GROWTH = 8 << 20  # bytes that a process may differ by between two moments
 
 
@@ -142,9 +146,13 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
         ("qwen3_moe", "tp=2", "a"),
         pytest.param(("phi3", "tp=1", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("gemma3_text", "tp=1", "a"), marks=pytest.mark.tier("full")),
+        pytest.param(("qwen3_next", "tp=1", "a"), marks=pytest.mark.tier("full")),
+        pytest.param(("qwen3_next", "tp=2", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("olmoe", "tp=2", "a"), marks=pytest.mark.tier("full")),
         ("qwen2", "tp=2", "a"),
         ("glm4_moe", "tp=1", "a"),
+        ("gpt_oss", "tp=2", "a"),
+        pytest.param(("gpt_oss", "tp=1", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("glm4_moe", "tp=2", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("deepseek_v2", "tp=2", "a"), marks=pytest.mark.tier("full")),
     ],
@@ -161,7 +169,8 @@ def test_engines_generate_with_the_trainers_weights(
 async def _updates(trainers: LiveTrainers, running: Running, name: str, rollout: str) -> None:
     """By each layout to b and back to a; what they bring does not depend on the layout that they come from."""
     model, version, engine = MODELS[name], 100, running.engine
-    assert distance_from_transformers(running.fresh, running.a) < TOLERANCE
+    tolerance = TOLERANCES[precision_of(name)]
+    assert distance_from_transformers(running.fresh, running.a) < tolerance
     outcomes = {running.a: running.fresh}
     for layout in EXPERTS if model.moe is not None else DENSE:
         await trainers.build(name, model, layout, running.a, rollout)
@@ -176,7 +185,8 @@ async def _updates(trainers: LiveTrainers, running: Running, name: str, rollout:
             if weights in outcomes:
                 assert same(samples, outcomes[weights]), layout
             else:
-                assert distance_from_transformers(samples, weights) < TOLERANCE, layout
+                assert distance_from_transformers(samples, weights) < tolerance, layout
+                assert distance_from_transformers(samples, running.a) > 4 * tolerance, "nothing is proven"
                 assert not same(samples, running.fresh), "both weights say the same: nothing is proven"
                 outcomes[weights] = samples
             await sync.check()

@@ -50,6 +50,8 @@ def metrics_of(step: int, total_steps: int, noise: random.Random) -> dict[str, f
         "reward/mean": 0.1 + 0.5 * done + 0.05 * noise.gauss(0, 1),
         "reward/std": 0.4,
         "reward/accuracy": 0.1 + 0.5 * done + 0.04 * noise.gauss(0, 1),
+        "reward/part/format": 0.5 + 0.5 * done,
+        "reward/part/length": -0.25 * done,
         "response/length_mean": 80 + 60 * math.sqrt(done) + 3 * noise.gauss(0, 1),
         "response/length_max": 256,
         "response/clip_share": 0.2 * (1 - done),

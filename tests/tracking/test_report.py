@@ -80,7 +80,7 @@ def test_every_part_is_there(root: ElementTree.Element) -> None:
         "Validation accuracy", "Curves", "Time", "Samples, before and after", "Notes and warnings"
     ]  # fmt: skip
     labels = [each.get("aria-label") for each in root.iter("svg")]
-    assert labels[:3] == ["Validation accuracy", "Reward", "Accuracy on training prompts"]
+    assert labels[:3] == ["Validation accuracy", "Reward", "Parts of the reward"]
     assert {"Entropy", "Learning rate", "Seconds of each step", "rollout/logprob_diff_max"} <= set(labels)
     text = words(root)
     assert "Worth a look: 1 responses whose grader raised, hung or gave no number." in text
@@ -92,6 +92,9 @@ def test_the_curves_are_the_numbers_of_the_file(run_dir: Path, root: ElementTree
     charts = {each.get("aria-label"): json.loads(each.get("data-hover") or "") for each in root.iter("svg")}
     rewards = [float(text.rpartition(" ")[2]) for _, text in charts["Reward"]]
     assert rewards == pytest.approx([row["reward/mean"] for row in rows[1:]], abs=5.1e-4)
+    parts = [text.splitlines()[1:] for _, text in charts["Parts of the reward"]]
+    assert parts[-1] == ["format: 1.000", "length: -0.250"] and len(parts) == len(rewards)
+    assert not any((label or "").startswith("reward/part/") for label in charts), "once is enough"
     seconds = [float(re.findall(r"([\d.]+) s", text)[0]) for _, text in charts["Seconds of each step"]]
     assert seconds == pytest.approx([row["time/step"] for row in rows[1:]], abs=0.051)
     assert all("controller: 0.400" in text for _, text in charts["Seconds of each step"])

@@ -1,7 +1,7 @@
 """The local core attention against a naive float64 one, unpacked, packed, and split over context-parallel processes.
 
 Windows and soft caps are here where the layer or the context ranks matter; their arithmetic is in
-test_attention_kernels.py and test_capped_attention.py.
+test_attention_kernels.py and test_block_attention.py.
 """
 
 from __future__ import annotations

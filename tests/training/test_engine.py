@@ -22,8 +22,9 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.training import engine as engine_module
-from mcore_rl.training.engine import Engine, resolve_layer_spec, transformer_engine_problem
+from mcore_rl.training import layers
+from mcore_rl.training.engine import Engine
+from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
 from mcore_rl.types import LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
@@ -113,7 +114,7 @@ def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pyt
         return resolve_layer_spec(spec, transformer_engine_problem(model, parse_layout(layout), precision, platform))
 
     for installed in (False, True):
-        monkeypatch.setattr(engine_module, "have_transformer_engine", lambda installed=installed: installed)
+        monkeypatch.setattr(layers, "have_transformer_engine", lambda installed=installed: installed)
         assert resolve(auto, bf16, engines.CPU) == (local, [])
         assert resolve(auto, bf16, gpu) == (wanted if installed else local, [])
         assert resolve(auto, fp32, gpu) == (local, []), "its packed attention has no float32 kernel"
@@ -128,7 +129,8 @@ def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pyt
     assert resolve(wanted, bf16, gpu, models.windowed()) == (wanted, [])
     no_cap = models.gemma2(attention_soft_cap=None)
     for model, layout, what in (
-        (models.gemma2(), "", "soft cap"), (no_cap, "", "norm behind"), (models.windowed(), "cp=2", "sliding window")
+        (models.gemma2(), "", "soft cap"), (no_cap, "", "norm behind"), (models.windowed(), "cp=2", "sliding window"),
+        (models.gpt_oss(), "", "no sinks"),
     ):  # fmt: skip
         assert resolve(auto, bf16, gpu, model, layout) == (local, [])
         (violation,) = resolve(wanted, bf16, gpu, model, layout)[1]

@@ -42,7 +42,7 @@ COSINE = OptimizerConfig(
     lr=2.0, lr_schedule=Schedule.cosine, lr_warmup_steps=4, total_steps=12, min_lr_ratio=0.25
 )  # fmt: skip
 LINEAR = replace(COSINE, lr_schedule=Schedule.linear)
-CONSTANT = replace(COSINE, lr_schedule=Schedule.constant, total_steps=0)
+CONSTANT = replace(COSINE, lr_schedule=Schedule.constant, total_steps=None)
 
 
 @pytest.mark.parametrize("optim", [CONSTANT, LINEAR, COSINE])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -41,7 +42,7 @@ R = TypeVar("R", bound=Resumable)
 
 
 class Preemption:
-    """Listens for the signals that tell a run to end.  asked_by: the name of the received signal; None: none yet."""
+    """Listens for the signals that tell a run to end.  asked_by: the signal, or who else asked; None: nobody yet."""
 
     def __init__(self) -> None:
         self.asked_by: str | None = None
@@ -51,8 +52,11 @@ class Preemption:
     def listening(self) -> Iterator[None]:
         """While active: one of ``SIGNALS`` tells the run to end, a second one ends it at once, as Ctrl-C does.
 
-        Only in the main thread.
+        Signals reach the main thread alone: in another one nothing is listened for.
         """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -69,6 +73,11 @@ class Preemption:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+    def ask(self, by: str) -> None:
+        """Tells the run to end, as a signal does.  by: whose wish it is, for the message."""
+        self.asked_by = self.asked_by or by
+        self._asked.set()
 
     def raise_if_asked(self) -> None:
         """Raises Preempted if the run was told to end."""

@@ -16,6 +16,7 @@ from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
 from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
@@ -157,6 +158,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         if data.gen_batch_size is not None:
             sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
         num_steps = num_steps or per_epoch * config.trainer.total_epochs
+    refuse_if_any(list(schedule_violations(config, num_steps)))
     trained = [role.name for role in config.role_rows if role.trains]
     identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)

@@ -33,6 +33,8 @@ NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.res
 # The keys of what has no key of its own.
 KEYS = {TOKENIZER: "model.tokenizer_path", TEMPLATE: "model.tokenizer_path"}
 MAX_FILES = 3
+# By the end of a key, how older versions wrote that nothing is set; now None.
+WAS_UNSET = {".optim.total_steps": 0}
 # Fields of config.json that affect neither weights nor results.
 UNIMPORTANT = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype")
 
@@ -90,7 +92,7 @@ class Identity:
         theirs = Identity.read(checkpoint)
         changed = {key: said for key, said in self._changed(theirs) if key in JUDGES and self._is_named}
         refuse_if_any([*self._refused(theirs), *self._refused_contents(theirs, checkpoint)])
-        ours, before = _flat(self.config), _flat(theirs.config)
+        ours, before = _settings(self.config), _settings(theirs.config)
         return [f"{key}: {said}" for key, said in changed.items()] + [
             f"{key}: {before.get(key)} when the checkpoint was made, now {ours.get(key)}"
             for key in sorted(ours.keys() | before.keys())
@@ -155,6 +157,13 @@ def note_differences(identity: Identity, checkpoint: Path) -> None:
                 [f"Resuming from {checkpoint} with other settings, so that results may differ:", *differences]
             )
         )
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``config`` by their keys, as this version writes them."""
+    flat = _flat(config)
+    unset = {key for end, value in WAS_UNSET.items() for key in flat if key.endswith(end) and flat[key] == value}
+    return {key: None if key in unset else value for key, value in flat.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

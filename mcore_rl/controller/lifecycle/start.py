@@ -13,6 +13,7 @@ import torch
 
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.schedule import scheduled
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
@@ -52,6 +53,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     platform = detect(config.trainer.device)
     config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
+    config = scheduled(config, prepared.num_steps)
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
         stack.enter_context(_one_thread())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
-from mcore_rl.controller.training_run import C, R
+from mcore_rl.controller.training_run import C, Callback, R
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.planning.plan import Plan
 from mcore_rl.planning.tables import plan_tables
@@ -27,7 +27,10 @@ from mcore_rl.tracking.verdict import best, gain
 
 
 async def run_program(
-    config: C, open_run: Callable[[C], AbstractAsyncContextManager[R]], train: Callable[[R], Awaitable[None]]
+    config: C,
+    open_run: Callable[[C], AbstractAsyncContextManager[R]],
+    train: Callable[[R], Awaitable[None]],
+    callbacks: Sequence[Callback] = (),
 ) -> int:
     """Train to the end, export the final weights, write the report.
 
@@ -38,9 +41,10 @@ async def run_program(
     Args:
         open_run: starts the processes of a run, and ends them when it is left; reads the newest checkpoint.
         train: takes all the steps that are left.
+        callbacks: see ``training_run.Callback``.
 
     Returns:
-        The exit code: 0, or ``REQUEUE`` if a signal made the run leave before its end.
+        The exit code: 0, or ``REQUEUE`` if a signal or a callback made the run leave before its end.
     """
     refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else sft_violations(config))
     directory = Path(config.trainer.default_local_dir).resolve()
@@ -50,7 +54,7 @@ async def run_program(
         preemption = Preemption()
 
         async def begin(run: R) -> None:
-            run.preemption, run.owner = preemption, owner
+            run.preemption, run.owner, run.callbacks = preemption, owner, callbacks
             await train(run)
 
         async with AsyncExitStack() as stack:

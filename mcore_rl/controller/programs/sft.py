@@ -11,6 +11,7 @@ import torch
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
+from mcore_rl.config.schedule import schedule_violations, scheduled
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
 from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_sft_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
@@ -21,7 +22,7 @@ from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.programs.program import run_program, show_check
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.utilization import Passes, tflop
-from mcore_rl.controller.training_run import TrainingRun, begin_records, every_step, open_directory
+from mcore_rl.controller.training_run import Callback, TrainingRun, begin_records, every_step, open_directory
 from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -70,10 +71,12 @@ def prepare(config: SftConfig) -> PreparedSft:
         validation = ConversationSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
     sampler = PromptSampler(len(train), data.seed, data.shuffle)
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
+    num_steps = 0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs
+    refuse_if_any(list(schedule_violations(config, num_steps)))
     identity = Identity.of(as_dict(config), [role.name for role in config.role_rows], weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)
     return PreparedSft(
-        config=config,
+        config=scheduled(config, num_steps),
         train=train,
         validation=validation,
         sampler=sampler,
@@ -81,13 +84,13 @@ def prepare(config: SftConfig) -> PreparedSft:
         checkpoint=checkpoint,
         identity=identity,
         models={ACTOR.name: model},
-        num_steps=0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs,
+        num_steps=num_steps,
     )
 
 
-async def run_sft(config: SftConfig) -> int:
+async def run_sft(config: SftConfig, callbacks: Sequence[Callback] = ()) -> int:
     """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
-    return await run_program(config, open_run, lambda run: every_step(run, train_step))
+    return await run_program(config, open_run, lambda run: every_step(run, train_step), callbacks)
 
 
 def check_sft(config: SftConfig) -> int:

@@ -18,15 +18,18 @@ from mcore_rl.proofs.effective_config import (
     EffectiveConfig,
     Value,
     activation_name,
+    gate_fields,
     layer_place,
+    linear_fields,
     norm_fields,
     readable,
     rotary_fields,
     routing_fields,
 )
 
-SLIDING = "sliding_attention"
+SLIDING, LINEAR = "sliding_attention", "linear_attention"
 ACTIVATIONS = ("act_fn", "activation_fn")  # names of a module's activation
+ROUTERS = {"gate", "router"}  # names of a router beside the experts
 
 
 @torch.no_grad()
@@ -45,9 +48,12 @@ def effective_config(model: Any) -> EffectiveConfig:
         kind = (config.get("layer_types") or [SLIDING] * (number + 1))[number]
         modules = list(layer.modules())
         fields = norm_fields(layer.named_modules(), hidden_size) | readable(_mlp_fields, modules)
-        fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
+        if kind == LINEAR:
+            fields |= linear_fields(config["linear_num_key_heads"], config["linear_num_value_heads"])
+        else:
+            fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
         for module in modules:
-            if {"experts", "gate"} <= module._modules.keys():
+            if "experts" in module._modules and module._modules.keys() & ROUTERS:
                 fields |= readable(_routing_fields, module)
         places[layer_place(number)] = fields
     return places
@@ -60,9 +66,21 @@ def _mlp_fields(modules: Sequence[Any]) -> dict[str, Value]:
     named: dict[str, Value] = {}
     if functions:
         named["activation"] = " and ".join(sorted({activation_name(function) for function in functions}))
+    for module in modules:
+        if {"alpha", "limit"} <= vars(module).keys():  # gpt_oss
+            named |= _clamped_gate(module)
     return named | {
         "zero_centered_norm": any(_zero_centered(each) for each in modules if "Norm" in type(each).__name__)
     }
+
+
+def _clamped_gate(experts: Any) -> dict[str, Value]:
+    """What ``_apply_gate`` of GptOssExperts computes; the shift is what is left of a gate of 1 beside 0."""
+    alpha = experts.alpha
+    gate, beside = torch.tensor([1.0, 0.0]), experts._apply_gate(torch.tensor([1.0, 0.0]))
+    return gate_fields(
+        lambda x: x * torch.sigmoid(alpha * x), experts.limit, float(beside / torch.sigmoid(alpha * gate[:1]))
+    )
 
 
 def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind: str) -> dict[str, Value]:
@@ -85,14 +103,27 @@ def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind:
 def _interleaved(attention: Any) -> bool:
     """Whether rotated pairs are neighbours, by the ``rotate_half`` of the file of ``attention``.
 
-    A file without it rotates complex numbers (deepseek_v2), whose two parts are neighbours.
+    A file without it has a function for halves (gpt_oss), or rotates complex numbers (deepseek_v2), whose two parts are
+    neighbours.
     """
-    rotate_half = vars(sys.modules[type(attention).__module__]).get("rotate_half")
+    functions = vars(sys.modules[type(attention).__module__])
+    rotate_half = functions.get("rotate_half")
+    if (
+        rotate_half is None
+        and (rotated := functions.get("_apply_rotary_emb")) is not None
+        and "first_half" in (rotated.__code__.co_varnames)
+    ):
+        return False
     return rotate_half is None or bool(rotate_half(torch.tensor([0.0, 1.0, 0.0, 0.0]))[0] != 0)
 
 
 def _zero_centered(norm: Any) -> bool:
-    """Whether ``norm`` multiplies by one plus its weight: what it makes of ones, whose root mean square is 1."""
+    """Whether ``norm`` multiplies by one plus its weight: what it makes of ones, whose root mean square is 1.
+
+    Not a norm with a gate, which is called with it; nowhere is it zero-centred.
+    """
+    if "Gated" in type(norm).__name__:
+        return False
     ones = torch.ones(1, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
     made, weight = norm(ones)[0].float(), norm.weight.float()
     return bool((made - (1 + weight)).abs().mean() < (made - weight).abs().mean())
@@ -100,7 +131,8 @@ def _zero_centered(norm: Any) -> bool:
 
 def _routing_fields(block: Any) -> dict[str, Value]:
     """The router's fields; whether it normalises, and which scores, by what it makes of a random token."""
-    router, settings = block.gate, vars(block) | vars(block.gate)
+    (router,) = (block._modules[name] for name in ROUTERS & block._modules.keys())
+    settings = vars(block) | vars(router)
     scale = settings.get("routed_scaling_factor", 1.0)
     device, dtype = router.weight.device, router.weight.dtype
     token = torch.randn(1, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.engine import Device
-from mcore_rl.config.rollout import RolloutConfig, kv_bytes_per_token
+from mcore_rl.config.rollout import RolloutConfig, sequence_bytes
 from mcore_rl.parallel.device import detect
 from mcore_rl.proofs.differences import worst
 from mcore_rl.proofs.effective_config import joined
@@ -36,7 +36,7 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
         return_routed_experts=table.model.moe is not None and detect(Device.auto).is_accelerator,
     )
     # Enough for some sequences at once, without taking all memory.
-    sequence = kv_bytes_per_token(table.model, rollout) * rollout.max_model_len
+    sequence = sequence_bytes(table.model, rollout, rollout.max_model_len)
     rollout.kv_cache_memory_bytes = max(KV_CACHE_BYTES, NUM_SEQS * sequence)
     with start_engine("vllm", question.hf, rollout, extension=HELD_WEIGHTS) as engine:
         return asyncio.run(_draw(engine, question, prompts))

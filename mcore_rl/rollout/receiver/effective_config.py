@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
 from mcore_rl.proofs.effective_config import (
@@ -22,18 +25,22 @@ from mcore_rl.proofs.effective_config import (
     EffectiveConfig,
     Value,
     frequencies_of,
+    gate_fields,
     layer_place,
+    linear_fields,
     norm_fields,
     readable,
     rotary_fields,
     routing_fields,
 )
 
+SWIGLUOAI = MoEActivation.SWIGLUOAI.value
+
 
 def effective_config(model: Any) -> EffectiveConfig:
     """The configuration of vLLM's causal language model ``model``, all layers."""
     decoder = model.model
-    hidden_size = decoder.embed_tokens.embedding_dim
+    hidden_size = _embedding(decoder).embedding_dim
     places: EffectiveConfig = {
         MODEL: readable(_ends, model),
         FINAL_NORM: norm_fields([("", decoder.norm)], hidden_size),
@@ -48,6 +55,8 @@ def effective_config(model: Any) -> EffectiveConfig:
                 fields |= readable(_attention_fields, attention, module, rotations)
             if isinstance(module, MoERunner):
                 fields |= readable(_routing_fields, module)
+            if isinstance(module, QwenGatedDeltaNetAttention):
+                fields |= linear_fields(module.num_k_heads, module.num_v_heads)
         places[layer_place(number)] = fields
     return places
 
@@ -59,13 +68,19 @@ def _ends(model: Any) -> dict[str, Value]:
     return {
         "embedding_scale": 1.0 if scale is None else float(scale),
         "output_soft_cap": float(cap) if cap else None,
-        "tie_output": head is None or head.weight is decoder.embed_tokens.weight,
+        "tie_output": head is None or head.weight is _embedding(decoder).weight,
     }
+
+
+def _embedding(decoder: Any) -> Any:
+    return decoder._modules.get("embed_tokens", decoder._modules.get("embedding"))  # gpt_oss.py calls it the latter
 
 
 def _mlp_fields(modules: Sequence[nn.Module]) -> dict[str, Value]:
     activations = {name for module in modules if (name := _activation(module)) is not None}
     named: dict[str, Value] = {"activation": " and ".join(sorted(activations))} if activations else {}
+    if activations == {SWIGLUOAI}:  # its numbers are written into the kernels (csrc, swigluoai_and_mul)
+        named |= gate_fields(lambda x: x * torch.sigmoid(1.702 * x), clamp=7.0, offset=1.0)
     return named | {"zero_centered_norm": any(isinstance(module, GemmaRMSNorm) for module in modules)}
 
 
@@ -90,12 +105,13 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
     fields = rotary_fields(frequencies, factor, core.impl.scale, head_dim)
     fields |= {
         "rotary_interleaved": not vars(rotary).get("is_neox_style", True),  # longrope knows no other style
-        "num_attention_heads": own.get("total_num_heads", own.get("num_heads")),
+        "num_attention_heads": own.get("total_num_heads", own.get("num_heads", own.get("num_attention_heads"))),
         "attention_soft_cap": float(cap) if cap else None,
         "sliding_window": core.sliding_window,
     }
-    if "total_num_kv_heads" in own:
-        fields["num_query_groups"] = own["total_num_kv_heads"]
+    for name in ("total_num_kv_heads", "num_key_value_heads"):
+        if name in own:
+            fields["num_query_groups"] = own[name]
     return fields
 
 

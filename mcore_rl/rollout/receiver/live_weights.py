@@ -45,7 +45,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mcore_rl.errors import WeightMapError
-from mcore_rl.rollout.receiver.packed_experts import unpacked_experts
+from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -63,6 +63,12 @@ class _StoredAt:
     module: nn.Module
     attribute: str
     stored: RolloutTensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The current elements, as a view; all slots of a stacked tensor."""
+        whole: Tensor = getattr(self.module, self.attribute).data
+        return whole[(*(slice(None),) * self.stored.rule.stacked, *self.stored.turns)]
 
 
 class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is not followed
@@ -99,13 +105,13 @@ class LiveWeights:
 
     def _missing(self) -> Iterator[str]:
         for name, stored in self.stored.items():
-            prefix, _, attribute = name.rpartition(".")
+            prefix, _, attribute = stored.parameter.rpartition(".")
             module = self._modules.get(prefix)
             shape = None if module is None else self._shape(module, attribute)
             if module is None or shape is None:
                 yield f"{name} is in the table and not in vLLM's model. Mend families/{self.table.family.name}.py"
-            elif shape != self.table.shape(stored):
-                sizes = f"expected shape {self.table.shape(stored)} and found {shape}"
+            elif shape != self.table.parameter_shape(stored):
+                sizes = f"expected shape {self.table.parameter_shape(stored)} and found {shape}"
                 yield f"{name}: {sizes}. Start vLLM with the layout that the table was made for"
             else:
                 self.places[name] = _StoredAt(module, attribute, stored)
@@ -114,8 +120,9 @@ class LiveWeights:
         names = dict(self.model.named_parameters(remove_duplicate=False))
         persistent = self.model.state_dict().keys() - names  # an engine may be started without the checkpoint's values
         buffers = [name for name in sorted(persistent) if name.rpartition(".")[2] not in CACHE_SCALES]
+        known = {stored.parameter for stored in self.stored.values()}
         for name in (*(name for name, _ in self.model.named_parameters()), *buffers):
-            if name not in self.stored:
+            if name not in known:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
 
     def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
@@ -184,8 +191,7 @@ class LiveWeights:
             with self.vllm_config.device_config.device:
                 self._materialize(place.module)
                 self._zero_padding(place.module)
-        tensor = getattr(place.module, place.attribute).data
-        return view_of(tensor if slot is None else tensor[slot], region)
+        return view_of(place.tensor if slot is None else place.tensor[slot], region)
 
     def _materialize(self, module: nn.Module) -> None:
         """Does what vLLM's ``materialize_layer`` does (reload/meta.py), in existing memory.
@@ -214,7 +220,7 @@ class LiveWeights:
                 shard = self.table.shard(place.stored)
                 if shard.held < shard.size:
                     dim = place.stored.rule.dim + place.stored.rule.stacked
-                    getattr(module, place.attribute).data.narrow(dim, shard.held, shard.size - shard.held).zero_()
+                    place.tensor.narrow(dim, shard.held, shard.size - shard.held).zero_()
 
     def unwritten(self) -> list[str]:
         """Names of the stored tensors of incomplete modules."""
@@ -266,15 +272,19 @@ class LiveWeights:
         ``lm_head.weight``.
         """
         for name, place in self.places.items():
-            experts = _cpu_experts(place.module)
+            experts = _cpu_experts(place.module) if place.attribute in PACKED else None
             tensor = getattr(place.module, place.attribute).data
             if place.stored.rule.stacked:
-                shape = self.table.shape(place.stored)[1:]
+                shape = self.table.parameter_shape(place.stored)[1:]
                 for slot in range(len(place.stored.experts)):
                     plain = tensor[slot]
                     if experts is not None:
                         plain = unpacked_experts(plain, experts, place.attribute, shape)
+                    plain = plain[place.stored.turns]
                     yield name, slot, iter([((0,) * plain.dim(), plain)])
+            elif place.attribute == "weight" and _is_packed_convolution(place.module):
+                plain = unpacked_convolution(tensor, self.table.shape(place.stored))
+                yield name, None, iter([((0,) * plain.dim(), plain)])
             elif place.attribute == "weight" and self._is_product(place.module):
                 yield name, None, _by_identity(place.module, self.table.shape(place.stored)[1], tensor)
             else:
@@ -301,6 +311,11 @@ def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
     kernel = module.quant_method.moe_kernel
     experts = None if kernel is None else kernel.fused_experts
     return experts if isinstance(experts, CPUUnquantizedExperts) else None
+
+
+def _is_packed_convolution(module: nn.Module) -> bool:
+    """Whether the CPU packed the weight of a causal convolution: it then keeps a plain copy, which nothing executes."""
+    return hasattr(module, "_cpu_unpacked_conv_weight")
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

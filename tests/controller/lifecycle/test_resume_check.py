@@ -238,6 +238,16 @@ def test_a_checkpoint_of_an_older_version_is_taken(config: dict[str, Any], check
     assert identity_of(config).check(checkpoint) == []
 
 
+def test_no_length_of_a_schedule_is_none_as_0_of_an_older_version_was(config: dict[str, Any], tmp_path: Path) -> None:
+    told = {}
+    for before in (0, 7):
+        config["actor"]["optim"]["total_steps"] = before
+        identity_of(config).keep(tmp_path)
+        config["actor"]["optim"]["total_steps"] = None
+        told[before] = identity_of(config).check(tmp_path)
+    assert told == {0: [], 7: ["actor.optim.total_steps: 7 when the checkpoint was made, now None"]}
+
+
 def test_of_large_weights_pieces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit in (("WHOLE_BYTES", 1000), ("HEADER_BYTES", 100), ("PIECES", 5), ("PIECE_BYTES", 10)):
         monkeypatch.setattr(run_contents, name, limit)

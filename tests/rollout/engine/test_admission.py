@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.engine import Device
+from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.errors import CheckpointError, ConfigError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.request_checks import Limits, demand_requests
+from mcore_rl.rollout.engine.serving_checks import engine_violations
 from mcore_rl.rollout.protocol import Prompt, Sampling, requests_of
-from tests.support import rollouts
+from tests.support import models, rollouts
 
 CPU = detect(Device.cpu)
 
@@ -60,6 +61,27 @@ def test_a_wrong_configuration_is_refused_by_its_keys(mixtral: Path, changes: di
         admit(mixtral, config(**changes), CPU)
     for words in said:
         assert words in str(error.value)
+
+
+def test_the_cpus_kernels_of_linear_attention_are_of_one_dtype_and_shape() -> None:
+    """Found by running them: assertions of bfloat16, of a convolution's taps, and of heads that 32 divides."""
+    model = models.qwen3_next()  # three taps, heads of 10 and 6
+
+    def said(**changes: object) -> str:
+        settings: dict[str, Any] = {"dtype": Precision.bfloat16} | changes
+        return "\n".join(map(str, engine_violations(model, RolloutConfig(**settings), CPU)))
+
+    assert "rollout.dtype=float32: vLLM's CPU kernels" in said(dtype=Precision.float32)
+    assert said(tp=2) == said()
+    assert "model.linear_attention.conv_kernel_dim=3" in said()
+    assert "model.linear_attention.key_head_dim=10: is no multiple of 32" in said()
+    assert "model.linear_attention.value_head_dim=6: is no multiple of 32" in said()
+    assert model.linear_attention is not None
+    fitting = replace(model.linear_attention, conv_kernel_dim=4, key_head_dim=32, value_head_dim=64)
+    model = models.qwen3_next(linear_attention=fitting)
+    assert said() == said(tp=4) == ""
+    rocm = replace(CPU, kind=Device.rocm, device_type="cuda")
+    assert engine_violations(model, RolloutConfig(dtype=Precision.float32), rocm) == []
 
 
 def test_an_accelerator_may_spread_experts_and_record_routing(mixtral: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.errors import RolloutError
+from mcore_rl.rollout.engine import guard
 from mcore_rl.rollout.engine.process import start_engine
 from mcore_rl.rollout.engine.process_group import group_of
 from tests.support import rollouts
@@ -35,6 +36,11 @@ if sys.argv[3] == "stay":
 def program(directory: Path, log: Path, mode: str, temporary: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM, str(directory), str(log), mode]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)})
+
+
+def is_guarded(leader: int) -> bool:
+    commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    return any(guard.__file__ in command and str(leader) in command for command in commands)
 
 
 @pytest.mark.parametrize("mode", ["stay", "stopped", "end"])

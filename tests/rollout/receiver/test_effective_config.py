@@ -71,7 +71,8 @@ def test_nothing_is_named_where_nothing_differs(name: str, alike: dict[str, dict
     for config in alike[name].values():
         layers = [fields for place, fields in config.items() if place.startswith("layer ")]
         assert len(layers) == facts["num_hidden_layers"]
-        assert all(fields["norm_epsilon"] == facts["rms_norm_eps"] and ROPE in fields for fields in layers)
+        assert all(fields["norm_epsilon"] == facts["rms_norm_eps"] for fields in layers)
+        assert all((ROPE in fields) != ("linear_attention.num_key_heads" in fields) for fields in layers)
         assert sum("moe.top_k" in fields for fields in layers) == _layers_with_experts(facts)
 
 
@@ -112,6 +113,10 @@ CHANGES: list[tuple[str, Facts, set[str]]] = [
     ("gemma2", {"attn_logit_softcapping": None}, {"attention_soft_cap"}),
     ("gemma2", {"final_logit_softcapping": 30.0}, {"output_soft_cap"}),
     ("gemma2", {"query_pre_attn_scalar": 64}, {"softmax_scale"}),
+    ("gpt_oss", {"num_experts_per_tok": 3}, {"moe.top_k"}),
+    ("gpt_oss", {"sliding_window": 40}, {"sliding_window"}),
+    ("gpt_oss", rope("gpt_oss", factor=8.0), {ROPE, "softmax_scale"}),
+    ("gpt_oss", rope("gpt_oss", truncate=True), {ROPE}),
     ("deepseek_v3", {"rope_theta": 20000.0}, {ROPE}),
     ("deepseek_v3", {"routed_scaling_factor": 1.0}, {"moe.routed_scaling_factor"}),
     ("deepseek_v3", {"norm_topk_prob": False}, {"moe.norm_topk_prob"}),

@@ -52,6 +52,7 @@ def _in_a_worker() -> dict[str, object]:
     except RolloutError as error:
         observed["refusal"] = str(error)
     observed["left"] = _threads_after_a_failure()
+    observed["unpacked convolution"] = _round_trip_of_a_convolution(320)  # more elements than a digit of bfloat16
     observed["unpacked"] = [_round_trip(torch.Generator().manual_seed(1), *shape) for shape in SHAPES]
     return pickle.loads(pickle.dumps(observed))  # plain values only
 
@@ -97,7 +98,7 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
     from vllm._custom_ops import cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    from mcore_rl.rollout.receiver.packed_experts import unpacked_experts
+    from mcore_rl.rollout.receiver.packed_weights import unpacked_experts
 
     w13 = torch.randn(2, 2 * intermediate, hidden, generator=random)  # type: ignore[arg-type]
     w2 = torch.randn(2, hidden, intermediate, generator=random)  # type: ignore[arg-type]
@@ -118,6 +119,18 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
         for index in range(2)
     )
     return moved and same
+
+
+def _round_trip_of_a_convolution(channels: int) -> bool:
+    import torch
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    from mcore_rl.rollout.receiver.packed_weights import unpacked_convolution
+
+    weight = torch.randn(channels, 1, 4, generator=torch.Generator().manual_seed(2)).bfloat16()
+    packed = causal_conv1d_weight_pack(weight.view(channels, 4))
+    moved = not torch.equal(packed.flatten(), weight.flatten())
+    return moved and torch.equal(unpacked_convolution(packed, weight.shape), weight)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +154,10 @@ def test_after_a_failed_update_nothing_runs(outcomes: dict[str, object]) -> None
 
 def test_what_fails_while_others_arrive_ends_their_arrival(outcomes: dict[str, object]) -> None:
     assert outcomes["left"] == ("no primitive", 0)
+
+
+def test_convolutions_are_unpacked_bit_for_bit(outcomes: dict[str, object]) -> None:
+    assert outcomes["unpacked convolution"]
 
 
 def test_experts_are_unpacked_bit_for_bit(outcomes: dict[str, object]) -> None:

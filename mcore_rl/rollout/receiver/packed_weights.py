@@ -1,4 +1,4 @@
-"""Unpacks the weights of fused experts on the CPU, which vLLM packs for its grouped product.
+"""Unpacks what vLLM packs for kernels of the CPU: the weights of fused experts, and of causal convolutions.
 
 ``CPUUnquantizedExperts.process_weights_after_loading`` (layers/fused_moe/experts/cpu_moe.py, 0.32) pads the
 intermediate size with zeros and moves every element to another place, by ``cpu_prepack_moe_weight``.  We find the
@@ -13,10 +13,12 @@ from math import prod
 
 import torch
 from torch import Tensor
-from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 DIGIT = 256
+PACKED = ("w13_weight", "w2_weight")
+CONVOLUTION = "convolution"
 
 
 def unpacked_experts(packed: Tensor, experts: CPUUnquantizedExperts, attribute: str, shape: Sequence[int]) -> Tensor:
@@ -39,14 +41,28 @@ def unpacked_experts(packed: Tensor, experts: CPUUnquantizedExperts, attribute: 
     return whole[:, :size]
 
 
-@lru_cache(maxsize=4)
+def unpacked_convolution(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """The unpacked weight of a convolution, of ``shape`` [channels, 1, taps], from the ``packed`` one.
+
+    ``dispatch_cpu_unquantized_gemm`` (layers/utils.py, 0.32) packs it where it has four taps and is bfloat16.
+    """
+    plain = torch.empty(packed.numel(), dtype=packed.dtype, device=packed.device)
+    plain[_origins((shape[0], shape[2]), packed.dtype, CONVOLUTION)] = packed.reshape(-1)
+    return plain.view(*shape)
+
+
+@lru_cache(maxsize=8)
 def _origins(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
-    """For each element of a packed matrix, its row-major index in the unpacked one: int64 [elements]."""
+    """For each element of a packed matrix, its row-major index in the unpacked one: int64 [elements].
+
+    isa: how experts are packed; or ``CONVOLUTION``.
+    """
     index = torch.arange(prod(shape))
     origins = torch.zeros_like(index)
     unit = 1
     while unit < prod(shape):
-        digits = (index // unit % DIGIT).to(dtype).view(1, *shape)
-        origins += cpu_prepack_moe_weight(digits, isa).reshape(-1).long() * unit
+        digits = (index // unit % DIGIT).to(dtype).view(shape)
+        packed = causal_conv1d_weight_pack(digits) if isa == CONVOLUTION else cpu_prepack_moe_weight(digits[None], isa)
+        origins += packed.reshape(-1).long() * unit
         unit *= DIGIT
     return origins

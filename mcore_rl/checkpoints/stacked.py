@@ -1,0 +1,184 @@
+"""Reading and writing checkpoints that hold all experts of a layer in one tensor (``families/stacks.py``).
+
+Everything else speaks of the tables' tensors, one matrix of one expert.  Reading takes such a matrix out of its slab,
+window by window; writing collects the parts of a slab, which one process has, and writes the slab as one run of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, TensorSpec
+from mcore_rl.checkpoints.sharded_writer import ShardedWriter
+from mcore_rl.families.stacks import StackedPart, stacked_parts
+from mcore_rl.weights.table import HfInfo, Table
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.views import view_of
+
+Slab = tuple[str, int]  # stored tensor, expert
+
+
+def parts_of(table: Table) -> dict[str, StackedPart]:
+    """The tables' tensors that stand in stacks in the files of ``table``'s model, by name."""
+    return stacked_parts(table.family.stacks, table.model)
+
+
+def stored_tensors(table: Table) -> dict[str, HfInfo]:
+    """Every tensor that a checkpoint's files must hold, by the names in the files."""
+    parts, stored = parts_of(table), dict[str, HfInfo]()
+    for name, info in table.hf_tensors.items():
+        part = parts.get(name)
+        if part is None:
+            stored[name] = info
+        else:
+            stored.setdefault(part.stored, replace(info, shape=part.stack.shape(table.model)))
+    return stored
+
+
+def num_stored(names: Collection[str], table: Table) -> int:
+    """How many tensors of the files the tables' tensors ``names`` are."""
+    parts = parts_of(table)
+    return len({parts[name].stored if name in parts else name for name in names})
+
+
+def unstacked(checkpoint: HfCheckpoint, table: Table) -> HfCheckpoint:
+    """``checkpoint`` with the tables' tensors instead of its stacks; itself, if the family has none.
+
+    Stacks that are missing or of another shape give no tensors; ``check_checkpoint`` reports them.
+    """
+    if not table.family.stacks or isinstance(checkpoint, UnstackedCheckpoint):
+        return checkpoint
+    return UnstackedCheckpoint(checkpoint, table)
+
+
+class UnstackedCheckpoint(HfCheckpoint):
+    """The tables' tensors within the stacks of ``files``, beside the other tensors.
+
+    A part's ``TensorInfo`` has its own name and shape, and the bytes of its slab.  ``close`` closes ``files``.
+    """
+
+    def __init__(self, files: HfCheckpoint, table: Table) -> None:
+        self.files = files
+        self._stacked: dict[str, StackedPart] = {}
+        for name, part in parts_of(table).items():
+            info = files.tensors.get(part.stored)
+            if info is not None and info.shape == part.stack.shape(table.model):
+                self._stacked[name] = part
+        stacks = {part.stored for part in self._stacked.values()}
+        others = {name: info for name, info in files.tensors.items() if name not in stacks}
+        within = {name: self._info(name, table.hf_tensors[name]) for name in self._stacked}
+        super().__init__(files.directory, others | within)
+
+    @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        """The tensors of the files."""
+        return self.files.stored
+
+    def _info(self, name: str, wanted: HfInfo) -> TensorInfo:
+        part = self._stacked[name]
+        stack = self.files.tensors[part.stored]
+        size = stack.num_bytes // stack.shape[0]
+        begin = stack.begin + part.expert * size
+        return TensorInfo(name, stack.dtype, wanted.shape, stack.file, begin, begin + size)
+
+    def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
+        """As ``HfCheckpoint.read_into``; a part of a slab at a time, of at most ``WINDOW_BYTES``."""
+        part = self._stacked.get(name)
+        if part is None:
+            self.files.read_into(name, region, out)
+            return
+        assert region.fits(self.tensors[name].shape), f"{region} is no part of {name}"
+        assert tuple(out.shape) == region.shape, f"{name}: out has shape {tuple(out.shape)}, the region {region.shape}"
+        if 0 in region.shape:
+            return
+        stack, outputs = self.files.tensors[part.stored], part.outputs(region.start[0], region.shape[0])
+        dim = part.dim_of_outputs
+        slab = list(zip(region.start, region.shape, strict=True))[:: -1 if dim else 1]
+        slab[dim] = (outputs.start, outputs.stop - outputs.start)
+        begins, sizes = zip(*slab, strict=True)
+        whole = TensorSlice((part.expert, *begins), (1, *sizes))
+        turned = out.swapaxes(-1, -2) if dim else out
+        for window in windows(whole, row_major_strides(stack.shape), WINDOW_BYTES // stack.dtype.itemsize):
+            read = torch.empty(window.shape, dtype=stack.dtype)
+            self.files.read_into(part.stored, window, read)
+            start, _ = window.within(whole)
+            skipped = -start[1 + dim] % outputs.step
+            taken = read[0][(*(slice(None),) * dim, slice(skipped, None, outputs.step))]
+            into = list(start[1:])
+            into[dim] = (into[dim] + skipped) // outputs.step
+            view_of(turned, TensorSlice(tuple(into), tuple(taken.shape))).copy_(taken)
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        self.files.close()
+
+
+class StackedWriter(ShardedWriter):
+    """A ``ShardedWriter`` that is given the tables' tensors and writes the stacks that they are parts of.
+
+    One process gives all parts of a slab, and memory holds the slabs that are not complete yet.
+    """
+
+    def __init__(self, directory: Path | str, specs: Sequence[TensorSpec], table: Table, **options: Any) -> None:
+        """specs: of the tables' tensors; a stack has the dtype of its parts.  options: of ``ShardedWriter``."""
+        self._parts = parts_of(table)
+        self._slabs: dict[Slab, Tensor] = {}
+        self._missing_of: dict[Slab, int] = {}
+        stored: dict[str, TensorSpec] = {}
+        for spec in specs:
+            part = self._parts.get(spec.name)
+            if part is None:
+                stored[spec.name] = spec
+                continue
+            shape = part.stack.shape(table.model)
+            known = stored.setdefault(part.stored, TensorSpec(part.stored, spec.dtype, shape))
+            assert known.dtype == spec.dtype, f"{spec.name} is {spec.dtype}, and others of {part.stored} {known.dtype}"
+        super().__init__(directory, list(stored.values()), **options)
+
+    def write_slice(self, name: str, region: TensorSlice, tensor: Tensor) -> None:
+        """As ``ShardedWriter.write_slice``; the bytes of a part are written with the last of its slab."""
+        part = self._parts.get(name)
+        if part is None:
+            super().write_slice(name, region, tensor)
+            return
+        info, slab = self._tensors[part.stored], (part.stored, part.expert)
+        assert tensor.dtype == info.dtype, f"{name}: {tensor.dtype} was not planned"
+        if slab not in self._slabs:
+            self._slabs[slab] = torch.empty(info.shape[1:], dtype=info.dtype)
+        view_of(part.within(self._slabs[slab]), region).copy_(tensor)
+        if self._counted(slab, tensor.numel()):
+            super().write_slice(part.stored, _place(part, info), self._slabs.pop(slab)[None])
+
+    def note_written(self, name: str, region: TensorSlice) -> None:
+        """As ``ShardedWriter.note_written``."""
+        part = self._parts.get(name)
+        if part is None:
+            super().note_written(name, region)
+        elif self._counted((part.stored, part.expert), region.num_elements):
+            super().note_written(part.stored, _place(part, self._tensors[part.stored]))
+
+    def _counted(self, slab: Slab, elements: int) -> bool:
+        """Whether ``elements`` more make ``slab`` complete."""
+        left = self._missing_of.get(slab, prod(self._tensors[slab[0]].shape[1:])) - elements
+        assert left >= 0, f"{slab} was written twice"
+        self._missing_of[slab] = left
+        return left == 0
+
+
+def _place(part: StackedPart, info: TensorInfo) -> TensorSlice:
+    return TensorSlice((part.expert, *(0,) * (len(info.shape) - 1)), (1, *info.shape[1:]))
+
+
+def writer_of(directory: Path | str, specs: Sequence[TensorSpec], table: Table, **options: Any) -> ShardedWriter:
+    """The writer of a checkpoint of ``table``'s model, for the tables' tensors ``specs``."""
+    if not table.family.stacks:
+        return ShardedWriter(directory, specs, **options)
+    return StackedWriter(directory, specs, table, **options)

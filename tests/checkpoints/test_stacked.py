@@ -1,0 +1,182 @@
+"""Stacks of experts, read and written in every form that checkpoints have, against slices of whole tensors by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_rl.checkpoints import stacked
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.checkpoints.load import check_checkpoint
+from mcore_rl.checkpoints.safetensors import TensorSpec
+from mcore_rl.checkpoints.stacked import StackedWriter, UnstackedCheckpoint, stored_tensors, unstacked
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice
+from tests.support import checkpoints
+from tests.support.checkpoints import edit_config
+
+TABLE = checkpoints.table("gpt_oss")
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
+
+# in_turns, transposed -> the gate and the other half of a slab.
+Halves = Callable[[Tensor], tuple[Tensor, Tensor]]
+FORMS: dict[tuple[bool, bool], Halves] = {
+    (True, True): lambda slab: (slab[:, 0::2].T, slab[:, 1::2].T),  # gpt_oss
+    (False, True): lambda slab: (slab[:, : slab.shape[1] // 2].T, slab[:, slab.shape[1] // 2 :].T),
+    (True, False): lambda slab: (slab[0::2], slab[1::2]),
+    (False, False): lambda slab: (slab[: slab.shape[0] // 2], slab[slab.shape[0] // 2 :]),
+}
+
+
+def table_of(in_turns: bool, transposed: bool) -> Table:
+    """gpt_oss with its first stack, of gate and up, in another form."""
+    family = FAMILIES["gpt_oss"]
+    first = replace(family.stacks[0], in_turns=in_turns, transposed=transposed)
+    return Table(replace(family, stacks=(first, *family.stacks[1:])), checkpoints.MODELS["gpt_oss"])
+
+
+def tensors_of(table: Table) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(info.shape, generator=generator) for name, info in stored_tensors(table).items()}
+
+
+def write(directory: Path, tensors: dict[str, Tensor]) -> HfCheckpoint:
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return HfCheckpoint.open(directory)
+
+
+def some_region(shape: tuple[int, ...], rng: random.Random) -> TensorSlice:
+    spans = [sorted(rng.sample(range(size + 1), 2)) for size in shape]
+    return TensorSlice(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", [None, 700, 100])  # of bytes; a row of a slab has 192 or 512
+def test_regions_of_an_expert_are_those_of_the_stack(
+    form: tuple[bool, bool], window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if window is not None:
+        monkeypatch.setattr(stacked, "WINDOW_BYTES", window)
+    table, rng = table_of(*form), random.Random(1)
+    tensors = tensors_of(table)
+    with write(tmp_path, tensors) as files:
+        checkpoint = unstacked(files, table)
+        check_checkpoint(checkpoint, table)
+        for expert in (0, 5):
+            halves = FORMS[form](tensors[GATE_UP][expert])
+            for half, name in zip(halves, ("gate", "up"), strict=True):
+                full = f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"
+                assert torch.equal(checkpoint.read(full), half)
+                for _ in range(5):
+                    region = some_region(tuple(half.shape), rng)
+                    out = torch.full((*region.shape, 2), 7.0)[..., 0]  # with gaps, as a shard's rows may have
+                    checkpoint.read_into(full, region, out)
+                    (r, c), (h, w) = region
+                    assert torch.equal(out, half[r : r + h, c : c + w])
+
+
+def test_vectors_and_single_matrices_of_gpt_oss(tmp_path: Path) -> None:
+    tensors, prefix = tensors_of(TABLE), "model.layers.2.mlp.experts."
+    with write(tmp_path, tensors) as files:
+        checkpoint = unstacked(files, TABLE)
+        bias = tensors[f"{prefix}gate_up_proj_bias"][3]
+        assert torch.equal(checkpoint.read(f"{prefix}3.gate_proj.bias"), bias[0::2])
+        assert torch.equal(checkpoint.read(f"{prefix}3.up_proj.bias"), bias[1::2])
+        assert torch.equal(checkpoint.read(f"{prefix}3.down_proj.weight"), tensors[f"{prefix}down_proj"][3].T)
+        assert torch.equal(checkpoint.read(f"{prefix}3.down_proj.bias"), tensors[f"{prefix}down_proj_bias"][3])
+        assert checkpoint.tensors.keys() == TABLE.hf_tensors.keys()
+        assert checkpoint.stored.keys() == tensors.keys()
+        assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
+            name: info.shape for name, info in TABLE.hf_tensors.items()
+        }
+
+
+def test_a_family_without_stacks_is_left_alone(tmp_path: Path) -> None:
+    checkpoints.write("llama", tmp_path)
+    with HfCheckpoint.open(tmp_path) as files:
+        assert unstacked(files, checkpoints.table("llama")) is files
+    assert stored_tensors(checkpoints.table("llama")) == checkpoints.table("llama").hf_tensors
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_written_part_by_part_is_the_stack(form: tuple[bool, bool], tmp_path: Path) -> None:
+    table = table_of(*form)
+    tensors = tensors_of(table)
+    with write(tmp_path / "source", tensors) as files:
+        source = unstacked(files, table)
+        specs = [TensorSpec(name, torch.float32, info.shape) for name, info in table.hf_tensors.items()]
+        with StackedWriter(tmp_path / "out", specs, table, max_shard_bytes=50_000) as writer:
+            for spec in specs:  # each in two parts, the second first
+                whole, middle = source.read(spec.name), spec.shape[0] // 2
+                for begin, end in ((middle, spec.shape[0]), (0, middle)):
+                    start = (begin, *(0 for _ in spec.shape[1:]))
+                    writer.write_slice(spec.name, TensorSlice(start, tuple(whole[begin:end].shape)), whole[begin:end])
+            assert not writer._slabs, "a complete slab is not kept"
+    written = checkpoints.tensors(tmp_path / "out")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_slab_that_lacks_a_part_does_not_get_the_name(tmp_path: Path) -> None:
+    with write(tmp_path / "source", tensors_of(TABLE)) as files:
+        source = unstacked(files, TABLE)
+        specs = [TensorSpec(name, torch.float32, info.shape) for name, info in TABLE.hf_tensors.items()]
+        writer = StackedWriter(tmp_path / "out", specs, TABLE)
+        for spec in specs:
+            if spec.name != GATE:
+                writer.write(spec.name, source.read(spec.name))
+        missing = 48 * 128
+        with pytest.raises(CheckpointError, match=rf"{GATE_UP}: {7 * missing} of {8 * missing} elements were written"):
+            writer.finish()
+        assert not (tmp_path / "out").exists()
+        writer.write(GATE, source.read(GATE))
+        with pytest.raises(AssertionError, match="was written twice"):
+            writer.write(GATE, source.read(GATE))
+
+
+def test_every_wrong_stack_is_named_as_it_is_in_the_files(tmp_path: Path) -> None:
+    tensors = tensors_of(TABLE)
+    tensors[GATE_UP] = tensors[GATE_UP].transpose(1, 2).contiguous()
+    del tensors["model.layers.0.mlp.experts.down_proj_bias"]
+    blocks = "model.layers.3.mlp.experts.down_proj_packed"
+    tensors[blocks] = torch.zeros(8, 48, 2, 16, dtype=torch.uint8)
+    with write(tmp_path, tensors) as files:
+        for checkpoint in (files, unstacked(files, TABLE)):
+            with pytest.raises(CheckpointError) as raised:
+                check_checkpoint(checkpoint, TABLE)
+            message = str(raised.value)
+            assert len(raised.value.problems) == 3
+            assert f"tensor {GATE_UP}: expected shape (8, 48, 128) by config.json and found (8, 128, 48)" in message
+            assert "tensor model.layers.0.mlp.experts.down_proj_bias of shape (8, 48) is missing" in message
+            assert f"tensor {blocks} of shape (8, 48, 2, 16) has no place" in message
+
+
+def test_a_saved_config_of_another_model_is_noticed(tmp_path: Path) -> None:
+    checkpoints.write("gpt_oss", tmp_path)
+    edit_config(tmp_path, num_local_experts=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_local_experts"] == 4
+    model = replace(checkpoints.MODELS["gpt_oss"], moe=replace(checkpoints.MODELS["gpt_oss"].moe, num_experts=4))
+    with HfCheckpoint.open(tmp_path) as files, pytest.raises(CheckpointError, match=r"\(4, 48, 128\).*\(8, 48, 128\)"):
+        check_checkpoint(files, Table(FAMILIES["gpt_oss"], model))
+
+
+def test_closing_closes_the_files(tmp_path: Path) -> None:
+    files = write(tmp_path, tensors_of(TABLE))
+    with unstacked(files, TABLE) as checkpoint:
+        assert isinstance(checkpoint, UnstackedCheckpoint)
+        checkpoint.read(GATE)
+        assert files._files
+    assert not files._files

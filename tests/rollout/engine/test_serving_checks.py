@@ -1,0 +1,22 @@
+"""What vLLM's CPU build cannot run, which nothing of the model's layout says."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.engine import Device
+from mcore_rl.config.model import MoeConfig
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.parallel.device import detect
+from mcore_rl.rollout.engine.serving_checks import engine_violations
+from tests.support import models
+
+
+@pytest.mark.parametrize(("width", "tp", "wrong"), [(64, 2, False), (96, 1, False), (96, 2, True), (48, 1, True)])
+def test_experts_with_a_clamped_gate_are_not_padded_on_a_cpu(width: int, tp: int, wrong: bool) -> None:
+    model = models.gpt_oss(ffn_hidden_size=width, moe=MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=width))
+    violations = engine_violations(model, RolloutConfig(tp=tp), detect(Device.cpu))
+    assert [violation.key for violation in violations] == (["rollout.tp"] if wrong else [])
+    assert all("whole 32s" in violation.problem for violation in violations)
+    other = models.moe(moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=width))
+    assert engine_violations(other, RolloutConfig(tp=tp), detect(Device.cpu)) == []

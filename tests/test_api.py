@@ -1,0 +1,125 @@
+"""``mcore_rl.train``: the configuration that a call means, and its errors; tests/e2e/test_notebook.py trains."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mcore_rl
+from mcore_rl.api import overrides_of
+from mcore_rl.config.compose import compose
+from mcore_rl.config.resources import RECIPES
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import Logger
+from mcore_rl.controller.programs import train as program
+from mcore_rl.errors import ConfigError
+from tests.support.composed import composed
+
+TEXTS = ["c's", "\\", "a\\\\", "\\'", "{x}", "1e3", "no", "null", "x,y", "a b", "[1]", "", "=", '"', "8:00:00"]
+VALUES: dict[str, Any] = {
+    "algorithm": "rloo",
+    "model": {"path": "/a b/qwen"},
+    "data": {"train_files": ["x,y.parquet", "z.parquet"], "val_files": []},
+    "trainer": {"experiment_name": "1e3", "logger": [Logger.wandb], "total_training_steps": 2, "max_to_keep": None},
+    "actor": {"optim": {"lr": 1e-5, "betas": (0.9, 0.95)}, "use_kl_loss": True},
+    "rollout": {"stop": [text for text in TEXTS if text]},
+}
+
+
+def test_a_dictionary_means_what_is_in_it() -> None:
+    run = composed(RunConfig, "train", list(overrides_of(VALUES)))
+    assert (run.model.path, run.data.train_files, run.data.val_files) == (
+        "/a b/qwen", ["x,y.parquet", "z.parquet"], []
+    )  # fmt: skip
+    trainer = run.trainer
+    assert (trainer.experiment_name, trainer.logger, trainer.max_to_keep) == ("1e3", [Logger.wandb], None)
+    assert (run.actor.optim.lr, list(run.actor.optim.betas), run.actor.use_kl_loss) == (1e-5, [0.9, 0.95], True)
+    assert run.rollout.stop == VALUES["rollout"]["stop"]
+    assert run.algorithm.adv_estimator == "rloo"
+
+
+@pytest.mark.parametrize(
+    "config", [{"trainer": {"total_training_steps": 0}}, ["trainer.total_training_steps=0"]]
+)  # fmt: skip
+def test_a_mistake_is_the_command_lines(config: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mcore_rl.train(config)
+    said = [str(each) for each in caught.value.violations]
+    assert "trainer.total_training_steps=0: must be positive. Write 1 or more" in said
+    assert any(line.startswith("model.path=: is not set") for line in said), "all at once"
+    with pytest.raises(ConfigError, match="there is no such key"):
+        mcore_rl.train({"trainer": {"total_steps": 1}})
+
+
+def test_what_is_run_is_what_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.parquet").touch()
+    seen: list[tuple[RunConfig, Any]] = []
+
+    async def run_training(config: RunConfig, callbacks: Any = ()) -> int:
+        await asyncio.sleep(0)
+        seen.append((config, callbacks))
+        return 75 if callbacks else 0
+
+    monkeypatch.setattr(program, "run_training", run_training)
+    values = {
+        "model": {"path": str(tmp_path)},
+        "data": {"train_files": [str(tmp_path / "train.parquet")]},
+        "trainer": {"default_local_dir": str(tmp_path / "run")},
+    }
+    by_values = mcore_rl.train(values)
+    by_overrides = mcore_rl.train(list(overrides_of(values)))
+    by_config = mcore_rl.train(seen[0][0])
+    assert by_values == by_overrides == by_config == mcore_rl.RunResult(tmp_path / "run", finished=True)
+    assert seen[0] == seen[1] == seen[2]
+
+    async def in_a_notebook() -> Any:
+        return mcore_rl.train(values, callbacks=[print])
+
+    assert not asyncio.run(in_a_notebook()).finished, "a callback or a signal ended it"
+    assert seen[3] == (seen[0][0], [print])
+
+
+def test_a_recipe_is_what_the_rest_comes_on_top_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+
+    async def run_training(config: RunConfig, callbacks: Any = ()) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(program, "run_training", run_training)
+    name = "qwen25_15b_grpo_xml"
+    values: dict[str, Any] = {
+        "recipe": name, "model": {"path": str(tmp_path)}, "data": {"train_files": [__file__], "val_files": [__file__]}
+    }  # fmt: skip
+    mcore_rl.train(values)
+    words = list(overrides_of({key: value for key, value in values.items() if key != "recipe"}))
+    assert seen == [compose(RunConfig, "train", words, RECIPES, name)]
+    assert seen[0].actor.optim.warmup_ratio == 0.1
+    with pytest.raises(ConfigError, match="Write one of the two"):
+        mcore_rl.train(values, config_name=name)
+
+
+def test_an_error_in_the_thread_of_a_run_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_training(config: RunConfig, callbacks: Any = ()) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(program, "run_training", run_training)
+    run = composed(RunConfig, "train", [f"model.path={tmp_path}", f"data.train_files=[{__file__}]"])
+
+    async def in_a_notebook() -> Any:
+        return mcore_rl.train(run)
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(in_a_notebook())
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    said = "import sys, mcore_rl; print(len([each for each in sys.modules if each.startswith('mcore_rl')]))"
+    assert subprocess.check_output([sys.executable, "-c", said], text=True) == "1\n"
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        mcore_rl.trian  # noqa: B018
