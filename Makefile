@@ -14,6 +14,9 @@ BIN := .venv/bin
 STAMP := .venv/.ready-$(RUNG)
 RUN := runs/arithmetic
 CHECKED := mcore_rl tests benchmarks tools launch
+DOCS := .venv/docs
+TRIED := build/resolve
+FOR_HELP := numpy pyarrow PyYAML rich
 
 LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
@@ -27,7 +30,7 @@ GATE = began=$$(date +%s); failed=; try() { name=$$1; shift; echo "== $$name"; "
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train check test test-full lint format types bench lock dist clean
+.PHONY: help train check test test-full lint format types docs resolve bench lock dist clean
 export PYTHON3
 
 help: ## This list
@@ -59,6 +62,26 @@ format: $(STAMP) ## Rewrite every file in the house's format
 
 types: $(STAMP) ## mypy, strict
 	@$(TYPES)
+
+docs: $(DOCS)/.ready ## The pages as a site with search, in build/site; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+# An environment of its own: the site needs none of the package's dependencies, and the package none of the site's.
+$(DOCS)/.ready: pyproject.toml
+	@$${PYTHON3:-python3} -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$(DOCS)/bin/python -m pip install -qq --group docs
+	@touch $@
+
+resolve: ## On PYTHON3: what the package needs resolves, and every --help answers without most of it
+	@rm -rf $(TRIED) && $${PYTHON3:-python3} -m venv $(TRIED)
+	@$(TRIED)/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$(TRIED)/bin/python -m pip install -qq --dry-run --constraint constraints.txt \
+	  $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) '.[cpu]'
+	@$(TRIED)/bin/python -m pip install -qq --constraint constraints.txt $(FOR_HELP)
+	@$(TRIED)/bin/python -m pip install -qq --no-deps .
+	@for command in $$($(TRIED)/bin/mcore-rl --help | awk '/^  [a-z]/ { print $$1 }'); do \
+	  $(TRIED)/bin/mcore-rl $$command --help >/dev/null || exit 1; done
 
 bench: $(STAMP) ## Every benchmark, one after the other; each prints its targets
 	@failed=; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; done; \

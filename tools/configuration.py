@@ -1,22 +1,33 @@
-"""Write docs/configuration.md, every key of every command with its bounds, from the dataclasses of mcore_rl/config.
+"""Write docs/configuration.md, every key of every command, from the dataclasses of mcore_rl/config.
 
 python tools/configuration.py            # writes the page
 python tools/configuration.py --check    # exits with 1 where it is out of date
+
+A key's values and default are those of its field, its meaning is in the docstring of its dataclass
+(``config/meanings.py``), and ``config/key_readers.py`` says who reads it.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_origin, get_type_hints
 
-from mcore_rl.config.bounds import LARGEST_FLOAT, LARGEST_INT, PathKind, Setting, settings
+from omegaconf import OmegaConf
+
+from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.config.bounds import LARGEST_FLOAT, LARGEST_INT, PathKind, Setting, setting_of
 from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.compose import compose, read
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
+from mcore_rl.config.key_readers import readers_text
+from mcore_rl.config.meanings import about, entries, meaning
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 
@@ -28,15 +39,14 @@ COMMANDS: dict[str, type[Any]] = {
     "evaluate": EvaluateConfig,
     "cluster": ClusterConfig,
 }
-INTRODUCTION = f"""# Every key and its bounds
+INTRODUCTION = f"""# Configuration: every key
 
 <!-- made by tools/configuration.py -->
 
 Every command checks all values before it imports torch or starts anything, and says everything that is wrong at once:
 the key, the value, what is wrong, what to write instead. The exit code is then 2. `mcore-rl train`, `sft`, `generate`,
 `evaluate`, `mcore-rl plan`, `mcore-rl rehearse` and `mcore-rl submit` share the checks; options of the other
-tools have the same bounds. What a key means is in the docstring of its dataclass in `mcore_rl/config/`; contradictions
-between keys are refused too, and not listed here.
+tools have the same bounds. Contradictions between keys are refused too, and not listed here.
 
 `[0, 1)` is 0 <= x < 1. Where a range ends at inf, a whole number is at most {LARGEST_INT:,} and another at most
 {LARGEST_FLOAT:g}; nan and inf are never taken. A list of one item may be written without brackets. A text is what was
@@ -48,9 +58,38 @@ is written must be writable. A yaml file has at most 128 KiB, 32 levels, and 100
 out; an override has at most 65,536 characters.
 The planner and the rehearsal look at no path of the run.
 
-| key | commands | values | default |
-|---|---|---|---|
+**default**: what a command takes where nothing is written; `${{KEY}}` is the value of another key, and *by algorithm*
+means that `algorithm=NAME` [may set another](algorithms.md#which-settings-make-which-algorithm).
+**read by**: the commands; `cluster` is `mcore-rl plan`, `submit` and `rehearse`, as `cluster.KEY=VALUE` or in a file of
+`launch/clusters`. Then the algorithms of `mcore-rl train`, unless all of them read it, and what else has to be written
+for it. A key that is written and [not read](algorithms.md#keys-that-are-not-read) is refused.
+
 """
+CLUSTER = "cluster"
+PAGES = re.compile(r"\bdocs/(\w+)\.md\b")
+HEADS = ("key", "values", "default", "meaning", "read by")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of one command.  schema: the dataclass that has it.  default: as the page shows it."""
+
+    command: str
+    schema: type[Any]
+    setting: Setting
+    default: str
+
+    @property
+    def section(self) -> str:
+        """The group that it is of, dotted; "" for keys of none."""
+        return self.setting.key.rpartition(".")[0]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """All of its row but who reads it."""
+        name = self.setting.key.rpartition(".")[2]
+        meant = meaning(self.schema, name, self.setting.kind)
+        return self.setting.key, values_of(self.setting), self.default, meant
 
 
 def values_of(each: Setting) -> str:
@@ -69,28 +108,91 @@ def values_of(each: Setting) -> str:
     return f"{'list: ' if each.listed else ''}{kind}{', or `null`' if each.optional else ''}"
 
 
-def default_of(each: Setting) -> str:
-    """As it is written on a command line."""
-    items = each.default if isinstance(each.default, (list, tuple)) else [each.default]
-    shown = [str(item.value) if isinstance(item, Enum) else str(item) for item in items]
-    text = f"[{','.join(shown)}]" if isinstance(each.default, (list, tuple)) else shown[0]
-    words = {"None": "null", "True": "true", "False": "false", "": ""}
-    text = words.get(text, text)
-    return f"`{text}`" if text else ""
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Enum):
+        return str(value.value)
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def composed(command: str) -> Any:
+    """What a command takes where nothing is written; interpolations are not resolved."""
+    if command == CLUSTER:
+        return OmegaConf.structured(ClusterConfig)
+    compose(COMMANDS[command], command, [])  # which tells hydra what there is
+    return read(command, None, [])
+
+
+def keys(command: str, schema: type[Any]) -> Iterator[Key]:
+    """Every key of a command, in the order of its fields."""
+    set_by_algorithms = {key for each in algorithms().values() for key in each.all_settings()}
+    prefix = f"{CLUSTER}." if command == CLUSTER else ""
+
+    def of(group: type[Any], node: Any, path: str) -> Iterator[Key]:
+        hints = get_type_hints(group, include_extras=True)
+        for each in fields(group):
+            if each.metadata.get("omegaconf_ignore"):
+                continue
+            hint, values = hints[each.name], node._get_node(each.name)
+            if is_dataclass(hint):
+                yield from of(hint, values, f"{path}{each.name}.")  # type: ignore[arg-type]  # a class
+                continue
+            value = (
+                values._value() if not OmegaConf.is_config(values) else OmegaConf.to_container(values, resolve=False)
+            )
+            default = f"`{shown(value)}`" if value != "" else ""
+            if command == "train" and f"{path}{each.name}" in set_by_algorithms:
+                default += ", by algorithm"
+            yield Key(command, group, setting_of(f"{path}{each.name}", hint, None), default)
+
+    return of(schema, composed(command), prefix)
+
+
+def notes(section: str) -> list[str]:
+    """What is said of a group as a whole: by the field that it is, and by its dataclass."""
+    told: dict[str, list[str]] = {}
+    for command, schema in COMMANDS.items():
+        *path, name = (f"{command}.{section}" if command != CLUSTER else section).split(".")
+        outer, inner = None, schema if path[:1] == [command] or (command, name) == (CLUSTER, CLUSTER) else None
+        for each in (*path[1:], *([name] if path else ())):
+            outer, inner = inner, get_type_hints(inner, include_extras=True).get(each) if inner else None
+        if not is_dataclass(inner) or not section:
+            continue
+        said = entries(outer).get(name, "") if outer else ""  # type: ignore[arg-type]  # a class
+        told.setdefault(f"{said} {about(inner)}".strip(), []).append(command)  # type: ignore[arg-type]
+    texts = [(text[0].upper() + text[1:], commands) for text, commands in told.items() if text]
+    return [text if len(texts) == 1 else f"In `{'`, `'.join(commands)}`: {text}" for text, commands in texts]
+
+
+def rows_of(rows: dict[tuple[str, ...], list[str]]) -> Iterator[str]:
+    """The lines of a section's table; what several commands read otherwise stays together."""
+    order = list(dict.fromkeys(cells[0] for cells in rows))
+    seen = set[str]()
+    for cells, commands in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
+        key, *others = cells
+        who = ", ".join(commands)
+        if "train" in commands and (by := readers_text(key)):
+            who += f"<br>{by}"
+        anchor = "" if key in seen else f'<a id="{key}"></a>'
+        seen.add(key)
+        yield f"| {anchor}`{key}` | {' | '.join((*others, who))} |"
 
 
 def page() -> str:
     """The whole page."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    sections: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for command, schema in COMMANDS.items():
-        for each in settings(schema):
-            key = f"cluster.{each.key}" if command == "cluster" else each.key
-            rows.setdefault((key, values_of(each), default_of(each)), []).append(command)
-    lines = [
-        f"| `{key}` | {', '.join(commands)} | {values} | {default} |"
-        for (key, values, default), commands in sorted(rows.items())
-    ]
-    return INTRODUCTION + "\n".join(lines) + "\n"
+        for each in keys(command, schema):
+            sections.setdefault(each.section, {}).setdefault(each.cells, []).append(command)
+    titles = {name: f"`{name}`" if name else "Keys of no group" for name in sections}
+    anchors = {name: title.strip("`").replace(".", "").replace(" ", "-").lower() for name, title in titles.items()}
+    lines = [INTRODUCTION + "Groups: " + ", ".join(f"[{titles[name]}](#{anchors[name]})" for name in sections) + "."]
+    for section, rows in sections.items():
+        lines += [f"\n## {titles[section]}\n", *(f"{note}\n" for note in notes(section))]
+        lines += [f"| {' | '.join(HEADS)} |", f"|{'---|' * len(HEADS)}", *rows_of(rows)]
+    return PAGES.sub(r"[\1](\1.md)", "\n".join(lines)) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

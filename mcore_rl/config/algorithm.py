@@ -49,7 +49,9 @@ class KlUnit(Enum):
 class KlControlConfig:
     """The coefficient of the KL in the reward.
 
-    target_kl: nats per ``target_kl_per``.  horizon: samples.  Only ``adaptive`` reads these three.
+    kl_coef: the coefficient, with ``adaptive`` that of the first step.
+    target_kl: the KL that ``adaptive`` aims at, nats per ``target_kl_per``.
+    horizon: samples over which ``adaptive`` spreads a change of the coefficient.
     """
 
     type: KlControl = KlControl.fixed
@@ -152,7 +154,9 @@ class FilterMetric(Enum):
 class FilterGroupsConfig:
     """Dynamic sampling (arXiv:2503.14476, section 3.2): fresh prompts replace groups without a signal.
 
-    metric: what must differ within a group.  max_num_gen_batches: batches of prompts that are sampled for one step at
+    enable: whether groups are filtered.
+    metric: what must differ within a group.
+    max_num_gen_batches: batches of prompts that are sampled for one step at
     most; then the step trains the groups that it has.
     """
 

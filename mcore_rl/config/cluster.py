@@ -85,6 +85,8 @@ class ResidualMemory:
 class SlurmConfig:
     """What a job asks Slurm for, besides nodes and devices.
 
+    partition, account, qos: as Slurm's options of these names; None is Slurm's own choice.
+    exclusive: whether the job has its nodes for itself.
     time_limit: as Slurm writes it, ``days-hours:minutes:seconds``.
     grace_s: seconds before that limit at which the run is told to save a checkpoint and end.
     requeue: whether a job that ended so, or whose node failed, is queued again and resumes.
@@ -122,10 +124,12 @@ class ClusterConfig:
 
     All rates are 10**9 bytes per second, one direction.
 
+    name: of its file, unless written.
     device: the kind of its accelerators.
     device_name: their name as the driver gives it (``parallel/peak_flops.py`` has their FLOP/s by this name).
     gpus_per_node: 0 if nodes have only CPU cores.
     gpu_memory_gib: memory of one accelerator.
+    cpus_per_node, host_memory_gib: CPU cores and memory of a node.
     memory_gb_s: rate at which a device reads its own memory.
     intra_node_gb_s, inter_node_gb_s: rate at which a device sends to devices of its node, and of other nodes.
     disk_gb_s: rate at which a node writes to the shared file system.

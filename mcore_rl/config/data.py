@@ -63,10 +63,15 @@ class SftDataConfig:
     """Rows of conversations or of prompts with their responses.
 
     train_files, val_files: as for prompts.
+    train_batch_size: conversations per optimizer step.
     messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
     (messages, or one text) and ``response_key`` (a text).
+    prompt_key, response_key: the columns of prompts and of their responses, without ``messages_key``.
     max_length: the most tokens of a conversation.
     truncation: as for prompts, but ``middle`` is refused.
+    shuffle, seed: whether the conversations are shuffled anew each epoch, and the seed.
+    train_max_samples, val_max_samples: take only so many rows, the first of a seeded shuffle; None is all.
+    chat_template_kwargs: given to the tokenizer's chat template.
     """
 
     train_files: list[TrainData] = field(default_factory=list)

@@ -88,7 +88,7 @@ class AuxLoss(Enum):
 class MoeTrainConfig:
     """Training terms that only a mixture of experts has.
 
-    flex_backend: the kernels of ``dispatcher=flex``.
+    flex_backend: see ``FlexBackend``.
     permute_fusion: tokens are put into the order of their experts by one kernel of Transformer Engine's; None: where
     its layers are used.
     aux_loss_coeff: coefficient of the load-balancing loss.  z_loss_coeff: of the router's z-loss (arXiv:2202.08906).
@@ -114,6 +114,10 @@ class Schedule(Enum):
 class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only (biases and norms are exempt).
 
+    lr: the learning rate after the warm-up.
+    betas: decay rates of the two moments.
+    eps: added to the root of the second moment.
+    weight_decay: the decay, which the learning rate multiplies.
     clip_grad: the largest global L2 norm of gradients; 0 is no clipping.
     lr_warmup_steps: steps of linear warm-up from 0.
     warmup_ratio: instead, the share of all steps that are warm-up, rounded up.

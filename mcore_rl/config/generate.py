@@ -24,11 +24,16 @@ MAX_CONFIG_BYTES = 8 << 20
 
 @dataclass(kw_only=True)
 class GenerateDataConfig:
-    """Files of prompts; fields that are not explained here are as in ``DataConfig``.
+    """Files of prompts.
 
     files: as ``train_files`` there, but of data with splits the file or folder.
     max_samples: take only so many rows, the first of a shuffle by ``seed``, kept in file order; None is all.
-    max_prompt_length, max_response_length: tokens, as in ``RolloutConfig``.
+    max_prompt_length, max_response_length: the most tokens of a prompt, and after it.
+    prompt_key: the column of the messages.
+    filter_overlong_prompts: leave out prompts that are too long; ``truncation`` then never applies.
+    truncation: how prompts that are too long are treated otherwise.
+    seed: of the choice of ``max_samples``.
+    chat_template_kwargs: given to the tokenizer's chat template.
     """
 
     files: list[AnyData] = field(default_factory=list)

@@ -48,7 +48,13 @@ class XmlCompatibility(Enum):
 
 @dataclass(kw_only=True)
 class XmlConfig:
-    """``<reasoning>`` and ``<answer>`` tags: the weight of each part of the score, and whose reading it is."""
+    """``<reasoning>`` and ``<answer>`` tags: the weight of each part of the score, and whose reading it is.
+
+    correctness: of the right answer.
+    integer: of an answer that is a whole number.
+    strict_format, soft_format: of the tags in their order, alone in the response; or somewhere in it.
+    tag_count: of the share of tags that occur exactly once, less 0.001 for each character after the last.
+    """
 
     correctness: float = 2.0
     integer: float = 0.5
@@ -82,6 +88,8 @@ class CodeConfig:
 class OverlongConfig:
     """Soft overlong punishment (arXiv:2503.14476, eq. 13) in the last ``length`` tokens before the limit.
 
+    enable: whether long responses are punished.
+    length: tokens before the limit in which the punishment grows, from 0 to ``penalty_factor``.
     penalty_factor: the score that a response at the limit loses.
     """
 

@@ -70,7 +70,8 @@ class TrainedConfig(RoleConfig):
     ppo_mini_batch_size: prompts per optimizer step; each has ``rollout.n`` sequences.
     ppo_epochs: passes over the samples of a step.
     shuffle: shuffle the samples before the second and later passes.
-    loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
+    loss_agg_mode: see ``LossAggregation``.
+    loss_agg_constant: the divisor of ``sum_over_constant``; None is ``data.max_response_length``.
     """
 
     ppo_mini_batch_size: PositiveInt = 256
@@ -104,6 +105,7 @@ class ActorConfig(TrainedConfig):
     kl_cov_ratio, ppo_kl_coef: share of tokens that ``kl_cov`` penalises for moving, and the penalty's coefficient.
     entropy_coeff: coefficient of the entropy bonus.
     use_kl_loss: add ``kl_loss_coef`` times the KL to the reference, estimated by ``kl_loss_type``, to the loss.
+    kl_loss_coef: the coefficient of that KL.
     full_kl_gib: the most host memory that a process takes for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
     """

@@ -109,7 +109,11 @@ KEEPS_WEIGHTS = (MoeBackend.auto, MoeBackend.triton, MoeBackend.batched_triton)
 
 @dataclass(kw_only=True)
 class ValidationConfig:
-    """How validation samples; all else is as in training.  n: samples per prompt.  The default is greedy."""
+    """How validation samples; all else is as in training.  The default is greedy.
+
+    n: samples per prompt.
+    temperature, top_p, top_k: as in ``rollout``; temperature 0 is greedy.
+    """
 
     n: PositiveInt = 1
     temperature: NonNegativeFloat = 0.0
@@ -121,7 +125,11 @@ class ValidationConfig:
 class ServingConfig:
     """vLLM engines, for generation or for classification.
 
-    tp, dp, ep: see ``RolloutLayout``.  dp None: 1; of the rollout of ``train``, what ``placement.with_replicas`` says.
+    tp: tensor-parallel ranks of a replica.
+    dp: replicas.  None: 1; of the rollout of ``train``, where it takes turns with the trainer on accelerators, all that
+    these hold.
+    ep: ranks that share the experts of a layer: 1 (every rank has a slice of each), ``tp`` (a replica's
+    share them whole) or ``tp * dp`` (all do).
     device, dtype: where and in which dtype an engine computes.
     gpu_memory_utilization: share of each device's memory (on CPU: of the machine's) for weights and KV cache of a rank.
     kv_cache_memory_bytes: KV cache per rank; None is what that share leaves, and 1 GiB on CPU.

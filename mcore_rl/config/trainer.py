@@ -104,10 +104,12 @@ class GuardConfig:
 class TrainerConfig:
     """The run.
 
+    project_name, experiment_name: what the run is called by loggers.
     default_local_dir: the run directory.
     total_epochs, total_training_steps: length of the run; the steps, if given, replace the epochs.
     save_freq, test_freq: steps between checkpoints and between validations; 0 is never, except a checkpoint at the end.
     val_before_train, val_only: validate before the first step; only validate.
+    resume_from_path: the checkpoint of ``resume_mode=path``.
     async_save: write a checkpoint while the run goes on, from a copy in host memory.
     max_to_keep: how many of the newest checkpoints are kept; None is all.
     keep_every: also keep the checkpoints of steps that it divides; the best by validation is always kept.

@@ -147,6 +147,12 @@ SWITCHES = (
         "algorithm.mask_truncated=true",
     ),
     Switch(
+        ("algorithm.masked_in_baseline",),
+        lambda run: estimator(run.algorithm.adv_estimator).min_group > 1 or run.algorithm.filter_groups.enable,
+        "neither the estimator nor a filter compares the responses of a group",
+        "algorithm.filter_groups.enable=true",
+    ),
+    Switch(
         ("reward.overlong.length", "reward.overlong.penalty_factor"),
         lambda run: run.reward.overlong.enable,
         "long responses are not punished",
@@ -204,8 +210,13 @@ def unread_violations(run: RunConfig) -> list[Violation]:
     return [violation for key in sorted(run.written) if (violation := _violation(run, key))]
 
 
+def why_unread(run: RunConfig, key: str) -> list[tuple[str, str]]:
+    """(problem, remedy) for each reason why ``run`` does not read ``key``; none if it does."""
+    return [*_of_switches(run, key), *_of_parts(run, key)]
+
+
 def _violation(run: RunConfig, key: str) -> Violation | None:
-    for problem, remedy in (*_of_switches(run, key), *_of_parts(run, key)):
+    for problem, remedy in why_unread(run, key):
         value = reduce(_at, key.split("."), run)
         if isinstance(value, Unsound):
             return None  # its bounds are another violation

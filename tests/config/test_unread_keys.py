@@ -57,6 +57,9 @@ CASES = {
         "the coefficient is fixed", "algorithm.kl_ctrl.type=adaptive",
     ),
     "algorithm.masked_in_baseline=false": ("no response is masked", "algorithm.mask_truncated=true"),
+    "algorithm=remax algorithm.mask_truncated=true algorithm.masked_in_baseline=false": (
+        "neither the estimator nor a filter", "algorithm.filter_groups.enable=true",
+    ),
     "algorithm.gdpo_reward_keys=[acc]": ("algorithm.adv_estimator=grpo has no use for it", "algorithm=gdpo"),
     "actor.tau_pos=2": ("actor.loss_mode=ppo_clip has no use for it", "algorithm=sapo"),
     "algorithm=kl_cov actor.clip_ratio=0.3": ("actor.loss_mode=kl_cov has no use for it", "actor.loss_mode=ppo_clip"),

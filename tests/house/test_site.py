@@ -1,0 +1,182 @@
+"""The site of the pages: every page is in its navigation, links lead somewhere, and search finds our words."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import yaml
+
+from tests.house.source import ROOT, repository_files
+from tools import docs_site
+
+MKDOCS = shutil.which("mkdocs", path=f"{ROOT / '.venv/docs/bin'}{os.pathsep}{os.environ['PATH']}")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BUILD = re.findall(r"/mkdocs (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))[0].split()
+MAP = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+
+def pages(nav: list[dict[str, object]]) -> list[str]:
+    """Every page of a navigation, in order."""
+    listed = list[str]()
+    for entry in nav:
+        for below in entry.values():
+            for each in below if isinstance(below, list) else [below]:
+                listed += pages([each]) if isinstance(each, dict) else [str(each)]
+    return listed
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = pages(docs_site.navigation(MAP))
+    assert len(listed) == len(set(listed))
+    ours = {path.removeprefix("docs/") for path in repository_files() if re.fullmatch(r"docs/\w+\.md", path)}
+    assert set(listed) == ours | set(docs_site.OUTSIDE)
+    recipes = {path for path in repository_files() if re.fullmatch(r"launch/recipes/\w+\.yaml", path)}
+    shown = {path.removesuffix(".md") for path in listed if path.startswith("launch/recipes/")}
+    assert shown >= {path for path in recipes if "arithmetic" not in path}, "docs/baselines.md links to them"
+
+
+def test_the_navigation_is_the_map() -> None:
+    text = (
+        "# Map\n\n## One\n\n| a | [x](rollout.md#speed), [y](sync.md) |\n\n## Two\n\n[x](rollout.md) [c](../LICENSE)\n"
+    )
+    nav = docs_site.navigation(text)
+    assert nav[2:4] == [{"One": ["rollout.md", "sync.md"]}, {"Two": ["LICENSE.md"]}]
+
+
+@pytest.mark.parametrize(
+    ("target", "page", "there"),
+    [
+        ("rollout.md", "sync.md", "rollout.md"),
+        ("../CONTRIBUTING.md", "sync.md", "CONTRIBUTING.md"),
+        ("../launch/recipes/x.yaml", "sync.md", "launch/recipes/x.yaml.md"),
+        ("../README.md", "sync.md", "overview.md"),
+        ("docs/sync.md", "../README.md", "sync.md"),
+        ("docs/", "../README.md", "README.md"),
+        ("LICENSE", "../README.md", "LICENSE.md"),
+    ],
+)
+def test_a_link_is_moved_to_where_the_site_has_it(target: str, page: str, there: str) -> None:
+    assert docs_site.place(docs_site.from_docs(target, page)) == there
+
+
+def test_the_site_fails_for_what_leads_nowhere() -> None:
+    class Loader(yaml.SafeLoader):
+        """Takes mkdocs' Python names for what they are, texts."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+    assert settings["strict"] is True and settings["hooks"] == ["tools/docs_site.py"]
+    assert {level for kind in settings["validation"].values() for level in kind.values()} == {"warn"}
+
+
+# Says which pages the search found, once it has found some.
+VISITOR = """<script>
+const looking = setInterval(() => {
+  const links = [...document.querySelectorAll(".md-search-result__link")].map((link) => link.getAttribute("href"));
+  if (links.length > 0) {
+    clearInterval(looking);
+    fetch("/found", {method: "POST", body: JSON.stringify(links)});
+  }
+}, 100);
+</script></body>"""
+PATIENCE_S = 300  # with a browser on a busy machine
+
+
+class Answers(http.server.SimpleHTTPRequestHandler):
+    """Serves the site with the visitor in every page, and keeps what the visitor says."""
+
+    said: ClassVar[queue.Queue[list[str]]] = queue.Queue()
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if path.suffix != ".html":
+            return super().do_GET()
+        page = path.read_text(encoding="utf-8").replace("</body>", VISITOR).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(page)
+
+    def do_POST(self) -> None:
+        self.said.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """The address of ``directory``, on this machine alone."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Answers, directory=str(directory)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if MKDOCS is None:
+        pytest.skip("mkdocs is not there: `make docs` installs it into .venv/docs")
+    out = tmp_path_factory.mktemp("site")
+    subprocess.run([str(MKDOCS), *BUILD, "--site-dir", str(out)], cwd=ROOT, check=True, timeout=600)
+    return out
+
+
+@pytest.mark.tier("full")
+def test_it_builds_with_every_page_and_every_word(site: Path) -> None:
+    for page in pages(docs_site.navigation(MAP)):
+        shown = re.sub(r"(^|/)README\.md$", r"\1index.md", page).removesuffix(".md")
+        assert (site / f"{shown}.html").is_file(), page
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    for word in ("rung", "shadow"):
+        assert any(each["location"].startswith("glossary.html") and word in each["text"] for each in index)
+    assert any(each["location"] == "configuration.html#actoroptim" for each in index)
+
+
+@pytest.mark.tier("full")
+def test_a_link_that_leads_nowhere_fails(site: Path, tmp_path: Path) -> None:
+    for name in ("docs", "mkdocs.yml", "tools", "launch", "mcore_rl", "model_configs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name) if name != "docs" else shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path)
+    with (tmp_path / "docs" / "sync.md").open("a") as page:
+        page.write("\nSee [nothing](nothing.md) and [no place](rollout.md#no-place).\n")
+    build = subprocess.run([str(MKDOCS), *BUILD], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert build.returncode != 0
+    assert "'nothing.md'" in build.stderr and "'#no-place'" in build.stderr
+
+
+@pytest.mark.tier("full")
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@pytest.mark.parametrize("word", ["rung", "shadow"])
+def test_search_in_a_browser_finds_a_word_in_the_glossary(site: Path, word: str, tmp_path: Path) -> None:
+    with served(site) as address:
+        command = [
+            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+            "--remote-debugging-port=0", f"{address}/index.html?q={word}",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+            try:
+                links = Answers.said.get(timeout=PATIENCE_S)
+            finally:
+                browser.kill()
+    assert any("glossary.html" in link for link in links), links
