@@ -88,7 +88,8 @@ def _mean_of_each(values: _Floats, starts: _Starts) -> _Floats:
     """The mean of the numbers from each start to the next; NaN where there is none."""
     there = np.isfinite(values)
     sums, counts = (np.add.reduceat(each, starts) for each in (np.where(there, values, 0.0), there.astype(float)))
-    return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    means: _Floats = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    return means
 
 
 def window(count: int) -> int:
