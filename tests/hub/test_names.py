@@ -34,7 +34,7 @@ def test_ids(text: str, kind: str, expected: HubName) -> None:
         "a/b:/etc/passwd", "a/b:c//d",
         "a/b:c\\d", "a--b/c", "a/b--c", "a/-b", "a/b.", ".a/b", "a b/c", "ä/b", "a/b@v@w", "a/b:c:d", f"a/{'b' * 96}",
         "data/train.parquet", "data/train.jsonl", "data/train.jsonl.gz", "data/x.arrow", "data/x.json",
-        "models/Qwen2.5-7B", "own/x.parquet", "own/x.json", "data/gsm8k", "runs/first", "Models/Qwen2.5-7B@main", "a/b\n",
+        "models/Qwen2.5-7B", "own/x.parquet", "own/x.json", "data/gsm8k", "runs/first", "Models/Qwen2@main", "a/b\n",
     ],
 )  # fmt: skip
 def test_paths_and_names_that_leave_the_cache_are_no_ids(text: str) -> None:
