@@ -69,7 +69,7 @@ def test_a_version_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["from-verl", command, "--version", version]) == 0
         told = capsys.readouterr()
         assert f"which 0.4.0 to 0.9.0 has; defaults of verl {version}" in told.err
-        assert yaml.safe_load(told.out)["actor"].get("optim", {}).get("lr_schedule") == schedule
+        assert yaml.safe_load(told.out).get("actor", {}).get("optim", {}).get("lr_schedule") == schedule
     assert main(["from-verl", command, "--version", "1.0"]) == 2
     assert "is no version of verl that is known. Write one of 0.4.0" in capsys.readouterr().err
 
