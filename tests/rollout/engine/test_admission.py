@@ -64,7 +64,7 @@ def test_a_wrong_configuration_is_refused_by_its_keys(mixtral: Path, changes: di
 
 
 def test_the_cpus_kernels_of_linear_attention_are_of_one_dtype_and_shape() -> None:
-    """Found by running them: assertions of bfloat16, of a convolution's taps, and of heads that 32 divides."""
+    """Found by running them: assertions of bfloat16, of a convolution's taps, and of two widths of heads."""
     model = models.qwen3_next()  # three taps, heads of 10 and 6
 
     def said(**changes: object) -> str:
@@ -74,11 +74,12 @@ def test_the_cpus_kernels_of_linear_attention_are_of_one_dtype_and_shape() -> No
     assert "rollout.dtype=float32: vLLM's CPU kernels" in said(dtype=Precision.float32)
     assert said(tp=2) == said()
     assert "model.linear_attention.conv_kernel_dim=3" in said()
-    assert "model.linear_attention.key_head_dim=10: is no multiple of 32" in said()
-    assert "model.linear_attention.value_head_dim=6: is no multiple of 32" in said()
+    assert "key_head_dim=10: beside value_head_dim=6: vLLM's CPU kernels take 64 or 128 for both" in said()
     assert model.linear_attention is not None
-    fitting = replace(model.linear_attention, conv_kernel_dim=4, key_head_dim=32, value_head_dim=64)
+    fitting = replace(model.linear_attention, conv_kernel_dim=4, key_head_dim=64, value_head_dim=128)
     model = models.qwen3_next(linear_attention=fitting)
+    assert "key_head_dim=64: beside value_head_dim=128" in said()
+    model = models.qwen3_next(linear_attention=replace(fitting, value_head_dim=64))
     assert said() == said(tp=4) == ""
     rocm = replace(CPU, kind=Device.rocm, device_type="cuda")
     assert engine_violations(model, RolloutConfig(dtype=Precision.float32), rocm) == []
