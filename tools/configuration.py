@@ -154,13 +154,15 @@ def notes(section: str) -> list[str]:
     """What is said of a group as a whole: by the field that it is, and by its dataclass."""
     told: dict[str, list[str]] = {}
     for command, schema in COMMANDS.items():
-        *path, name = (f"{command}.{section}" if command != CLUSTER else section).split(".")
-        outer, inner = None, schema if path[:1] == [command] or (command, name) == (CLUSTER, CLUSTER) else None
-        for each in (*path[1:], *([name] if path else ())):
-            outer, inner = inner, get_type_hints(inner, include_extras=True).get(each) if inner else None
-        if not is_dataclass(inner) or not section:
+        path = section.split(".")
+        if not section or (path[0] == CLUSTER) != (command == CLUSTER):
             continue
-        said = entries(outer).get(name, "") if outer else ""  # type: ignore[arg-type]  # a class
+        outer, inner = None, schema
+        for name in path[1:] if command == CLUSTER else path:
+            outer, inner = inner, get_type_hints(inner, include_extras=True).get(name) if is_dataclass(inner) else None
+        if not is_dataclass(inner):
+            continue
+        said = entries(outer).get(path[-1], "") if outer else ""  # type: ignore[arg-type]  # a class
         told.setdefault(f"{said} {about(inner)}".strip(), []).append(command)  # type: ignore[arg-type]
     texts = [(text[0].upper() + text[1:], commands) for text, commands in told.items() if text]
     return [text if len(texts) == 1 else f"In `{'`, `'.join(commands)}`: {text}" for text, commands in texts]

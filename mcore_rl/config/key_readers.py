@@ -101,8 +101,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def readers_text(key: str) -> str:
-    """The algorithms that read ``key``, as markdown; "" if all do."""
+    """The algorithms that read ``key``, as markdown; "" if all do, and "no algorithm" if none does."""
     reading = readers(key)
+    if not reading:
+        return "no algorithm"
     by_themselves = [name for name, remedies in reading.items() if not remedies]
     if len(by_themselves) == len(algorithms()):
         return ""
