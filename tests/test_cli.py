@@ -123,7 +123,7 @@ def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytes
 
 def test_every_command_is_a_module_and_is_in_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
     modules = {path.stem for path in (ROOT / "mcore_rl" / "commands").glob("*.py")} - {"__init__", "programs"}
-    assert set(COMMANDS) == modules | set(PROGRAMS)
+    assert {name.replace("-", "_") for name in COMMANDS} == modules | set(PROGRAMS)
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     said = capsys.readouterr().out

@@ -50,7 +50,7 @@ SCRIPTS = {
         "examples/gspo_trainer/run_qwen3_30b_a3b_megatron.sh",
     ),
 }
-ENVIRONMENT = {"HOME": "/home/me", "PWD": "/home/me/verl"}
+ENVIRONMENT = {"HOME": "/users/me", "PWD": "/users/me/verl"}
 # No command is found but bash's own; the module's arguments are written down, and the script ends.
 STUB = """
 python3() { printf '%s\\0' "$@" >"$TOLD"; exit 0; }
@@ -92,15 +92,15 @@ def of_version(clone: Path, version: str, name: str) -> dict[str, Any]:
 
 def ranges(clone: Path, name: str) -> dict[str, Ranges]:
     """Key -> its ranges of versions with one default."""
-    found: dict[str, Ranges] = {}
+    defaults: dict[str, Ranges] = {}
     for place, version in enumerate(VERSIONS):
         for key, default in of_version(clone, version, name).items():
-            known = found.setdefault(key, [])
+            known = defaults.setdefault(key, [])
             if known and place and known[-1][1] == VERSIONS[place - 1] and known[-1][2] == default:
                 known[-1][1] = version
             else:
                 known.append([version, version, default])
-    return dict(sorted(found.items()))
+    return dict(sorted(defaults.items()))
 
 
 def recorded(clone: Path) -> str:
@@ -133,13 +133,13 @@ def as_bash_reads(script: str) -> list[str] | None:
 
 def published(clone: Path) -> str:
     """The text of the file of scripts."""
-    found = {}
+    scripts = {}
     for version, paths in SCRIPTS.items():
         for path in paths:
             words = as_bash_reads(shown(clone, version, path))
             assert words, f"{path} of {version} starts nothing"
-            found[f"{version} {path}"] = words
-    return json.dumps(found, indent=1) + "\n"
+            scripts[f"{version} {path}"] = words
+    return json.dumps(scripts, indent=1) + "\n"
 
 
 def misread(clone: Path) -> list[str]:

@@ -26,7 +26,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from mcore_rl.config.verl.translate import Translation
     from mcore_rl.config.verl.written import Verl
 
-MAX_BYTES = 1 << 20
 LEFT_OUT = 1  # the exit code if something is
 
 
@@ -82,13 +81,16 @@ def read(source: str, version: str) -> Verl:
     """verl's configuration of a file, a command, or standard input."""
     from mcore_rl.config.verl.shell import arguments
     from mcore_rl.config.verl.shell_words import UnclosedError
-    from mcore_rl.config.verl.written import of_overrides, of_tree
+    from mcore_rl.config.verl.written import MAX_BYTES, of_overrides, of_tree, read_tree
     from mcore_rl.config.yaml_files import read_limited
 
     path = Path(source)
     is_file = "\n" not in source and len(source) < 4096 and path.is_file()
     if is_file and path.suffix in (".yaml", ".yml"):
-        return of_tree(read_tree(path), version)
+        try:
+            return of_tree(read_tree(path), version)
+        except ValueError as error:
+            raise _nothing(source, str(error)) from None
     text = sys.stdin.read(MAX_BYTES) if source == "-" else read_limited(path, MAX_BYTES) if is_file else source
     try:
         module, words = arguments(text, os.environ)
@@ -98,25 +100,6 @@ def read(source: str, version: str) -> Verl:
     if not verl.written:
         raise _nothing(source, "has neither a command of verl's nor key=value words")
     return verl
-
-
-def read_tree(path: Path) -> dict[str, Any]:
-    """The values of a yaml file, as verl reads them: 30 is a number, and true a truth."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from mcore_rl.config.yaml_files import parse_yaml, read_limited
-
-    text = read_limited(path, MAX_BYTES)
-    try:
-        parse_yaml(text)  # for its limits
-        values = OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise _nothing(str(path), f"is no yaml: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict) or not values:
-        raise _nothing(str(path), "holds no keys")
-    return {str(key): value for key, value in values.items()}
 
 
 def _nothing(source: str, problem: str) -> ConfigError:

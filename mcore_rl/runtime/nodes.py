@@ -120,7 +120,7 @@ def limit_warnings(facts: Sequence[Facts], open_files: int) -> list[str]:
     ]
     return files + [
         f"{', '.join(names)}: a process may lock {limit / 2**20:,.0f} MiB of memory. "
-        f"NCCL over InfiniBand and RoCE fails at it, in ibv_reg_mr: {_RAISE.format('LimitMEMLOCK', 'infinity')}"
+        f"Collectives over InfiniBand and RoCE fail at it, in ibv_reg_mr: {_RAISE.format('LimitMEMLOCK', 'infinity')}"
         for limit, names in little.items()
     ]
 

@@ -48,7 +48,7 @@ class ServiceSink(ABC):
 
     @abstractmethod
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends numbers."""
+        """Sends the numbers of a step."""
 
     @abstractmethod
     def _show(self, step: int, texts: Sequence[str]) -> None:

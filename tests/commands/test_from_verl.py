@@ -34,7 +34,7 @@ python3 -m verl.trainer.main_ppo --config-path=config \\
 def test_a_script_becomes_a_recipe_that_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.setenv("NNODES", "2")
     script, out = tmp_path / "run.sh", tmp_path / "recipes" / "mine.yaml"
     script.write_text(SCRIPT)
@@ -43,7 +43,7 @@ def test_a_script_becomes_a_recipe_that_is_planned(
     assert told.out == "" and f"mcore-rl plan recipe={out} cluster=nvidia_h100" in told.err
     assert "actor_rollout_ref.rollout.name=vllm" in told.err and "trainer.total_epochs: 30 in verl" in told.err
     values = yaml.safe_load(out.read_text())
-    assert values["data"]["train_files"] == ["/home/me/a.parquet", "/home/me/b.parquet"]
+    assert values["data"]["train_files"] == ["/users/me/a.parquet", "/users/me/b.parquet"]
     assert values["recipe"] == {"checkpoint": "qwen2-7b-instruct"} and values["trainer"]["nnodes"] == 2
     assert "total_epochs: 30  # verl's default" in out.read_text()
     assert load_recipe(str(out), ["rollout.n=6"]).trainer.n_gpus_per_node == 8

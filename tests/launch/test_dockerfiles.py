@@ -162,8 +162,8 @@ def image(tmp_path: Path) -> Image:
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     theirs = Path(site.getsitepackages()[0])
     for name in ("pip", "setuptools", "pkg_resources", "_distutils_hack"):
-        for found in [theirs / name, *theirs.glob(f"{name}-*.dist-info")]:
-            shutil.copytree(found, packages / found.name)
+        for each in [theirs / name, *theirs.glob(f"{name}-*.dist-info")]:
+            shutil.copytree(each, packages / each.name)
     base = tmp_path / "base"
     base.mkdir()
     wheel(base, "torch", THEIRS, files=HIP)

@@ -90,12 +90,12 @@ def few_open_files(soft: int) -> Iterator[None]:
 
 def open_files_of_ray(job: SlurmJob) -> dict[str, int]:
     """node -> that its raylet may have open."""
-    found = {}
+    limits = {}
     for each in processes_with("SLURM_JOB_ID", job.id):
         with suppressed():
             if each.name() == "raylet":
-                found[each.environ()["SLURMD_NODENAME"]] = resource.prlimit(each.pid, resource.RLIMIT_NOFILE)[0]
-    return found
+                limits[each.environ()["SLURMD_NODENAME"]] = resource.prlimit(each.pid, resource.RLIMIT_NOFILE)[0]
+    return limits
 
 
 @pytest.mark.tier("full")

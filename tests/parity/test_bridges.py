@@ -41,7 +41,7 @@ def both(processes: None) -> None:
 
 
 def of_model(bridge: str, name: str, directory: Path) -> list[Case]:
-    """Its layouts."""
+    """A case for each of its layouts."""
     model = MODELS[bridge][name]
     checkpoint = write_checkpoint(model, directory)
     return [Case(bridge, name, layout, checkpoint) for layout in layouts(bridge, model)]

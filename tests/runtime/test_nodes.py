@@ -75,7 +75,7 @@ def test_limits_that_are_too_low_are_told_with_who_can_raise_them() -> None:
     assert limit_warnings(ALIKE, 65536) == [], "no limit at all"
     locked = replace(ALIKE[1], locked_bytes=64 * 2**20)
     (told,) = limit_warnings([ALIKE[0], locked], 65536)
-    assert told.startswith("n2: a process may lock 64 MiB of memory. NCCL over InfiniBand and RoCE fails at it")
+    assert told.startswith("n2: a process may lock 64 MiB of memory. Collectives over InfiniBand and RoCE fail at it")
     assert told.endswith("administrators raise (LimitMEMLOCK=infinity in slurmd.service)")
     assert limit_warnings([locked], 65536) == [], "one node sends nothing over a network"
     assert limit_warnings([replace(each, num_devices=0, locked_bytes=1) for each in ALIKE], 65536) == []

@@ -87,9 +87,9 @@ def test_jobs_of_one_node_copy_once(source: Path, tmp_path: Path, monkeypatch: p
     first.start()
     while not copies:
         assert first.is_alive()
-    found = stage(source, tmp_path, "", told.append)
+    staged = stage(source, tmp_path, "", told.append)
     first.join()
-    assert len(copies) == 1 and contents(found) == READ
+    assert len(copies) == 1 and contents(staged) == READ
     assert [("is there already" in each) for each in told] == [False, True]
 
 

@@ -136,7 +136,7 @@ def _known(_: Rank) -> dict[str, list[str]]:
 
 
 def adaptations() -> set[str]:
-    """Their names."""
+    """The names of all adaptations."""
     names: set[str] = run_ranks(_adaptations, 1, context=_Context())[0]
     return names
 
@@ -163,8 +163,8 @@ def measure(rank: Rank, cases: Sequence[Case], swap: Mapping[str, str], without:
             layout = Layout.of(parallel, rank.world_size)
             groups = init_groups(layout, platform, device_of(platform, 0), seed=1)
             with phase(f"{case.bridge}, {case.model}, {case.layout}"):
-                found = compared(case, swap, parallel, groups)
-            outcomes.append(Outcome(case=case, rank=rank.rank, **found))
+                comparison = compared(case, swap, parallel, groups)
+            outcomes.append(Outcome(case=case, rank=rank.rank, **comparison))
             destroy_groups()
     return outcomes
 
@@ -224,7 +224,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(tensor.detach().contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
-def differences(source: Weights, found: Weights) -> list[str]:
+def differences(source: Weights, held: Weights) -> list[str]:
     """Names of tensors that are not the same, or on one side alone."""
-    names = sorted(source.keys() | found.keys())
-    return [name for name in names if not (name in source and name in found and same(source[name], found[name]))]
+    names = sorted(source.keys() | held.keys())
+    return [name for name in names if not (name in source and name in held and same(source[name], held[name]))]

@@ -27,15 +27,15 @@ def stages(text: str) -> list[Stage]:
     """Of a Dockerfile, with continued lines joined and comments left out."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for line in filter(None, joined.splitlines()):
         instruction, _, rest = line.partition(" ")
         if instruction == "FROM":
             base, *name = re.split(r"\s+AS\s+", rest)
-            found.append(Stage("".join(name), base))
-        elif found:
-            found[-1].steps.append((instruction, rest.strip()))
-    return found
+            stages.append(Stage("".join(name), base))
+        elif stages:
+            stages[-1].steps.append((instruction, rest.strip()))
+    return stages
 
 
 class BuildError(Exception):

@@ -34,8 +34,8 @@ def versions() -> tuple[str, ...]:
 def keys_of(config: str) -> Mapping[str, tuple[Range, ...]]:
     """Every key of a configuration of verl's, in any version."""
     recorded = _recorded()
-    found = dict(recorded[config] if config != FSDP else recorded[MEGATRON] | recorded[FSDP])
-    return {key: tuple(Range(*each) for each in ranges) for key, ranges in found.items() if ranges is not None}
+    chosen = dict(recorded[config] if config != FSDP else recorded[MEGATRON] | recorded[FSDP])
+    return {key: tuple(Range(*each) for each in ranges) for key, ranges in chosen.items() if ranges is not None}
 
 
 @cache

@@ -143,18 +143,20 @@ def router_replay(verl: str) -> list[Row]:
     ]
 
 
+PRECISION = of_names(
+    {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"},
+    "bfloat16 and float32 are here",
+)
+
+
 def megatron(verl: str, ours: str) -> list[Row]:
     """The rows of the group ``megatron`` of a role that is trained."""
     fields = f"{verl}.override_transformer_config"
-    precision = of_names(
-        {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"},
-        "bfloat16 and float32 are here",
-    )
     return [
         *layout(verl, ours),
         *engine(verl),
         to(f"{verl}.seed", f"{ours}.seed", note="of weights that no checkpoint has", keeps=True),
-        to(f"{verl}.dtype", f"{ours}.precision", precision),
+        to(f"{verl}.dtype", f"{ours}.precision", PRECISION),
         part(
             f"{fields}.{{recompute_granularity,recompute_method,recompute_num_layers,recompute_modules}}",
             f"{ours}.recompute",

@@ -34,9 +34,9 @@ def tokenized(text: str) -> list[Token]:
             place = match.end()
             if not match[0].endswith(("&1", "&2", "&-")):
                 place = _word_end(text, place + len(text[place:]) - len(text[place:].lstrip(" \t")))
-        elif found := next((each for each in OPERATORS if text.startswith(each, place)), None):
-            tokens.append(Token(found, is_operator=True))
-            place += len(found)
+        elif operator := next((each for each in OPERATORS if text.startswith(each, place)), None):
+            tokens.append(Token(operator, is_operator=True))
+            place += len(operator)
         else:
             end = _word_end(text, place)
             word, place = text[place:end], end
@@ -51,8 +51,8 @@ def tokenized(text: str) -> list[Token]:
 
 
 def _at(text: str, mark: str, place: int) -> int:
-    found = text.find(mark, place)
-    return len(text) if found < 0 else found
+    at = text.find(mark, place)
+    return len(text) if at < 0 else at
 
 
 def _word_end(text: str, place: int) -> int:

@@ -266,7 +266,7 @@ def _base(program: str, algorithm: str) -> Any:
 
 @cache
 def _ours(program: str, algorithm: str) -> dict[str, Any]:
-    """Our defaults."""
+    """The defaults of our ``program`` with ``algorithm``."""
     from mcore_rl.config.compose import as_dict
 
     return as_dict(_composed(Answer(Verl(program, "", "", {})), algorithm, {}))
@@ -314,12 +314,12 @@ def _refused(answer: Answer, algorithm: str) -> tuple[list[Violation], Any]:
             return list(error.violations), None
         program = answer.verl.program
         if program != "train":
-            found = generate_violations(composed) if program == "generate" else evaluate_violations(composed)
-            return [each for each in found if not each.problem.startswith("is not set")], composed
-        found = run_violations(composed, planned=True)
-        unread = [each for each in found if each.problem.startswith(NOT_READ) and each.key in answer.settings]
+            violations = generate_violations(composed) if program == "generate" else evaluate_violations(composed)
+            return [each for each in violations if not each.problem.startswith("is not set")], composed
+        violations = run_violations(composed, planned=True)
+        unread = [each for each in violations if each.problem.startswith(NOT_READ) and each.key in answer.settings]
         if not unread:
-            return found, composed
+            return violations, composed
         for each in unread:
             setting = answer.settings.pop(each.key)
             answer.entries = [entry for entry in answer.entries if not entry.ours.startswith(f"{each.key}=")]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.verl.facts import FSDP, MEGATRON, defaults, newest_with
 from mcore_rl.config.verl.shell import UNKNOWN
 from mcore_rl.config.verl.table import PROGRAM, config_of
 
+MAX_BYTES = 1 << 20  # of a file of verl's
 MODULES = {"main_generation": "generate", "main_generation_server": "generate", "main_eval": "evaluate"}
 
 
@@ -145,3 +147,25 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{key}.{name}", each)
     else:
         yield key, value
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The values of a yaml file, as verl reads them: 30 is a number, and true a truth.
+
+    Raises ValueError with what is wrong with it, and as ``read_limited`` does.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from mcore_rl.config.yaml_files import parse_yaml, read_limited
+
+    text = read_limited(path, MAX_BYTES)
+    try:
+        parse_yaml(text)  # for its limits
+        values = OmegaConf.to_container(OmegaConf.create(text))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"is no yaml: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict) or not values:
+        raise ValueError("holds no keys")
+    return {str(key): value for key, value in values.items()}

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.verl.shell import UNKNOWN, arguments
 from mcore_rl.config.verl.shell_words import UnclosedError
 
-ENVIRONMENT = {"HOME": "/home/me", "NNODES": "4", "EMPTY": ""}
+ENVIRONMENT = {"HOME": "/users/me", "NNODES": "4", "EMPTY": ""}
 LAUNCH = 'python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer "$@"'
 SCRIPTS = {
     "a plain command": "set -x\nexport A=1 # note\npython3 -m verl.main a=1 \\\n  b='x y' \\\n  c=\"$HOME/z\"",
