@@ -134,7 +134,7 @@ class Counting(TrainingRun[Any, Any]):
         trainer = TrainerConfig(default_local_dir=str(directory))
         self.config = SimpleNamespace(trainer=trainer)
         self.prepared = SimpleNamespace(num_steps=5, sampler=sampler)  # type: ignore[assignment]
-        self.tracker = SimpleNamespace(log=lambda step, metrics: None)  # type: ignore[assignment]
+        self.tracker = SimpleNamespace(log=lambda step, metrics: None, timeline=lambda step, spans: None)  # type: ignore[assignment]
         self.groups, self.directory, self.progress = {}, directory, Progress()
         self.preemption, self.clock, self.device_peak = training_run.Preemption(), training_run.Clock(), None
         self.saver: Any = Writer(directory)
