@@ -19,6 +19,7 @@ from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
 from mcore_rl.tracking.loggers import LOGGERS, Opening, Sink, absent_loggers
@@ -120,7 +121,7 @@ class Tracker:
         Raises ConfigError with every violation: the directory cannot be written, a logger cannot start.
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
-        values = redact(plain(config))
+        values = redact(with_names(plain(config)))
         opening = Opening(run_dir, trainer, values, resumed_step)
         sinks: list[Sink] = []
         violations = absent_loggers(trainer.logger)

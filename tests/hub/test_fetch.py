@@ -9,8 +9,11 @@ import pytest
 from huggingface_hub import constants
 
 from mcore_rl.cli import main
+from mcore_rl.config.compose import as_dict
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.hub.fetch import fetched
+from mcore_rl.tracking.run_directory import prepare
 from tests.support import checkpoints, prompt_files
 from tests.support.engines import same_bits
 from tests.support.hub_server import HubServer, Repo
@@ -96,8 +99,6 @@ def test_a_run_that_goes_on_keeps_its_commits(hub: HubServer, words: list[str], 
 
 
 def test_the_names_in_config_yaml_are_ids(hub: HubServer, words: list[str], tmp_path: Path) -> None:
-    from mcore_rl.tracking.run_directory import prepare
-
     config = RunConfig()
     config.model.path, config.data.train_files = "owner/tiny", ["owner/sums"]
     local = fetched(config)
@@ -106,6 +107,9 @@ def test_the_names_in_config_yaml_are_ids(hub: HubServer, words: list[str], tmp_
     assert f"path: owner/tiny@{hub.repos['models/owner/tiny'].head}\n" in written
     assert f"- owner/sums@{hub.repos['datasets/owner/sums'].head}:data/train.parquet\n" in written
     assert str(tmp_path) not in written
+    identity = Identity.of(as_dict(local), ["actor"], {"model.path": Path(local.model.path)})
+    assert f"path: {identity.config['model']['path']}\n" in written
+    assert identity.data[0][0] == "train.parquet" and identity.config["data"]["train_files"][0] in written
 
 
 def test_convert_verify_models_and_plan_take_ids(
