@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_rl import cli
-from mcore_rl.commands.programs import PROGRAMS
+from mcore_rl.commands.programs import PROGRAMS, Program
 from mcore_rl.config import compose as composing
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.hub.fetch import fetched
 from tests.support.composed import composed
 from tests.support.number_oracle import NUMBERS
 
@@ -93,6 +95,15 @@ PLACES = [
 ]
 
 
+def refused(made: Program, config: Any) -> list[Violation]:
+    """What stops ``config``: as it stands, or when the files of its folders and names are looked for."""
+    if wrong := [*made.violations(config), *file_violations(config)]:
+        return wrong
+    with pytest.raises(ConfigError) as caught:
+        fetched(config)
+    return list(caught.value.violations)
+
+
 @pytest.mark.parametrize(("program", "key", "directory"), PLACES)
 def test_only_files_are_read_as_files(program: str, key: str, directory: bool, files: Path) -> None:
     wrong = ["pipe", "dangling", "loop", "none", *(["file", "trap"] if directory else ["model"])]
@@ -102,8 +113,7 @@ def test_only_files_are_read_as_files(program: str, key: str, directory: bool, f
     group = reduce(getattr, groups, config)
     for place in places:
         setattr(group, name, [place] if isinstance(getattr(group, name), list) else place)
-        wrong = [*made.violations(config), *file_violations(config)]
-        assert [each.key.partition("[")[0] for each in wrong] == [key], (place, wrong)
+        assert [each.key.partition("[")[0] for each in refused(made, config)] == [key], place
 
 
 @pytest.mark.parametrize(
