@@ -146,8 +146,13 @@ def engine_arguments(
         # vLLM's DeepSeek builds and loads the bias only if config.json has this field, which transformers 5 leaves out
         # (deepseek_v2.py, 0.32: topk_method).
         arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
-    assert not config.engine.keys() & arguments.keys(), "admitted"
-    return arguments | config.engine
+    return _beside(arguments, config.engine)
+
+
+def _beside(ours: dict[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """``ours`` with what the user passes on, which ``serving_checks`` has admitted: none of it is ours."""
+    assert not passed.keys() & ours.keys()
+    return {**ours, **passed}
 
 
 def _moe_backend(config: ServingConfig, platform: Platform, *, updated: bool) -> str:
