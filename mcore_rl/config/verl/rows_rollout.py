@@ -12,7 +12,6 @@ VLLM = "vLLM, in engines that answer as soon as each response is done"
 AGENTS = "not yet: one answer to one prompt"
 OBSERVERS = "the run directory has metrics and samples; Ray's dashboard has its own"
 OWN_DEVICES = "trainer.placement=separate gives engines devices of their own"
-ENGINE = "not passed on: vLLM's settings have keys of ours (docs/rollout.md), as far as they are here"
 BFLOAT16 = "bfloat16 and float32 are here"
 DTYPE = of_names(
     {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "float": "float32", "auto": None}, BFLOAT16
@@ -101,7 +100,12 @@ ROLLOUT_ROWS = [
         f"{ROLLOUT}.engine_kwargs.vllm.{{disable_mm_preprocessor_cache,swap_space}}",
         "text alone is sampled; vLLM's choice",
     ),
-    absent(f"{ROLLOUT}.engine_kwargs.vllm.*", ENGINE),
+    part(
+        f"{ROLLOUT}.engine_kwargs.vllm.*",
+        "rollout.engine",
+        "engine_field",
+        "arguments that change how an engine computes, and not what; others have keys of ours, or are refused",
+    ),
     absent(f"{ROLLOUT}.disaggregation.enabled", "an engine prefills and decodes"),
     gone(
         f"{ROLLOUT}.disaggregation.{{bootstrap_port,decode_replicas,decode_tensor_model_parallel_size,ib_device,"

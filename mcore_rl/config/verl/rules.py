@@ -23,7 +23,9 @@ from mcore_rl.config.verl.rules_megatron import (
     recompute,
     transformer_field,
 )
+from mcore_rl.config.verl.table import row_for
 from mcore_rl.config.verl.written import Verl
+from mcore_rl.config.vllm_fields import VLLM_FIELDS
 
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 ESTIMATORS = {
@@ -299,6 +301,23 @@ def generating_replicas(verl: Verl, answer: Answer) -> None:
     answer.set("rollout.dp", max(1, count // int(verl["rollout.tensor_model_parallel_size"] or 1)), nodes, devices)
 
 
+def engine_field(verl: Verl, answer: Answer) -> None:
+    """Each argument of vLLM's engine that is passed on by name."""
+    prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+    for key in [each for each in verl.written if each.startswith(prefix)]:
+        name, value = key.removeprefix(prefix), verl.written[key]
+        row = row_for(key)
+        if row is None or row.rule != engine_field.__name__:
+            continue
+        violations = VLLM_FIELDS.violations({name: value}, "rollout.engine")
+        if value is None:
+            answer.tell(Kind.dropped, key, "null, as by itself")
+        elif violations:
+            answer.tell(Kind.absent, key, violations[0].problem)
+        else:
+            answer.add("rollout.engine", [name], value, key)
+
+
 def loggers(verl: Verl, answer: Answer) -> None:
     """Those that are here."""
     key = "trainer.logger"
@@ -344,5 +363,17 @@ PER_ROLE: dict[str, Callable[[Verl, Answer, str], None]] = {
 }
 RULES: dict[str, Callable[[Verl, Answer], None]] = {
     each.__name__: each
-    for each in (clip, loss, estimator, correction, sampling, replicas, generating_replicas, loggers, samples, profiled)
+    for each in (
+        clip,
+        loss,
+        estimator,
+        correction,
+        sampling,
+        replicas,
+        generating_replicas,
+        engine_field,
+        loggers,
+        samples,
+        profiled,
+    )
 }

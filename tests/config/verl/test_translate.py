@@ -222,6 +222,12 @@ def test_layers_of_stages(layers: int, pp: int, vpp: int, asked: dict[str, Any],
     assert all(listed(unknown, f"{FIELDS}.{name}") is Kind.absent for name in asked)
 
 
+def test_what_changes_how_vllm_computes_is_passed_on() -> None:
+    known = translated(f"+{R}.engine_kwargs.vllm.block_size=16", f"+{R}.engine_kwargs.vllm.quantization=fp8")
+    assert known.settings["rollout.engine"].value == {"block_size": 16}
+    assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Kind.absent and not known.is_whole
+
+
 # What is not here -> said so, and left out; its harmless value is not.
 ABSENT = {
     "actor_rollout_ref.model.lora_rank": ("32", "0"),
@@ -447,4 +453,7 @@ def test_what_was_composed_is_what_the_file_says(tmp_path: Path) -> None:
     )
     run = load_recipe(str(path))
     assert run == translation.run and isinstance(run, RunConfig)
-    assert run.written == {"actor.megatron.bias_dropout_fusion", *translation.settings} - {"actor.megatron"}
+    free = ("actor.megatron", "data.chat_template_kwargs")  # groups, of which what was written names the keys
+    assert {next((group for group in free if key.startswith(f"{group}.")), key) for key in run.written} == {
+        *translation.settings
+    }
