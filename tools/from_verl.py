@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config.verl.facts import CONFIGS, keys_of, span
-from mcore_rl.config.verl.row import Row
+from mcore_rl.config.verl.row import KeyRow
 from mcore_rl.config.verl.table import PROGRAM, SECTIONS, Section, row_for
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_verl.md"
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- made by tools/from_verl.py -->", "<!-- end -->"
 SHARED = ("megatron.", "optim.", "profiler", "profile")  # of the critic, as the actor's
 
 
-def spans(row: Row, program: str) -> str:
+def spans(row: KeyRow, program: str) -> str:
     """The versions that have the keys of a row, if not all have them all."""
     keys = [
         key
@@ -40,7 +40,7 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def line(row: Row, section: Section) -> str:
+def line(row: KeyRow, section: Section) -> str:
     """A row of the page."""
     verl = f"`{row.verl.removeprefix(section.prefix).replace(',', ', ')}`"  # a browser breaks lines at spaces
     ours = ", ".join(f"`{each}`" for each in row.ours)
@@ -48,7 +48,7 @@ def line(row: Row, section: Section) -> str:
     return f"| {verl} | {ours} | {cell(note)} | {spans(row, section.program)} |"
 
 
-def is_shared(row: Row, section: Section) -> bool:
+def is_shared(row: KeyRow, section: Section) -> bool:
     """Whether the critic's row says what the actor's does."""
     return section.title == "Critic" and any(row.verl.startswith(f"critic.{each}") for each in SHARED)
 

@@ -140,17 +140,17 @@ def plain(name: str) -> str:
 
 def show(console: Console, translation: Translation) -> None:
     """The list, under its headings."""
-    from mcore_rl.config.verl.answer import Kind
+    from mcore_rl.config.verl.answer import Difference
     from mcore_rl.config.verl.facts import versions_with
 
     verl, lines = translation.verl, list[str]()
     known = versions_with(verl.config, verl.written)
     span = f"{known[0]} to {known[-1]}" if len(known) > 1 else "".join(known) or "no single version"
     lines.append(f"{len(verl.written)} keys of {verl.config}, which {span} has; defaults of verl {verl.version}")
-    for kind in Kind:
+    for kind in Difference:
         told: dict[tuple[str, str], list[Entry]] = {}
         for each in translation.of_kind(kind):
-            told.setdefault((each.ours if kind is not Kind.default else each.verl, each.text), []).append(each)
+            told.setdefault((each.ours if kind is not Difference.default else each.verl, each.text), []).append(each)
         lines += ["", f"{kind.value}:"] if told else []
         for entries in told.values():
             lines += said(entries)
@@ -161,11 +161,11 @@ def show(console: Console, translation: Translation) -> None:
 
 def said(entries: list[Entry]) -> list[str]:
     """The lines of entries of which the same is said."""
-    from mcore_rl.config.verl.answer import Kind
+    from mcore_rl.config.verl.answer import Difference
     from mcore_rl.config.verl.yaml_text import shown
 
     first = entries[0]
-    if first.kind is Kind.default:
+    if first.kind is Difference.default:
         aside = f" ({first.text})" if first.text else ""
         return [f"  {first.verl}: {shown(first.value)} in verl, here {first.ours}{aside}"]
     written = [f"{each.verl}={shown(each.value)}" if each.value != "" else each.verl for each in entries]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.config.passed_fields import Kind, PassedFields
+from mcore_rl.config.passed_fields import PassedFields, ValueKind
 from mcore_rl.errors import Violation
 
 # Key of ours -> the fields that it sets.  ``config.json`` stands for the model.
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Field -> the types of its values; a tuple of strings lists the values.
-ALLOWED: dict[str, Kind] = {
+ALLOWED: dict[str, ValueKind] = {
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "batch_invariant_mode": bool,
     "batch_p2p_sync": bool,

@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_rl.errors import Violation
 
-Kind = type | tuple[type, ...] | tuple[str, ...]  # of a value; a tuple of strings lists the values
+ValueKind = type | tuple[type, ...] | tuple[str, ...]  # of a value; a tuple of strings lists the values
 WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list, [a,b]",
     dict: "keys and values, {a: b}",
@@ -31,7 +31,7 @@ class PassedFields:
     name: str
     taken: Mapping[str, tuple[str, ...]]
     refused: Mapping[str, tuple[str, ...]]
-    allowed: Mapping[str, Kind]
+    allowed: Mapping[str, ValueKind]
 
     def violations(self, fields: Mapping[str, Any], key: str) -> list[Violation]:
         """Every field of ``fields`` that may not be set, and every value of another type.  key: the dotted prefix."""
@@ -56,7 +56,7 @@ class PassedFields:
         return Violation(f"{key}.{name}", value, f"{self.owner} has no such field", remedy)
 
 
-def _of_value(key: str, value: Any, kind: Kind) -> Violation | None:
+def _of_value(key: str, value: Any, kind: ValueKind) -> Violation | None:
     if isinstance(kind, tuple) and all(isinstance(each, str) for each in kind):
         fits, wanted = value in kind, f"one of {', '.join(map(str, kind))}"
     else:

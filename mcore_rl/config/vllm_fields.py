@@ -6,7 +6,7 @@ tables with its dataclass, field by field.
 
 from __future__ import annotations
 
-from mcore_rl.config.passed_fields import Kind, PassedFields
+from mcore_rl.config.passed_fields import PassedFields, ValueKind
 
 # Key of ours -> the fields that it sets; one with a dot before it is no key of ``rollout``.
 TAKEN: dict[str, tuple[str, ...]] = {
@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Field -> the type of its values, as vLLM's annotation has it.
-ALLOWED: dict[str, Kind] = {
+ALLOWED: dict[str, ValueKind] = {
     "all2all_backend": str,
     "async_scheduling": bool,
     "attention_backend": str,

@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Opening:
+class LoggerStart:
     """What a logger begins with.  config: without secrets.  resumed_step: None for a fresh run."""
 
     run_dir: Path
@@ -53,37 +53,37 @@ class LoggerRow:
     remedy: where it cannot start, besides leaving it out.
     """
 
-    make: Callable[[Opening], Sink]
+    make: Callable[[LoggerStart], Sink]
     module: str
     remedy: str
 
 
-def _wandb(opening: Opening) -> Sink:
+def _wandb(opening: LoggerStart) -> Sink:
     from mcore_rl.tracking.wandb_sink import WandbSink
 
     return WandbSink(opening.run_dir, opening.trainer, opening.config, opening.resumed)
 
 
-def _tensorboard(opening: Opening) -> Sink:
+def _tensorboard(opening: LoggerStart) -> Sink:
     from mcore_rl.tracking.tensorboard_sink import TensorboardSink
 
     first = 0 if opening.resumed_step is None else opening.resumed_step + 1
     return TensorboardSink(opening.run_dir, opening.trainer, first)
 
 
-def _mlflow(opening: Opening) -> Sink:
+def _mlflow(opening: LoggerStart) -> Sink:
     from mcore_rl.tracking.service_sinks import MlflowSink
 
     return MlflowSink(opening.run_dir, opening.trainer, opening.config, opening.resumed)
 
 
-def _swanlab(opening: Opening) -> Sink:
+def _swanlab(opening: LoggerStart) -> Sink:
     from mcore_rl.tracking.service_sinks import SwanlabSink
 
     return SwanlabSink(opening.run_dir, opening.trainer, opening.config, opening.resumed)
 
 
-def _trackio(opening: Opening) -> Sink:
+def _trackio(opening: LoggerStart) -> Sink:
     from mcore_rl.tracking.service_sinks import TrackioSink
 
     return TrackioSink(opening.run_dir, opening.trainer, opening.config, opening.resumed)

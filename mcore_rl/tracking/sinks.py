@@ -22,7 +22,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
-from mcore_rl.tracking.loggers import LOGGERS, Opening, Sink, absent_loggers
+from mcore_rl.tracking.loggers import LOGGERS, LoggerStart, Sink, absent_loggers
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
@@ -122,7 +122,7 @@ class Tracker:
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
         values = redact(with_names(plain(config)))
-        opening = Opening(run_dir, trainer, values, resumed_step)
+        opening = LoggerStart(run_dir, trainer, values, resumed_step)
         sinks: list[Sink] = []
         violations = absent_loggers(trainer.logger)
         absent = [each.value for each in violations]

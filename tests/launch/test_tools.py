@@ -21,7 +21,11 @@ from tests.house.source import ROOT
 from tests.support import prompt_files
 
 FAMILIES = sorted(path.name for path in (ROOT / "model_configs").iterdir() if path.is_dir())
-TOOLS = [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py")), "launch/slurm/submit.py"]
+SITE = "docs_site.py"  # which mkdocs calls, and nobody else
+TOOLS = [
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py") if path.name != SITE),
+    "launch/slurm/submit.py",
+]
 HELP = """
 import contextlib, io, json, runpy, sys
 heavy, loaded = {"torch", "transformers", "ray", "vllm", "megatron"}, {}

@@ -11,7 +11,7 @@ from mcore_rl.config.verl.written import Verl
 ROLES = {"actor": "actor_rollout_ref.actor", "critic": "critic"}  # trained: ours -> verl's
 
 
-class Kind(Enum):
+class Difference(Enum):
     """How an entry of the list that ``from-verl`` shows is headed."""
 
     absent = "Not here, and left out"
@@ -25,7 +25,7 @@ class Kind(Enum):
 class Entry:
     """kind: its heading.  verl, value: the key and what was written.  ours: what stands for it.  text: what differs."""
 
-    kind: Kind
+    kind: Difference
     verl: str
     value: Any
     ours: str = ""
@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Setting:
+class TranslatedSetting:
     """A value of a key of ours.  sources: verl's keys that it comes from.  written: whether one of them was written."""
 
     value: Any
@@ -56,12 +56,12 @@ class Answer:
 
     verl: Verl
     model: ModelFacts = field(default_factory=ModelFacts)
-    settings: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, TranslatedSetting] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
     def set(self, ours: str, value: Any, *sources: str) -> None:
         """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not."""
-        setting = Setting(value, sources, self.verl.has(*sources))
+        setting = TranslatedSetting(value, sources, self.verl.has(*sources))
         known = self.settings.get(ours)
         if known is None or setting.written or not known.written:
             self.settings[ours] = setting
@@ -74,9 +74,9 @@ class Answer:
             place[name] = dict(place.get(name) or {})
             place = place[name]
         place[names[-1]] = value
-        self.settings[ours] = Setting(group, (*(known.sources if known else ()), source), written=True)
+        self.settings[ours] = TranslatedSetting(group, (*(known.sources if known else ()), source), written=True)
 
-    def tell(self, kind: Kind, key: str, text: str, ours: str = "") -> None:
+    def tell(self, kind: Difference, key: str, text: str, ours: str = "") -> None:
         """An entry of the list, if ``key`` was written."""
         if key in self.verl.written:
             self.entries.append(Entry(kind, key, self.verl.written[key], ours, text))

@@ -16,7 +16,7 @@ CONFIGS = (MEGATRON, FSDP, GENERATION, EVALUATION)
 
 
 @dataclass(frozen=True)
-class Range:
+class VersionRange:
     """The versions of verl, both included, in which a key has one default."""
 
     since: str
@@ -31,11 +31,11 @@ def versions() -> tuple[str, ...]:
 
 
 @cache
-def keys_of(config: str) -> Mapping[str, tuple[Range, ...]]:
+def keys_of(config: str) -> Mapping[str, tuple[VersionRange, ...]]:
     """Every key of a configuration of verl's, in any version."""
     recorded = _recorded()
     chosen = dict(recorded[config] if config != FSDP else recorded[MEGATRON] | recorded[FSDP])
-    return {key: tuple(Range(*each) for each in ranges) for key, ranges in chosen.items() if ranges is not None}
+    return {key: tuple(VersionRange(*each) for each in ranges) for key, ranges in chosen.items() if ranges is not None}
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_rl.config.verl.answer import ROLES, Answer
 from mcore_rl.config.verl.facts import MEGATRON, keys_of, versions
-from mcore_rl.config.verl.row import NotHereError, Row
+from mcore_rl.config.verl.row import KeyRow, NotHereError
 from mcore_rl.config.verl.rules import PER_ROLE, RULES
 from mcore_rl.config.verl.table import row_for
 from mcore_rl.config.verl.written import Verl, value_of
@@ -38,18 +38,18 @@ def hint(key: str, value: str, known: Collection[str]) -> str:
     return ""
 
 
-def _ending_in(end: str) -> list[Row]:
+def _ending_in(end: str) -> list[KeyRow]:
     """The rows of keys of verl's that end in ``end``."""
     ending = sorted(key for key in keys_of(MEGATRON) if key.endswith(f".{end}"))
     return list(dict.fromkeys(row for key in ending if (row := row_for(key))))
 
 
-def _any_of(rows: list[Row]) -> str:
+def _any_of(rows: list[KeyRow]) -> str:
     ours = sorted({each for row in rows for each in row.ours})
     return f"Of verl's keys that end so, here are {', '.join(ours)}" if ours else _meant_of(rows[0], "", "")
 
 
-def _meant_of(row: Row, key: str, value: str) -> str:
+def _meant_of(row: KeyRow, key: str, value: str) -> str:
     """What to write in the place of a key that ``row`` is about.  key: verl's; "": one of several."""
     if row.rule in ALONE and key and value:
         alone = Answer(Verl("train", MEGATRON, versions()[-1], {key: _plain(value)}))
@@ -72,7 +72,7 @@ def _meant_of(row: Row, key: str, value: str) -> str:
     return f"It is verl's, and {'is not here' if row.absent else 'needs nothing here'}: {row.note}. Leave it out"
 
 
-def _aside(row: Row) -> str:
+def _aside(row: KeyRow) -> str:
     return f" ({row.note})" if row.note else ""
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a key of verl's: a ``Row``, and the conversions of single values.
+"""What becomes of a key of verl's: a ``KeyRow``, and the conversions of single values.
 
 A row is one of four kinds.  ``to``: a key of ours takes the value.  ``part``: it is decided together with others, by a
 rule of ``rules.py``.  ``gone``: nothing has to be written here.  ``absent``: what it asks for is not here; a value that
@@ -26,7 +26,7 @@ def same(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """verl: a dotted key; ``{a,b}`` are alternatives, a last ``*`` is all below, another one name.
 
     ours: the keys that take its value.
@@ -80,24 +80,24 @@ def alternatives(text: str) -> list[str]:
 
 def to(
     verl: str, ours: str, convert: Convert = same, note: str = "", *, keeps: bool = False, differs: bool = False
-) -> Row:
+) -> KeyRow:
     """A key whose value one key of ours takes."""
-    return Row(verl, (ours,), note, convert, keeps=keeps, differs=differs)
+    return KeyRow(verl, (ours,), note, convert, keeps=keeps, differs=differs)
 
 
-def part(verl: str, ours: str, rule: str, note: str = "", *, differs: bool = False) -> Row:
+def part(verl: str, ours: str, rule: str, note: str = "", *, differs: bool = False) -> KeyRow:
     """A key that is decided together with others.  ours: the keys that the rule may write, with spaces between."""
-    return Row(verl, tuple(ours.split()), note, rule=rule, differs=differs)
+    return KeyRow(verl, tuple(ours.split()), note, rule=rule, differs=differs)
 
 
-def gone(verl: str, why: str) -> Row:
+def gone(verl: str, why: str) -> KeyRow:
     """A key that needs nothing here."""
-    return Row(verl, note=why)
+    return KeyRow(verl, note=why)
 
 
-def absent(verl: str, why: str) -> Row:
+def absent(verl: str, why: str) -> KeyRow:
     """A key that asks for what is not here, unless its value is verl's default or asks for nothing."""
-    return Row(verl, note=why, absent=True)
+    return KeyRow(verl, note=why, absent=True)
 
 
 def listed(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import Row, absent, gone, of_names, part, to
+from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
 
 FILES = "the Hugging Face files are read in any layout"
 PACKED = "always packed, without padding"
@@ -17,7 +17,7 @@ ENTROPY = "entropies are always measured, piece by piece"
 PIPELINE = "layers of every chunk, in order; from-verl writes them if it knows the model, by its name or its folder"
 
 
-def optimizer(verl: str, ours: str) -> list[Row]:
+def optimizer(verl: str, ours: str) -> list[KeyRow]:
     """The rows of a role's optimizer: Megatron's and FSDP's."""
     verl, ours = f"{verl}.optim", f"{ours}.optim"
     adam = of_names({"adam": None, "AdamW": None, "adamw": None, "Adam": None}, MUON)
@@ -60,7 +60,7 @@ def optimizer(verl: str, ours: str) -> list[Row]:
             f"{verl}.use_checkpoint_opt_param_scheduler",
             "rates follow from the configuration and the step, resumed or not",
         ),
-        Row(f"{verl}.optimizer", (), MUON, adam, absent=True),
+        KeyRow(f"{verl}.optimizer", (), MUON, adam, absent=True),
         gone(f"{verl}.{{optimizer_impl,zero_indexed_step}}", "Megatron's AdamW"),
         gone(f"{verl}.muon_*", "read with optimizer=dist_muon alone, which is not here"),
         gone(f"{verl}.use_precision_aware_optimizer", FLOAT32),
@@ -79,7 +79,7 @@ def optimizer(verl: str, ours: str) -> list[Row]:
     ]
 
 
-def layout(verl: str, ours: str) -> list[Row]:
+def layout(verl: str, ours: str) -> list[KeyRow]:
     """The rows of a role's parallel axes."""
     return [
         to(f"{verl}.tensor_model_parallel_size", f"{ours}.parallel.tp", note="always with sequence parallelism"),
@@ -101,7 +101,7 @@ def layout(verl: str, ours: str) -> list[Row]:
     ]
 
 
-def engine(verl: str) -> list[Row]:
+def engine(verl: str) -> list[KeyRow]:
     """The rows of Megatron's engine that need nothing here, or are not here."""
     return [
         gone(f"{verl}.sequence_parallel", "always, with parallel.tp"),
@@ -123,7 +123,7 @@ def engine(verl: str) -> list[Row]:
     ]
 
 
-def quantisation(verl: str) -> list[Row]:
+def quantisation(verl: str) -> list[KeyRow]:
     """The rows of a group ``qat``."""
     return [
         absent(f"{verl}.qat.enable", QAT),
@@ -134,11 +134,11 @@ def quantisation(verl: str) -> list[Row]:
     ]
 
 
-def router_replay(verl: str) -> list[Row]:
+def router_replay(verl: str) -> list[KeyRow]:
     """The rows of a group ``router_replay``."""
     mode = of_names({"disabled": None}, f"router replay is {ROUTING}")
     return [
-        Row(f"{verl}.router_replay.mode", (), f"router replay is {ROUTING}", mode, absent=True),
+        KeyRow(f"{verl}.router_replay.mode", (), f"router replay is {ROUTING}", mode, absent=True),
         gone(f"{verl}.router_replay.{{record_file,replay_file}}", "read with router_replay.mode alone"),
     ]
 
@@ -149,7 +149,7 @@ PRECISION = of_names(
 )
 
 
-def megatron(verl: str, ours: str) -> list[Row]:
+def megatron(verl: str, ours: str) -> list[KeyRow]:
     """The rows of the group ``megatron`` of a role that is trained."""
     fields = f"{verl}.override_transformer_config"
     return [
@@ -211,7 +211,7 @@ def megatron(verl: str, ours: str) -> list[Row]:
     ]
 
 
-def profiler(verl: str) -> list[Row]:
+def profiler(verl: str) -> list[KeyRow]:
     """The rows of a role's profilers."""
     return [
         gone(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import Row, absent, gone, of_names, part, to
+from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
 from mcore_rl.config.verl.rows_engine import (
     ENTROPY,
     FILES,
@@ -28,7 +28,7 @@ MICROBATCHES = (
 )
 
 
-def trained(verl: str, ours: str) -> list[Row]:
+def trained(verl: str, ours: str) -> list[KeyRow]:
     """The rows of a role that is trained.  verl, ours: its group in each."""
     return [
         to(f"{verl}.ppo_mini_batch_size", f"{ours}.ppo_mini_batch_size", note="prompts, also here"),
@@ -69,7 +69,7 @@ def trained(verl: str, ours: str) -> list[Row]:
     ]
 
 
-def adapters(verl: str) -> list[Row]:
+def adapters(verl: str) -> list[KeyRow]:
     """The rows of adapters and of layers for more tokens."""
     return [
         absent(f"{verl}.{{lora_rank,lora_adapter_path}}", LORA),
@@ -89,7 +89,7 @@ def adapters(verl: str) -> list[Row]:
     ]
 
 
-def model(verl: str, ours: str) -> list[Row]:
+def model(verl: str, ours: str) -> list[KeyRow]:
     """The rows of a group ``model``.  ours: the role that recomputes."""
     return [
         *adapters(verl),
@@ -222,8 +222,8 @@ REFERENCE_ROWS = [
         f"{REF}.{{entropy_checkpointing,entropy_from_logits_chunk_size,entropy_from_logits_with_chunking,pad_to_length}}",
         REFERENCE,
     ),
-    Row(f"{REF}.model", (), "another model as the reference is not here", absent=True),
-    Row(f"{REF}.model.*", (), "another model as the reference is not here", absent=True),
+    KeyRow(f"{REF}.model", (), "another model as the reference is not here", absent=True),
+    KeyRow(f"{REF}.model.*", (), "another model as the reference is not here", absent=True),
     gone(f"{REF}.fsdp_config.*", FSDP),
     *router_replay(REF),
     *profiler(REF),

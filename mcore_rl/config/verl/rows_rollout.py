@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import Row, absent, gone, of_names, part, to
+from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
 from mcore_rl.config.verl.rows_engine import profiler
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -130,7 +130,7 @@ OVERLONG = "`math_dapo` is worth 1 or 0 here, 1 or -1 there: halve the factor"
 CLASSIFIER = "a vLLM classifier on the rollout's devices"
 
 
-def custom(verl: str) -> list[Row]:
+def custom(verl: str) -> list[KeyRow]:
     """The rows of a reward function of the user's."""
     return [
         to(f"{verl}.path", "custom_reward_function.path", note="the same function works"),
@@ -139,7 +139,7 @@ def custom(verl: str) -> list[Row]:
     ]
 
 
-def serving(verl: str) -> list[Row]:
+def serving(verl: str) -> list[KeyRow]:
     """The rows of a reward model's engines.  verl: the group ``rollout`` of it."""
     return [
         to(f"{verl}.tensor_model_parallel_size", "reward_model.tp"),
@@ -158,7 +158,7 @@ def serving(verl: str) -> list[Row]:
     ]
 
 
-def overlong(verl: str) -> list[Row]:
+def overlong(verl: str) -> list[KeyRow]:
     """The rows of the soft punishment of long responses."""
     return [
         to(f"{verl}.enable", "reward.overlong.enable"),
@@ -168,7 +168,7 @@ def overlong(verl: str) -> list[Row]:
     ]
 
 
-def sandbox(verl: str) -> list[Row]:
+def sandbox(verl: str) -> list[KeyRow]:
     """The rows of a sandbox for programs."""
     return [gone(f"{verl}.{{url,max_concurrent,memory_limit_mb}}", PROGRAMS)]
 
@@ -199,8 +199,8 @@ REWARD_ROWS = [
     gone(f"{JUDGE}.model.{{external_lib,trust_remote_code,use_fused_kernels,use_remove_padding,use_shm}}", CLASSIFIER),
     gone(f"{JUDGE}.model.override_config", "an empty group"),
     *profiler(JUDGE),
-    Row("{reward_model.reward_manager,reward_manager.name,reward.reward_manager.name}", (), MANAGER, MANAGERS),
-    Row(
+    KeyRow("{reward_model.reward_manager,reward_manager.name,reward.reward_manager.name}", (), MANAGER, MANAGERS),
+    KeyRow(
         "{reward_model.reward_loop_source,reward_manager.source,reward.reward_manager.source}",
         (),
         OWN_MANAGER,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from mcore_rl.config.algorithm import Rejection
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.trainer import Logger
-from mcore_rl.config.verl.answer import ROLES, Answer, Entry, Kind
+from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry
 from mcore_rl.config.verl.facts import versions
 from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
 from mcore_rl.config.verl.rules_megatron import (
@@ -62,8 +62,8 @@ def microbatches(verl: Verl, answer: Answer, role: str) -> None:
         tokens = int(verl[budget]) * int(cp)
         answer.set(f"{role}.microbatch_tokens", tokens, dynamic, budget, *spread)
         text = f"tokens of a context-parallel group: of a GPU, times context_parallel_size={cp}" if cp != 1 else ""
-        answer.tell(Kind.changed, budget if text else "", text, f"{role}.microbatch_tokens={tokens}")
-        answer.tell(Kind.dropped, micro, "not read in verl either, with use_dynamic_bsz=True")
+        answer.tell(Difference.changed, budget if text else "", text, f"{role}.microbatch_tokens={tokens}")
+        answer.tell(Difference.dropped, micro, "not read in verl either, with use_dynamic_bsz=True")
     elif verl[micro]:
         longest = sum(int(verl[each]) for each in LENGTHS)
         tokens = int(verl[micro]) * longest
@@ -71,10 +71,10 @@ def microbatches(verl: Verl, answer: Answer, role: str) -> None:
         text = (
             f"sequences are packed into a budget of tokens: that of {verl[micro]} of the longest, {longest} tokens each"
         )
-        answer.tell(Kind.changed, micro, text, f"{role}.microbatch_tokens={tokens}")
-        answer.tell(Kind.dropped, budget, "not read in verl either, without use_dynamic_bsz=True")
+        answer.tell(Difference.changed, micro, text, f"{role}.microbatch_tokens={tokens}")
+        answer.tell(Difference.dropped, budget, "not read in verl either, without use_dynamic_bsz=True")
     answer.tell(
-        Kind.absent, f"{base}.ppo_micro_batch_size", "of all devices together: write ppo_micro_batch_size_per_gpu"
+        Difference.absent, f"{base}.ppo_micro_batch_size", "of all devices together: write ppo_micro_batch_size_per_gpu"
     )
 
 
@@ -88,9 +88,9 @@ def aggregation(verl: Verl, answer: Answer, role: str) -> None:
         answer.set(f"{role}.loss_agg_mode", ours[str(verl[mode])], mode)
         if versions().index(verl.version) < versions().index("0.7.0"):
             text = "over the whole minibatch; verl's, before 0.7, over each micro batch, and the mean of these"
-            answer.tell(Kind.changed, mode, text, f"{role}.loss_agg_mode={ours[str(verl[mode])]}")
+            answer.tell(Difference.changed, mode, text, f"{role}.loss_agg_mode={ours[str(verl[mode])]}")
     elif verl[mode] is not None:
-        answer.tell(Kind.absent, mode, f"there are {', '.join(ours)}")
+        answer.tell(Difference.absent, mode, f"there are {', '.join(ours)}")
     if verl[factor] is not None:
         answer.set(f"{role}.loss_agg_constant", verl[factor], factor)
 
@@ -112,7 +112,7 @@ def warmup(verl: Verl, answer: Answer, role: str) -> None:
         answer.set(f"{role}.optim.lr_warmup_steps", int(verl[steps]) * updates, steps)
         text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
         answer.tell(
-            Kind.changed,
+            Difference.changed,
             steps if updates > 1 else "",
             text,
             f"{role}.optim.lr_warmup_steps={int(verl[steps]) * updates}",
@@ -128,21 +128,23 @@ def decay(verl: Verl, answer: Answer, role: str) -> None:
     style = next((each for each in styles if verl[each] is not None), styles[0])
     ours = DECAYS.get(str(verl[style]))
     if ours is None:
-        answer.tell(Kind.absent, style, f"there are {', '.join(list(DECAYS)[:3])}; the rate is held after warm-up")
+        answer.tell(
+            Difference.absent, style, f"there are {', '.join(list(DECAYS)[:3])}; the rate is held after warm-up"
+        )
         return
     answer.set(f"{role}.optim.lr_schedule", ours, style)
     ends = [f"{base}.{name}" for name in ("lr_decay_steps", "total_training_steps")]
     least, share = f"{base}.min_lr", f"{base}.min_lr_ratio"
     if ours == "constant":
         for key in (*ends, least, share):
-            answer.tell(Kind.dropped, key, "read by a rate that decays alone")
+            answer.tell(Difference.dropped, key, "read by a rate that decays alone")
         return
     if end := next((each for each in ends if verl[each] is not None and int(verl[each]) > 0), None):
         updates = updates_of_a_step(verl, role)
         answer.set(f"{role}.optim.total_steps", int(verl[end]) * updates, end)
         text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
         answer.tell(
-            Kind.changed, end if updates > 1 else "", text, f"{role}.optim.total_steps={int(verl[end]) * updates}"
+            Difference.changed, end if updates > 1 else "", text, f"{role}.optim.total_steps={int(verl[end]) * updates}"
         )
     if verl[share]:
         answer.set(f"{role}.optim.min_lr_ratio", verl[share], share)
@@ -174,7 +176,7 @@ def clip(verl: Verl, answer: Answer) -> None:
         answer.set("actor.clip_ratio_low", below, low)
         answer.set("actor.clip_ratio_high", above, high)
     if verl[low] is not None and verl[high] is not None and verl[one] not in (below, None):
-        answer.tell(Kind.dropped, one, CLIP)
+        answer.tell(Difference.dropped, one, CLIP)
 
 
 def loss(verl: Verl, answer: Answer) -> None:
@@ -184,7 +186,9 @@ def loss(verl: Verl, answer: Answer) -> None:
     if mode in LOSSES:
         answer.set("actor.loss_mode", LOSSES[mode], key)
     else:
-        answer.tell(Kind.absent, key, f"there are {', '.join(LOSSES)}; docs/algorithms.md: a new loss is one file")
+        answer.tell(
+            Difference.absent, key, f"there are {', '.join(LOSSES)}; docs/algorithms.md: a new loss is one file"
+        )
 
 
 def estimator(verl: Verl, answer: Answer) -> None:
@@ -192,14 +196,16 @@ def estimator(verl: Verl, answer: Answer) -> None:
     key, norm = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     name = ESTIMATORS.get(str(verl[key]))
     if name is None:
-        answer.tell(Kind.absent, key, f"there are {', '.join(ESTIMATORS)}; docs/algorithms.md: a new one is one file")
+        answer.tell(
+            Difference.absent, key, f"there are {', '.join(ESTIMATORS)}; docs/algorithms.md: a new one is one file"
+        )
         name = "grpo"
     if name == "grpo" and verl[norm] is False:
         answer.set(key, "dr_grpo", key, norm)
         return
     answer.set(key, name, key)
     if name != "grpo":
-        answer.tell(Kind.dropped, norm, "read by grpo alone")
+        answer.tell(Difference.dropped, norm, "read by grpo alone")
 
 
 def correction(verl: Verl, answer: Answer) -> None:
@@ -223,7 +229,7 @@ def correction(verl: Verl, answer: Answer) -> None:
         answer.set("actor.ppo_mini_batch_size", verl["data.train_batch_size"], kind, early, bypass)
         answer.entries.append(
             Entry(
-                Kind.changed,
+                Difference.changed,
                 kind if kind in verl.written else early,
                 "reinforce",
                 "actor.loss_mode=policy_gradient",
@@ -243,7 +249,7 @@ def _rejection(verl: Verl, answer: Answer) -> None:
         return
     name = REJECTIONS.get(str(verl[reject]))
     if name is None:
-        answer.tell(Kind.absent, reject, f"one of {', '.join(REJECTIONS)}: several criteria at once are not here")
+        answer.tell(Difference.absent, reject, f"one of {', '.join(REJECTIONS)}: several criteria at once are not here")
         return
     lower, _, upper = str(verl[most] if verl[most] is not None else verl[bounds]).rpartition("_")
     answer.set(f"{OURS}.reject", name, reject)
@@ -266,7 +272,7 @@ def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
     if not verl[switch] or verl[upper] is None:
         return
     if verl[level] == "geometric":
-        answer.tell(Kind.absent, level, "weights are of tokens or of sequences")
+        answer.tell(Difference.absent, level, "weights are of tokens or of sequences")
         return
     answer.set(f"{OURS}.level", verl[level], switch, level)
     answer.set(f"{OURS}.mode", verl[mode], switch, mode)
@@ -291,7 +297,7 @@ def replicas(verl: Verl, answer: Answer) -> None:
     if (verl[ep] or 1) > 1:
         answer.set("rollout.ep", verl[ep], ep)
     elif (verl[dp] or 1) > 1:
-        answer.tell(Kind.dropped, dp, "replicas are engines of their own, as many as the devices hold")
+        answer.tell(Difference.dropped, dp, "replicas are engines of their own, as many as the devices hold")
 
 
 def generating_replicas(verl: Verl, answer: Answer) -> None:
@@ -311,9 +317,9 @@ def engine_field(verl: Verl, answer: Answer) -> None:
             continue
         violations = VLLM_FIELDS.violations({name: value}, "rollout.engine")
         if value is None:
-            answer.tell(Kind.dropped, key, "null, as by itself")
+            answer.tell(Difference.dropped, key, "null, as by itself")
         elif violations:
-            answer.tell(Kind.absent, key, violations[0].problem)
+            answer.tell(Difference.absent, key, violations[0].problem)
         else:
             answer.add("rollout.engine", [name], value, key)
 
@@ -322,19 +328,19 @@ def loggers(verl: Verl, answer: Answer) -> None:
     """Those that are here."""
     key = "trainer.logger"
     if not verl.has(key):
-        answer.entries.append(Entry(Kind.default, key, verl[key], "trainer.logger=[console]", ""))
+        answer.entries.append(Entry(Difference.default, key, verl[key], "trainer.logger=[console]", ""))
         return
     wanted = verl[key] if isinstance(verl[key], list) else [verl[key]]
     known = [str(each) for each in wanted if str(each) in Logger.__members__]
     answer.set(key, known, key)
     if lost := [str(each) for each in wanted if str(each) not in Logger.__members__]:
-        answer.tell(Kind.absent, key, f"{', '.join(lost)}: there are {', '.join(Logger.__members__)}")
+        answer.tell(Difference.absent, key, f"{', '.join(lost)}: there are {', '.join(Logger.__members__)}")
 
 
 def samples(verl: Verl, answer: Answer) -> None:
     """Samples are kept by themselves."""
     for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir"):
-        answer.tell(Kind.dropped, key, "always, in the run directory")
+        answer.tell(Difference.dropped, key, "always, in the run directory")
 
 
 def profiled(verl: Verl, answer: Answer) -> None:

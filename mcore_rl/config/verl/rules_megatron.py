@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.megatron_fields import ALLOWED, REFUSED, TAKEN, megatron_violations
-from mcore_rl.config.verl.answer import ROLES, Answer, Kind
+from mcore_rl.config.verl.answer import ROLES, Answer, Difference
 from mcore_rl.config.verl.table import row_for
 from mcore_rl.config.verl.written import Verl
 
@@ -26,7 +26,9 @@ def chunks(verl: Verl, answer: Answer, role: str) -> None:
     if verl[key] and int(pp or 1) > 1:
         answer.set(f"{role}.parallel.vpp", verl[key], key)
     else:
-        answer.tell(Kind.dropped, key, "one pipeline stage has no chunks" if verl[key] else "one chunk, the default")
+        answer.tell(
+            Difference.dropped, key, "one pipeline stage has no chunks" if verl[key] else "one chunk, the default"
+        )
 
 
 def experts(verl: Verl, answer: Answer, role: str) -> None:
@@ -52,7 +54,7 @@ def recompute(verl: Verl, answer: Answer, role: str) -> None:
     wanted = str(verl[key])
     answer.set(f"{role}.recompute", wanted if wanted in ("selective", "full") else "none", key)
     if wanted == "selective" and verl[modules] not in (None, ["core_attn"]):
-        answer.tell(Kind.absent, modules, "core attention alone is recomputed")
+        answer.tell(Difference.absent, modules, "core attention alone is recomputed")
 
 
 def pipeline(verl: Verl, answer: Answer, role: str) -> None:
@@ -69,7 +71,7 @@ def pipeline(verl: Verl, answer: Answer, role: str) -> None:
             "pipeline_model_parallel_layout",
         )
     )
-    answer.tell(Kind.absent, custom, f"write {role}.parallel.pipeline_layers")
+    answer.tell(Difference.absent, custom, f"write {role}.parallel.pipeline_layers")
     pp, vpp = (
         int(verl[f"{base}.pipeline_model_parallel_size"] or 1),
         int(verl[f"{base}.virtual_pipeline_model_parallel_size"] or 1),
@@ -77,7 +79,7 @@ def pipeline(verl: Verl, answer: Answer, role: str) -> None:
     asked = [key for key in (first, last, embeds, heads) if verl[key]]
     if not asked or pp == 1:
         for key in (first, last, embeds, heads):
-            answer.tell(Kind.dropped, key, "every stage has as many layers")
+            answer.tell(Difference.dropped, key, "every stage has as many layers")
         return
     layers = stages(answer.model.num_layers, pp, verl[first], verl[last], bool(verl[embeds]), bool(verl[heads]))
     if layers is None or any(each % vpp for each in layers):
@@ -88,7 +90,7 @@ def pipeline(verl: Verl, answer: Answer, role: str) -> None:
         )
         for key in asked:
             answer.tell(
-                Kind.absent,
+                Difference.absent,
                 key,
                 f"{what}: write {role}.parallel.pipeline_layers, {pp * vpp} numbers",
                 f"{role}.parallel.pipeline_layers",
@@ -134,11 +136,11 @@ def dispatcher(verl: Verl, answer: Answer, role: str) -> None:
     if wanted in names:
         answer.set(f"{role}.moe.dispatcher", names[wanted], kind, *([deepep] if wanted == "flex" else []))
     elif verl[kind] is not None:
-        answer.tell(Kind.absent, kind, f"there are {', '.join(names)}")
+        answer.tell(Difference.absent, kind, f"there are {', '.join(names)}")
     if wanted == "flex" and verl[backend]:
         answer.set(f"{role}.moe.flex_backend", verl[backend], backend)
     if wanted != "flex" and verl[deepep]:
-        answer.tell(Kind.dropped, deepep, "read with moe_token_dispatcher_type=flex alone")
+        answer.tell(Difference.dropped, deepep, "read with moe_token_dispatcher_type=flex alone")
 
 
 def balance(verl: Verl, answer: Answer, role: str) -> None:
@@ -163,12 +165,12 @@ def transformer_field(verl: Verl, answer: Answer, role: str) -> None:
             answer.set(f"{role}.{name}", value, key)
         elif taken:
             said = "the model's config.json says it" if taken == "config.json" else f"follows from {role}.{taken}"
-            answer.tell(Kind.dropped, key, said)
+            answer.tell(Difference.dropped, key, said)
         elif name in ALLOWED and not megatron_violations({name: value}):
             answer.add(f"{role}.megatron", [name], value, key)
         elif refused:
             harmless = not value or any(each in refused for each in HARMLESS)
-            answer.tell(Kind.dropped if harmless else Kind.absent, key, f"it {refused}")
+            answer.tell(Difference.dropped if harmless else Difference.absent, key, f"it {refused}")
         else:
             problem = megatron_violations({name: value})[0].problem
-            answer.tell(Kind.absent, key, problem)
+            answer.tell(Difference.absent, key, problem)

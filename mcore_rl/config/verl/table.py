@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mcore_rl.config.verl.facts import EVALUATION, FSDP, GENERATION, MEGATRON, keys_of
-from mcore_rl.config.verl.row import Row
+from mcore_rl.config.verl.row import KeyRow
 from mcore_rl.config.verl.rows_roles import ACTOR_ROWS, CRITIC_ROWS, MODEL_ROWS, REFERENCE_ROWS
 from mcore_rl.config.verl.rows_rollout import EVALUATION_ROWS, GENERATION_ROWS, REWARD_ROWS, ROLLOUT_ROWS
 from mcore_rl.config.verl.rows_run import ALGORITHM_ROWS, DATA_ROWS, TRAINER_ROWS
@@ -18,7 +18,7 @@ class Section:
 
     title: str
     prefix: str
-    rows: list[Row]
+    rows: list[KeyRow]
     program: str = "train"
 
 
@@ -44,12 +44,12 @@ PROGRAM = {
 
 
 @cache
-def rows_of(program: str) -> tuple[Row, ...]:
+def rows_of(program: str) -> tuple[KeyRow, ...]:
     """Every row of a program of ours."""
     return tuple(row for section in SECTIONS if section.program == program for row in section.rows)
 
 
-def rows_for(key: str, program: str = "train") -> list[Row]:
+def rows_for(key: str, program: str = "train") -> list[KeyRow]:
     """The rows about a key of verl's: the ones that name it, else those of the narrowest pattern that has it."""
     if named := _named(program).get(key):
         return named
@@ -61,16 +61,16 @@ def rows_for(key: str, program: str = "train") -> list[Row]:
 
 
 @cache
-def _named(program: str) -> dict[str, list[Row]]:
+def _named(program: str) -> dict[str, list[KeyRow]]:
     """Key -> the rows that name it."""
-    named: dict[str, list[Row]] = {}
+    named: dict[str, list[KeyRow]] = {}
     for row in rows_of(program):
         for name in row.names if "*" not in row.verl else ():
             named.setdefault(name, []).append(row)
     return named
 
 
-def row_for(key: str, program: str = "train") -> Row | None:
+def row_for(key: str, program: str = "train") -> KeyRow | None:
     """The row about a key of verl's; None: there is no such key of verl's."""
     return next(iter(rows_for(key, program)), None)
 

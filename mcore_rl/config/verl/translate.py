@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
-from mcore_rl.config.verl.answer import ROLES, Answer, Entry, Kind, ModelFacts, Setting
+from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry, ModelFacts, TranslatedSetting
 from mcore_rl.config.verl.facts import defaults
-from mcore_rl.config.verl.row import NotHereError, Row, same
+from mcore_rl.config.verl.row import KeyRow, NotHereError, same
 from mcore_rl.config.verl.rules import PER_ROLE, RULES
 from mcore_rl.config.verl.table import row_for, rows_of
 from mcore_rl.config.verl.written import Verl
@@ -42,7 +42,7 @@ class Translation:
     verl: Verl
     program: str
     algorithm: str
-    settings: dict[str, Setting]
+    settings: dict[str, TranslatedSetting]
     entries: list[Entry]
     violations: list[Violation]
     run: Any = None
@@ -50,9 +50,11 @@ class Translation:
     @property
     def is_whole(self) -> bool:
         """Whether our run does all that verl's does, and can be run."""
-        return not self.violations and not any(each.kind in (Kind.absent, Kind.unknown) for each in self.entries)
+        return not self.violations and not any(
+            each.kind in (Difference.absent, Difference.unknown) for each in self.entries
+        )
 
-    def of_kind(self, kind: Kind) -> list[Entry]:
+    def of_kind(self, kind: Difference) -> list[Entry]:
         """The entries of one heading."""
         return [each for each in self.entries if each.kind is kind]
 
@@ -65,7 +67,12 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
             (row := row_for(text.partition("=")[0].lstrip("+~"), verl.program)) and not row.ours and not row.absent
         )
         answer.entries.append(
-            Entry(Kind.dropped if needless else Kind.unknown, text, "", text=row.note if row and needless else why)
+            Entry(
+                Difference.dropped if needless else Difference.unknown,
+                text,
+                "",
+                text=row.note if row and needless else why,
+            )
         )
     idle = _idle_groups(verl)
     rows = [row for row in rows_of(verl.program) if not any(_is_of(row, group) for group in idle)]
@@ -83,7 +90,7 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
                 per_role(verl, answer, role)
     _tell_of_rules(answer)
     if answer.model.checkpoint and verl.program == "train":
-        answer.settings["recipe.checkpoint"] = Setting(answer.model.checkpoint, (), written=True)
+        answer.settings["recipe.checkpoint"] = TranslatedSetting(answer.model.checkpoint, (), written=True)
     algorithm = _algorithm(answer) if verl.program == "train" else ""
     _leave_out_defaults(answer, algorithm)
     violations, run = _refused(answer, algorithm)
@@ -102,7 +109,7 @@ def _idle_groups(verl: Verl) -> dict[str, str]:
     return idle
 
 
-def _is_of(row: Row, group: str) -> bool:
+def _is_of(row: KeyRow, group: str) -> bool:
     """Whether a row is about nothing but a group of ours; the switch of the group is not."""
     if group == "critic":
         return row.verl.startswith("critic.")
@@ -115,12 +122,12 @@ def _tell_unknown(answer: Answer, key: str, idle: Mapping[str, str]) -> None:
     if row is None:
         near = get_close_matches(key, answer.verl.keys - {*answer.verl.written}, 1)
         remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all of ours"
-        answer.tell(Kind.unknown, key, f"verl has no such key in the versions that are known; {remedy}")
+        answer.tell(Difference.unknown, key, f"verl has no such key in the versions that are known; {remedy}")
     elif why := next((why for group, why in idle.items() if _is_of(row, group)), ""):
-        answer.tell(Kind.dropped, key, why)
+        answer.tell(Difference.dropped, key, why)
 
 
-def _apply(answer: Answer, row: Row) -> None:
+def _apply(answer: Answer, row: KeyRow) -> None:
     """What a row alone says of the keys that it is about."""
     verl = answer.verl
     if row.rule:
@@ -134,7 +141,7 @@ def _apply(answer: Answer, row: Row) -> None:
         try:
             ours = row.convert(value)
         except (NotHereError, ValueError, TypeError) as error:
-            answer.tell(Kind.absent, key, str(error), row.ours[0] if row.ours else "")
+            answer.tell(Difference.absent, key, str(error), row.ours[0] if row.ours else "")
             continue
         if row.ours and "*" in row.verl:
             names = (
@@ -144,7 +151,7 @@ def _apply(answer: Answer, row: Row) -> None:
             )
             answer.add(row.ours[0], names.split("."), ours, key)
             if row.differs:
-                answer.tell(Kind.changed, key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
+                answer.tell(Difference.changed, key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
         elif row.ours:
             _take(answer, row, key, ours, written=written)
         elif written:
@@ -155,26 +162,26 @@ def _apply(answer: Answer, row: Row) -> None:
                 or value == _default(verl, key)
                 or value in ([], {})
             )
-            answer.tell(Kind.dropped if harmless else Kind.absent, key, row.note)
+            answer.tell(Difference.dropped if harmless else Difference.absent, key, row.note)
 
 
 def _default(verl: Verl, key: str) -> Any:
     return defaults(verl.config, verl.version).get(key)
 
 
-def _take(answer: Answer, row: Row, key: str, ours: Any, *, written: bool) -> None:
+def _take(answer: Answer, row: KeyRow, key: str, ours: Any, *, written: bool) -> None:
     """A key of ours takes the value."""
     (name,) = row.ours
     if not written and (row.keeps or ours is None):
         if row.keeps and ours not in (None, ""):
-            answer.entries.append(Entry(Kind.default, key, ours, name))  # compared with ours later
+            answer.entries.append(Entry(Difference.default, key, ours, name))  # compared with ours later
         return
     if ours is None and (row.convert is not same or not _takes_null(name, answer.verl.program)):
-        answer.tell(Kind.dropped, key, row.note or "the default here")
+        answer.tell(Difference.dropped, key, row.note or "the default here")
         return
     answer.set(name, ours, key)
     if row.differs:
-        answer.tell(Kind.changed, key, row.note, f"{name}={shown(ours)}")
+        answer.tell(Difference.changed, key, row.note, f"{name}={shown(ours)}")
 
 
 def _takes_null(key: str, program: str) -> bool:
@@ -210,9 +217,9 @@ def _tell_of_rules(answer: Answer) -> None:
             continue
         came = [f"{ours}={shown(each.value)}" for ours, each in answer.settings.items() if key in each.sources]
         if came and row.differs:
-            answer.tell(Kind.changed, key, row.note, " ".join(came))
+            answer.tell(Difference.changed, key, row.note, " ".join(came))
         elif not came:
-            answer.tell(Kind.dropped, key, row.note or "the default here")
+            answer.tell(Difference.dropped, key, row.note or "the default here")
 
 
 def _algorithm(answer: Answer) -> str:
@@ -231,7 +238,7 @@ def _algorithm(answer: Answer) -> str:
     return both[0] if len(both) == 1 else estimator if estimator in one else one[0]
 
 
-def _composed(answer: Answer, algorithm: str, settings: dict[str, Setting]) -> Any:
+def _composed(answer: Answer, algorithm: str, settings: dict[str, TranslatedSetting]) -> Any:
     """Our configuration with ``settings``, as the yaml file composes.  Raises ConfigError."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -284,7 +291,7 @@ def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
             source = next((each for each in setting.sources if each in answer.verl.keys), "")
             text = "written into the yaml, so that it is the same run"
             answer.entries.append(
-                Entry(Kind.default, source, answer.verl[source], f"{key}={shown(setting.value)}", text)
+                Entry(Difference.default, source, answer.verl[source], f"{key}={shown(setting.value)}", text)
             )
 
 
@@ -294,7 +301,7 @@ def _compare_defaults(answer: Answer, run: Any) -> None:
 
     ours, entries = as_dict(run), list[Entry]()
     for each in answer.entries:
-        if each.kind is not Kind.default or "=" in each.ours:
+        if each.kind is not Difference.default or "=" in each.ours:
             entries.append(each)
         elif not _equal(here := _at(ours, each.ours), each.value):
             entries.append(replace(each, ours=f"{each.ours}={shown(here)}"))
@@ -325,7 +332,7 @@ def _refused(answer: Answer, algorithm: str) -> tuple[list[Violation], Any]:
             answer.entries = [entry for entry in answer.entries if not entry.ours.startswith(f"{each.key}=")]
             for key in setting.sources if setting.written else ():
                 if not any(entry.verl == key for entry in answer.entries) and not _came(answer, key):
-                    answer.tell(Kind.dropped, key, f"not read here: {each.problem.removeprefix(NOT_READ)}")
+                    answer.tell(Difference.dropped, key, f"not read here: {each.problem.removeprefix(NOT_READ)}")
 
 
 def _came(answer: Answer, key: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_rl.config.verl.answer import Setting
+from mcore_rl.config.verl.answer import TranslatedSetting
 
 DOCUMENT_END = "...\n"  # after a value alone, as yaml writes it
 
@@ -21,7 +21,7 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def yaml_of(program: str, algorithm: str, settings: Mapping[str, Setting], head: str) -> str:
+def yaml_of(program: str, algorithm: str, settings: Mapping[str, TranslatedSetting], head: str) -> str:
     """The yaml file of a run of ``program``.  algorithm: its choice; "": none.  head: the first comment."""
     import yaml
 
@@ -40,7 +40,7 @@ def yaml_of(program: str, algorithm: str, settings: Mapping[str, Setting], head:
     def written(values: Mapping[str, Any], depth: int) -> Iterator[str]:
         for name, each in values.items():
             indent = "  " * depth
-            if not isinstance(each, Setting):
+            if not isinstance(each, TranslatedSetting):
                 yield f"{indent}{name}:"
                 yield from written(each, depth + 1)
                 continue

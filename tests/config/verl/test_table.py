@@ -22,7 +22,7 @@ from mcore_rl.config.verl.facts import (
     span,
     versions,
 )
-from mcore_rl.config.verl.row import Row, absent, gone, to
+from mcore_rl.config.verl.row import KeyRow, absent, gone, to
 from mcore_rl.config.verl.rules import PER_ROLE, RULES
 from mcore_rl.config.verl.table import PROGRAM, row_for, rows_for, rows_of
 
@@ -106,7 +106,7 @@ def test_no_row_is_about_nothing(program: str) -> None:
     ],
 )
 def test_patterns(verl: str, key: str, matches: bool) -> None:
-    assert Row(verl).matches(key) is matches
+    assert KeyRow(verl).matches(key) is matches
     assert gone(verl, "why").names == {"a.{b,c-d}": ["a.b", "a.c-d"]}.get(verl, gone(verl, "why").names)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.config.launch import load_recipe, load_words
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.verl.answer import Kind, ModelFacts
+from mcore_rl.config.verl.answer import Difference, ModelFacts
 from mcore_rl.config.verl.translate import Translation, translate
 from mcore_rl.config.verl.written import of_overrides, of_tree
 from mcore_rl.config.verl.yaml_text import yaml_of
@@ -40,7 +40,7 @@ def at(config: Any, key: str) -> Any:
     return getattr(value, "value", value)
 
 
-def listed(translation: Translation, key: str) -> Kind | None:
+def listed(translation: Translation, key: str) -> Difference | None:
     return next((each.kind for each in translation.entries if each.verl == key), None)
 
 
@@ -219,13 +219,13 @@ def test_layers_of_stages(layers: int, pp: int, vpp: int, asked: dict[str, Any],
     assert known.settings["actor.parallel.pipeline_layers"].value == chunks and sum(chunks) == layers
     unknown = translated(*words)
     assert "actor.parallel.pipeline_layers" not in unknown.settings and not unknown.is_whole
-    assert all(listed(unknown, f"{FIELDS}.{name}") is Kind.absent for name in asked)
+    assert all(listed(unknown, f"{FIELDS}.{name}") is Difference.absent for name in asked)
 
 
 def test_what_changes_how_vllm_computes_is_passed_on() -> None:
     known = translated(f"+{R}.engine_kwargs.vllm.block_size=16", f"+{R}.engine_kwargs.vllm.quantization=fp8")
     assert known.settings["rollout.engine"].value == {"block_size": 16}
-    assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Kind.absent and not known.is_whole
+    assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Difference.absent and not known.is_whole
 
 
 # What is not here -> said so, and left out; its harmless value is not.
@@ -263,25 +263,25 @@ ABSENT = {
 
 def test_what_is_not_here_is_said() -> None:
     translation = translated(*(f"+{key}={value}" for key, (value, _) in ABSENT.items()))
-    assert {key: listed(translation, key) for key in ABSENT} == dict.fromkeys(ABSENT, Kind.absent)
+    assert {key: listed(translation, key) for key in ABSENT} == dict.fromkeys(ABSENT, Difference.absent)
     assert not translation.is_whole
 
 
 def test_what_asks_for_nothing_is_no_loss() -> None:
     translation = translated(*(f"+{key}={value}" for key, (_, value) in ABSENT.items() if value is not None))
-    assert translation.of_kind(Kind.absent) == [] and translation.is_whole
+    assert translation.of_kind(Difference.absent) == [] and translation.is_whole
 
 
 def test_what_is_no_key_of_verls_is_said() -> None:
     translation = translated("trainer.save_frequency=3", "trainer.total_epochs=")
-    (unknown, empty) = sorted(translation.of_kind(Kind.unknown), key=lambda each: each.verl, reverse=True)
+    (unknown, empty) = sorted(translation.of_kind(Difference.unknown), key=lambda each: each.verl, reverse=True)
     assert unknown.verl == "trainer.total_epochs=" and "no value" in unknown.text
     assert empty.verl == "trainer.save_frequency" and "did you mean trainer.save_freq?" in empty.text
     assert not translation.is_whole
 
 
 def test_a_default_that_is_another_is_listed() -> None:
-    defaults = {each.verl: each for each in translated().of_kind(Kind.default)}
+    defaults = {each.verl: each for each in translated().of_kind(Difference.default)}
     epochs, seed = defaults["trainer.total_epochs"], defaults[f"{R}.seed"]
     assert (epochs.value, epochs.ours) == (30, "trainer.total_epochs=30") and "written into the yaml" in epochs.text
     assert (seed.value, seed.ours) == (42, "rollout.seed=0")
@@ -291,7 +291,7 @@ def test_a_default_that_is_another_is_listed() -> None:
 def test_a_key_that_our_run_would_not_read_is_left_out() -> None:
     translation = translated(f"{A}.kl_loss_coef=0.02", "critic.optim.lr=1e-5", "algorithm.lam=0.9")
     assert [listed(translation, key) for key in (f"{A}.kl_loss_coef", "critic.optim.lr", "algorithm.lam")] == [
-        Kind.dropped
+        Difference.dropped
     ] * 3
     assert "actor.kl_loss_coef" not in translation.settings
 
@@ -403,9 +403,9 @@ def test_a_published_script_becomes_a_run(script: str) -> None:
     written = dict(word.split("=", 1) for word in words if "=" in word)
     assert len(written) > 25
     for key, (ours, of) in READ_OFF.items():
-        if key in written and listed(translation, key) is not Kind.dropped:
+        if key in written and listed(translation, key) is not Difference.dropped:
             assert at(translation.run, ours) == of(written[key]), key  # type: ignore[operator]
-    lost = {each.verl for kind in (Kind.absent, Kind.unknown) for each in translation.of_kind(kind)}
+    lost = {each.verl for kind in (Difference.absent, Difference.unknown) for each in translation.of_kind(kind)}
     assert lost == NOT_HERE.get(script, set())
 
 
