@@ -93,16 +93,23 @@ def test_every_adaptation_is_left_out_once(both: None) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("bridge", MODELS)
 def test_a_bridge_names_what_a_wrong_table_puts_elsewhere(bridge: str, both: None, tmp_path: Path) -> None:
-    """Keys for values and gate for up, in our table alone: every rank says so of what it loaded."""
-    exported: dict[str, set[str]] = defaultdict(set)  # layout -> what is wrong there
+    """Keys for values and gate for up, in our table alone: ranks say so of what they loaded.
+
+    Beyond the key/value heads a rank may hold rows of queries alone, in which nothing is wrong.
+    """
+    loaded: dict[str, set[str]] = defaultdict(set)  # layout -> what is wrong there
+    exported: dict[str, set[str]] = defaultdict(set)
     swap = {"k_proj": "v_proj", "gate_proj": "up_proj"}
     for outcome in asked(of_model(bridge, "llama", tmp_path), WORLD_SIZE, swap=swap):
-        assert {name.split(".", 3)[3] for name in outcome.loaded} == {QKV, FC1}  # decoder.layers.N.
+        wrong_here = {name.split(".", 3)[3] for name in outcome.loaded}  # decoder.layers.N.
+        assert FC1 in wrong_here
+        loaded[outcome.case.layout] |= wrong_here
         exported[outcome.case.layout] |= {*outcome.exported, *outcome.ours}
     model = MODELS[bridge]["llama"]
     parts = [f"self_attn.{part}_proj.weight" for part in "kv"] + [f"mlp.{part}_proj.weight" for part in ("gate", "up")]
     wrong = {f"model.layers.{layer}.{part}" for layer in range(model.num_layers) for part in parts}
     assert exported == dict.fromkeys(layouts(bridge, model), wrong)
+    assert loaded == {layout: {QKV, FC1} for layout in layouts(bridge, model)}
 
 
 def test_every_family_is_asked_about_or_has_no_bridge() -> None:

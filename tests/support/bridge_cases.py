@@ -102,7 +102,7 @@ LIMITS = {
     "latents under tp": Limit(
         bridge="mbridge",
         models=(checkpoints.MODELS["deepseek_v3"],),
-        layout="tp=2",
+        layout="tp=2,etp=2",
         without="down projections that are whole",
         says="self_attn.kv_a_proj_with_mqa.weight",
     ),
