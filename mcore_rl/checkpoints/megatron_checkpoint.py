@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -77,7 +78,7 @@ class MegatronCheckpoint:
         self.table = Table(family, model, head=self.head)
         self._held: dict[str, list[tuple[TensorLocation, Piece]]] = defaultdict(list)
         used, problems = set[str](), list(self._layer_problems())
-        for local in stored_tensors(self.table):
+        for local in chain.from_iterable(map(saved_parts, self.table.tensors(0))):
             place = self.keys.find(local.rule.name, local.layer, local.expert)
             if place is not None:
                 used.add(place.key)
@@ -161,11 +162,10 @@ class MegatronCheckpoint:
                 yield f"tensor {key} of shape {tensor.shape} has no place in this {family} model. {MISMATCH}"
 
 
-def stored_tensors(table: Table) -> Iterator[LocalTensor]:
-    """The tensors of ``table`` (of one replica on one rank) as megatron-core saves them: some are stored in parts."""
-    for local in table.tensors(0):
-        for rule in local.rule.stored:
-            yield replace(local, name=local.name + rule.name.removeprefix(local.rule.name), rule=rule)
+def saved_parts(local: LocalTensor) -> Iterator[LocalTensor]:
+    """The tensors as which megatron-core saves ``local``: itself, or its parts."""
+    for rule in local.rule.stored:
+        yield replace(local, name=local.name + rule.name.removeprefix(local.rule.name), rule=rule)
 
 
 def stored_key(local: LocalTensor) -> tuple[str, tuple[int, ...]]:
@@ -181,7 +181,7 @@ def plan_stored(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, tu
     those that it joins.
     """
     groups: dict[str, list[LocalTensor]] = defaultdict(list)
-    for local in stored_tensors(table):
+    for local in chain.from_iterable(map(saved_parts, table.tensors(0))):
         if all(name in dtypes for name in local.hf_names):
             groups[stored_key(local)[0]].append(local)
     planned = {}

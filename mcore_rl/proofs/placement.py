@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.arrays import Int64Array
-from mcore_rl.checkpoints.megatron_checkpoint import stored_key
+from mcore_rl.checkpoints.megatron_checkpoint import saved_parts, stored_key
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -156,8 +156,7 @@ Said = list[tuple[str, Stored]]  # (name, word) of every tensor of a rank; a nam
 
 def facts_of(table: Table, local: LocalTensor) -> dict[str, object]:
     """What the training table ``table`` says of ``local``, as ``MegatronTensor.facts``."""
-    parts = [replace(local, rule=rule) for rule in local.rule.stored]
-    stored = tuple((stored_key(part)[0], table.shape(part)[0]) for part in parts)
+    stored = tuple((stored_key(part)[0], table.shape(part)[0]) for part in saved_parts(local))
     return {"layer": local.layer, "expert": local.expert, "dtype": local.rule.dtype,
             "stored as": stored, ABSENT: local.rule.absent_ok}  # fmt: skip
 

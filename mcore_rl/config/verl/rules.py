@@ -315,10 +315,9 @@ def engine_field(verl: Verl, answer: Answer) -> None:
         row = row_for(key)
         if row is None or row.rule != engine_field.__name__:
             continue
-        violations = VLLM_FIELDS.violations({name: value}, "rollout.engine")
         if value is None:
             answer.tell(Difference.dropped, key, "null, as by itself")
-        elif violations:
+        elif violations := VLLM_FIELDS.violations({name: value}, "rollout.engine"):
             answer.tell(Difference.absent, key, violations[0].problem)
         else:
             answer.add("rollout.engine", [name], value, key)
