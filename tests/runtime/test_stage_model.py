@@ -90,7 +90,7 @@ def test_jobs_of_one_node_copy_once(source: Path, tmp_path: Path, monkeypatch: p
     staged = stage(source, tmp_path, "", told.append)
     first.join()
     assert len(copies) == 1 and contents(staged) == READ
-    assert [("is there already" in each) for each in told] == [False, True]
+    assert sorted("is there already" in each for each in told) == [False, True], "either thread may tell first"
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_copied(
