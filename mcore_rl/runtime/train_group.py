@@ -254,3 +254,7 @@ class TrainGroup:
     async def expected(self, version: int) -> Expected:
         """``check.expected_weights``, whose result is the same on all ranks."""
         return (await self.workers.all(TrainWorker.expected, version))[0]
+
+    async def demand_alive(self) -> None:
+        """Returns once every rank has answered; raises DeadWorkerError if one is gone."""
+        await self.workers.all(TrainWorker.host)

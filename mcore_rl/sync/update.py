@@ -53,6 +53,10 @@ class Trainers(Protocol):
         """``check.expected_weights``; all ranks return the same."""
         ...
 
+    async def demand_alive(self) -> None:
+        """Returns once every training rank has answered; raises DeadWorkerError if one is gone."""
+        ...
+
 
 class WeightUpdater:
     """Brings the trainers' weights into ``engines``, which in their order are the ranks of ``layout``."""
@@ -129,6 +133,8 @@ class WeightUpdater:
             self._is_open = False
             telling = (engine.fail_update(str(error)) for engine in engines)
             await asyncio.gather(*telling, return_exceptions=True)  # one that is gone cannot be told
+            if isinstance(error, SyncError):  # a member may say so before it is known that another one died
+                await self.trainers.demand_alive()
             raise
         return publishing.result()
 

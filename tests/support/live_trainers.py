@@ -278,3 +278,6 @@ class LiveTrainers:
 
     async def expected(self, version: int) -> Expected:
         return (await self.order("expected", version))[0]
+
+    async def demand_alive(self) -> None:
+        assert self._thread.is_alive(), "the training ranks are gone"
