@@ -47,8 +47,9 @@ class WandbSink:
             dir=str(logs),
             id=self._id,
             resume="allow",
-            # console: wandb must not capture the live line.
-            settings=wandb.Settings(console="off", init_timeout=INIT_S, finish_timeout=FINISH_S),
+            # console: wandb must not capture the live line.  disable_git: git would get all secrets of this process;
+            # environment.json has the commit.
+            settings=wandb.Settings(console="off", disable_git=True, init_timeout=INIT_S, finish_timeout=FINISH_S),
         )
         try:
             self._run: Any = start()

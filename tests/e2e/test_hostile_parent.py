@@ -15,7 +15,7 @@ from tests.support.hostile import under_hostile_parent
 
 SLICE = (
     "tests/house/test_ground.py",
-    "tests/checkpoints/test_convert_command.py::test_an_interrupt_leaves_nothing_under_the_final_name",
+    "tests/commands/test_convert.py::test_an_interrupt_leaves_nothing_under_the_final_name",
     "tests/launch/test_submit.py::test_every_script_is_sound_bash",
     "tests/parallel/test_launch.py::test_an_interrupted_parent_takes_its_ranks_with_it",
     "tests/rewards/test_confinement.py::test_what_honest_programs_do_works",
@@ -25,6 +25,12 @@ SLICE = (
     "tests/tracking/test_run_directory.py",
 )
 WHOLE_RUNS = ("tests/test_cli.py", "tests/e2e/test_secrets.py")
+
+
+@pytest.mark.parametrize("path", SLICE + WHOLE_RUNS)
+def test_what_the_slice_names_is_there(path: str) -> None:
+    file, _, name = path.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file()
 
 
 @pytest.mark.tier("full")
