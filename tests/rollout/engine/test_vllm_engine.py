@@ -196,6 +196,7 @@ def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
 
     async def run() -> dict[tuple[str, int], Sample]:
         task = asyncio.create_task(collect(engine, [kept, ended], long))
+        await until_running(engine, 2)
         await collect(engine, [Request(prompt=kept.prompt, index=9)], Sampling(max_tokens=8, ignore_eos=True))
         await engine.abort([ended.key])
         return await task
