@@ -47,7 +47,9 @@ class Setting:
 
 
 FLOAT32 = Setting(Precision.float32, LayerSpec.local, score=1e-5, worst=1e-4, loss=1e-4, gradient=1e-4)
-BFLOAT16 = Setting(Precision.bfloat16, LayerSpec.local, score=0.015, worst=0.06, loss=0.01, gradient=0.07)
+# The loss is a small difference of large terms: 0.03 for gpt_oss, whose error of 4e-4 is 1.2 %, where 0.09 is usual.
+# transformers' own bfloat16 is 0.005 nats from its float32 on the dense model, and 0.07 on gpt_oss.
+BFLOAT16 = Setting(Precision.bfloat16, LayerSpec.local, score=0.015, worst=0.06, loss=0.02, gradient=0.07)
 SETTINGS = (FLOAT32, BFLOAT16, replace(BFLOAT16, layer_spec=LayerSpec.transformer_engine))
 
 
