@@ -417,8 +417,8 @@ def test_no_key_of_a_published_script_is_passed_over(script: str) -> None:
     assert sorted(translation.verl.written.keys() - told - came) == []
 
 
-# Not planned: a model whose config.json nobody knows; nodes of 16 devices; a script whose experts take 16 devices of its
-# 8 (etp=4, ep=2, pp=2), and half a replica of its engines.
+# Not planned: a model whose config.json nobody knows; nodes of 16 devices; a script whose experts take 16 devices where
+# there are 8 (etp=4, ep=2, pp=2), and half a replica of its engines.
 UNPLANNED = {
     "0.9.0 examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh": "rollout.ep",
     "0.4.1 examples/grpo_trainer/run_deepseek671b_math_megatron.sh": "model.path",
