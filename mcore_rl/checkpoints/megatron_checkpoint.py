@@ -78,7 +78,7 @@ class MegatronCheckpoint:
         self.table = Table(family, model, head=self.head)
         self._held: dict[str, list[tuple[TensorLocation, Piece]]] = defaultdict(list)
         used, problems = set[str](), list(self._layer_problems())
-        for local in chain.from_iterable(map(saved_parts, self.table.tensors(0))):
+        for local in saved_tensors(self.table):
             place = self.keys.find(local.rule.name, local.layer, local.expert)
             if place is not None:
                 used.add(place.key)
@@ -162,6 +162,11 @@ class MegatronCheckpoint:
                 yield f"tensor {key} of shape {tensor.shape} has no place in this {family} model. {MISMATCH}"
 
 
+def saved_tensors(table: Table) -> Iterator[LocalTensor]:
+    """The tensors of ``table``, of one replica on one rank, as megatron-core saves them."""
+    return chain.from_iterable(map(saved_parts, table.tensors(0)))
+
+
 def saved_parts(local: LocalTensor) -> Iterator[LocalTensor]:
     """The tensors as which megatron-core saves ``local``: itself, or its parts."""
     for rule in local.rule.stored:
@@ -181,7 +186,7 @@ def plan_stored(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, tu
     those that it joins.
     """
     groups: dict[str, list[LocalTensor]] = defaultdict(list)
-    for local in chain.from_iterable(map(saved_parts, table.tensors(0))):
+    for local in saved_tensors(table):
         if all(name in dtypes for name in local.hf_names):
             groups[stored_key(local)[0]].append(local)
     planned = {}

@@ -48,7 +48,7 @@ class WandbSink:
             id=self._id,
             resume="allow",
             # console: wandb must not capture the live line.  disable_git: git would get all secrets of this process;
-            # environment.json has the commit.
+            # environment.json has the commit of this package.
             settings=wandb.Settings(console="off", disable_git=True, init_timeout=INIT_S, finish_timeout=FINISH_S),
         )
         try:
