@@ -16,7 +16,8 @@ from mcore_rl.config.engine import Device
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import destroy_groups
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.types import TrainBatch
+from mcore_rl.training.engine import Engine
+from mcore_rl.types import LossInputs, LossSums, TrainBatch
 from tests.invariance.cases import MODELS
 from tests.support import batches, hf_reference
 from tests.support.engine_parity import FLOAT32, Found, build_engine, gradients_of, joined, loss_inputs
@@ -31,8 +32,16 @@ NAMES = ("moe", "qwen_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gp
 
 @dataclass(frozen=True)
 class Side:
+    """kl: the sum over trained tokens of the exact KL to the same weights, whose routers choose freely."""
+
     computed: Found
     difference: float
+    kl: float
+
+
+def exact_kl(inputs: LossInputs) -> LossSums:
+    assert inputs.full_kl_N is not None
+    return LossSums(total=0 * inputs.full_kl_N.sum(), metrics={"kl": (inputs.full_kl_N * inputs.mask_N).sum()})
 
 
 def told(name: str) -> TrainBatch:
@@ -53,10 +62,16 @@ def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, Side]:
         scores = engine.score(batch)
         step = engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
         assert scores.logprobs_T is not None and scores.entropy_T is not None
+        kl = _kl_to_itself(build_engine(platform, FLOAT32, name, start, groups), batch)
         computed = Found(scores.logprobs_T, scores.entropy_T, step.loss, gradients_of(engine, start))
-        sides[name] = Side(computed, step.metrics["router/difference"])
+        sides[name] = Side(computed, step.metrics["router/difference"], kl)
     destroy_groups()
     return sides
+
+
+def _kl_to_itself(engine: Engine, batch: TrainBatch) -> float:
+    engine.snapshots.take("reference")
+    return engine.train_step(batch, exact_kl, batches.denominators(batch), kl_to="reference").metrics["kl"]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +81,10 @@ def engine_side(processes: None) -> dict[str, Side]:
 
 def _reference(name: str) -> Side:
     model = MODELS[name]
-    reference, batch = hf_reference.build(model), told(name)
+    reference, freely, batch = hf_reference.build(model), hf_reference.build(model), told(name)
     forced = ForcedRoutes(reference, model)
     assert batch.routing_TLK is not None and batch.unrouted_T is not None
-    logprobs, entropies = list[Tensor](), list[Tensor]()
+    logprobs, entropies, kl = list[Tensor](), list[Tensor](), 0.0
     for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
         part = slice(start, start + length)
         forced.dictate(batch.routing_TLK[part], batch.unrouted_T[part])
@@ -77,12 +92,15 @@ def _reference(name: str) -> Side:
         log_p = torch.log_softmax(reference(tokens[None]).logits[0].float(), dim=-1)
         logprobs.append(torch.cat([torch.zeros(1), log_p[:-1].gather(1, tokens[1:, None])[:, 0]]))
         entropies.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1)[:-1]]))
+        with torch.no_grad():
+            free = torch.log_softmax(freely(tokens[None]).logits[0].float(), dim=-1)
+            kl += float(((log_p.exp() * (log_p - free)).sum(-1)[:-1] * batch.mask_T[part][1:]).sum())
     logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
     loss = batches.policy_loss(loss_inputs(batch, logprobs_T, entropy_T)).total / batches.denominators(batch).loss
     loss.backward()
     gradients = hf_reference.full_weights(reference, model, gradients=True)
     computed = Found(logprobs_T.detach(), entropy_T.detach(), float(loss.detach()), gradients)
-    return Side(computed, forced.differing / forced.replayed)
+    return Side(computed, forced.differing / forced.replayed, kl)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,4 +117,5 @@ def test_replayed_experts_are_those_of_a_model_that_was_told(name: str, engine_s
         "routers learn from replayed rows"
     )
     assert ours.difference == pytest.approx(theirs.difference, abs=1e-6)
+    assert ours.kl == pytest.approx(theirs.kl, rel=1e-4) and theirs.kl > 0.05, "the reference chooses freely"
     assert 0.2 < theirs.difference < 0.9, "random experts are seldom a router's own"
