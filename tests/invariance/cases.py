@@ -375,6 +375,8 @@ SABOTAGED = [
     Case(problem=DENSE, layout="cp=2", world_size=2, sabotage="attention_across_borders"),
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
+    Case(problem=REPLAY, layout="tp=2,etp=1", world_size=2, sabotage="replayed_a_row_late"),
+    Case(problem=REPLAY, layout="pp=2", world_size=2, recompute=Recompute.full, sabotage="recomputed_freely"),
     Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
     Case(problem=ONE_KEY_HEAD, layout="tp=2", world_size=2, sabotage="unsummed_key_heads"),
 ]
