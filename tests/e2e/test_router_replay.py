@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.config.engine import Device
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.tracking.jsonl import read_metrics
@@ -23,6 +24,7 @@ from tests.support import run_task
 from tests.support.forced_routes import ForcedRoutes
 from tests.support.recording_engine import Recorded
 from tests.support.run_task import nothing_left, write_task
+from tests.support.vllm_device import VLLM_DEVICE
 
 DIFFERENCE = "router/difference"
 TWO_UPDATES, ONE_UPDATE = "actor.ppo_mini_batch_size=4", "actor.ppo_mini_batch_size=8"
@@ -37,14 +39,19 @@ LAYOUTS = [
 ]
 
 
+def command(
+    task: Path, directory: Path, *more: str, program: tuple[str, ...] = ("mcore_rl.cli",)
+) -> subprocess.CompletedProcess[str]:
+    """A run of one step."""
+    settings = ["trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.save_freq=0", *more]
+    words = [sys.executable, "-m", *program, "train", *run_task.overrides(task, directory, *settings)]
+    with nothing_left():
+        return subprocess.run(words, cwd=ROOT, timeout=240, capture_output=True, text=True, check=False)
+
+
 def train(task: Path, directory: Path, *more: str, program: tuple[str, ...] = ("mcore_rl.cli",)) -> dict[str, float]:
     """The metrics of the only step."""
-    settings = ["trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.save_freq=0", *more]
-    words = ["train", *run_task.overrides(task, directory, *settings)]
-    with nothing_left():
-        done = subprocess.run(
-            [sys.executable, "-m", *program, *words], cwd=ROOT, timeout=240, capture_output=True, text=True
-        )
+    done = command(task, directory, *more, program=program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (metrics,) = read_metrics(directory / "metrics.jsonl")
     return dict(metrics)
@@ -120,3 +127,21 @@ def test_the_experts_of_the_sampler_are_the_trainer_s_own_in_float32(
     metrics, _ = of_engines(task, tmp_path, "own", TWO_UPDATES, *STILL, *layout)
     assert metrics[DIFFERENCE] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
     assert metrics["actor/ratio_first"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.skipif(VLLM_DEVICE is not Device.cpu, reason="this vLLM records experts")
+def test_engines_of_a_cpu_are_refused_from_the_command_line(task: Path, tmp_path: Path, processes: None) -> None:
+    done = command(task, tmp_path, "actor.router_replay=r3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    told_by = "actor.router_replay=r3: vLLM records experts on accelerators only. Write actor.router_replay=r2, or off"
+    assert told_by in " ".join(done.stderr.split())
+
+
+@pytest.mark.tier("full")
+@pytest.mark.skipif(VLLM_DEVICE is Device.cpu, reason="vLLM's CPU build records no experts")
+def test_the_record_of_vllm_itself_is_repeated(task: Path, tmp_path: Path, processes: None) -> None:
+    """In float32 the trainer chooses what vLLM chose, but for scores within rounding of each other."""
+    one_device = ("trainer.n_gpus_per_node=1", "actor.parallel.ep=1")
+    metrics = train(task, tmp_path, "actor.router_replay=r3", TWO_UPDATES, *STILL, *one_device)
+    assert metrics[DIFFERENCE] < 0.01 and metrics["rollout/logprob_diff_max"] < 1e-2
+    assert metrics["actor/ratio_first"] == pytest.approx(1, abs=1e-5)

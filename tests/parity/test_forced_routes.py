@@ -25,8 +25,8 @@ from tests.support.forced_routes import ForcedRoutes
 from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
-# All that have routers.  DeepSeek-V2 zeroes the scores outside of its own best groups, so that a dictated expert there
-# has no weight in transformers; its router is our DeepSeek-V3's with a softmax, in one group here.
+# All kinds of routers but DeepSeek-V2's: transformers zeroes its scores outside of its own best groups, so that an
+# expert that is dictated there has no weight.
 NAMES = ("moe", "qwen_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
 
 
