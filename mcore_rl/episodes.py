@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import RoutesArray
 from mcore_rl.rewards.score import RewardRequest, Score
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Episode:
     segments: the prompt's first, with at least a token, and no other of the prompt's.
     end: why nothing follows.
     score: what the whole is worth; None before it is graded.
+    experts: [num_tokens - 1, L, K], the experts that the sampler sent each token to; it never read the last one.  None
+        where they are not repeated in training.
     pair: key that two episodes of one group share whose loss looks at both (DPO, SPIN), and which are therefore trained
         together; None for any other.
     """
@@ -119,6 +122,7 @@ class Episode:
     segments: tuple[Segment, ...]
     end: FinishReason
     score: Score | None = None
+    experts: RoutesArray | None = None
     pair: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +130,9 @@ class Episode:
         assert authors and authors[0] is Author.prompt, f"{self.prompt_id}: the first segment is the prompt"
         assert len(self.segments[0].tokens), f"{self.prompt_id}: the prompt has no token"
         assert Author.prompt not in authors[1:], f"{self.prompt_id}: one segment is the prompt"
+        if self.experts is not None:
+            count = len(self.experts)
+            assert count == self.num_tokens - 1, f"{self.prompt_id}: experts of {count} of {self.num_tokens} tokens"
 
     @property
     def num_prompt_tokens(self) -> int:

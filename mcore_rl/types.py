@@ -35,8 +35,9 @@ class TrainBatch:
     weights_T: what the policy loss of each token is multiplied by (importance correction).
     selection_T: how far a token's key is above the least that is selected, so not negative where the token is
         (``algorithms/selection.py``).
-    routing_TLK: int16 expert choices to replay, one row per token and layer of the model; those of dense layers are
-        not read.
+    routing_TLK: expert choices to replay, one row per token and layer of the model, uint8 or int16
+        (``MoeConfig.choice_bytes``); those of dense layers are not read.
+    unrouted_T: bool, tokens whose routers choose in spite of ``routing_TLK``, because nobody recorded them; None: none.
     extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
     pairs_S: the key of each sequence's pair, None where it has none; None where no sequence has one.  A pair is trained
         by one rank, in one microbatch.
@@ -55,6 +56,7 @@ class TrainBatch:
     weights_T: Tensor | None = None
     selection_T: Tensor | None = None
     routing_TLK: Tensor | None = None
+    unrouted_T: Tensor | None = None
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)
     pairs_S: tuple[int | None, ...] | None = None
 
@@ -181,7 +183,7 @@ class LossSums:
 class TokenScores:
     """What one forward pass says of each token, in the order of the batch that was given; float32, on the CPU.
 
-    routing_TLK: int16, the experts chosen, in the order of their scores; only where recording was asked for.
+    routing_TLK: uint8 or int16, the experts chosen, in the order of their scores; only where recording was asked for.
     """
 
     logprobs_T: Tensor | None = None

@@ -98,7 +98,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
     """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
     rules: list[CrossCheck[GenerateConfig]] = [
         lambda config: rollout_config_violations(config.rollout),
-        lambda config: routing_violations(config.rollout),
+        lambda config: routing_violations(config.rollout, "false"),
         _length_violations,
         _validation_violations,
         _missing,

@@ -38,6 +38,18 @@ class LossAggregation(Enum):
     sum_over_constant = "sum_over_constant"
 
 
+class RouterReplay(Enum):
+    """Whose choice of experts the policy's updates repeat; the names of the papers.
+
+    ``off``: every pass chooses its own.  ``r2``: the trainer's, as the log-prob pass before the updates made it
+    (arXiv:2507.18071, section 5.3).  ``r3``: the sampler's, in the log-prob pass too (arXiv:2510.11370).
+    """
+
+    off = "off"
+    r2 = "r2"
+    r3 = "r3"
+
+
 @dataclass(kw_only=True)
 class RoleConfig(EngineConfig):
     """The configuration group ``NAME.*`` of a role NAME with processes of its own: engine settings and layout."""
@@ -108,6 +120,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_coef: the coefficient of that KL.
     full_kl_gib: the most host memory that a process takes for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
+    router_replay: see ``RouterReplay``; of a mixture of experts alone.
     """
 
     allow_stale_updates: bool = False
@@ -128,6 +141,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: KlPenalty = KlPenalty.k3
     full_kl_gib: NonNegativeFloat = 8.0
+    router_replay: RouterReplay = RouterReplay.off
 
     @property
     def clip_low(self) -> float:

@@ -7,7 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt
 
@@ -22,8 +22,9 @@ from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violati
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.roles import ActorConfig, RouterReplay
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
@@ -67,6 +68,11 @@ class RunConfig(RoleGroups, Composed):
         return tuple(ROLES[name] for name in self.roles)
 
     @property
+    def served_rollout(self) -> RolloutConfig:
+        """``rollout`` as engines are started with: they record experts if the updates repeat them."""
+        return replace(self.rollout, return_routed_experts=self.actor.router_replay is RouterReplay.r3)
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether each prompt is also answered greedily, for a baseline."""
         return estimator(self.algorithm.adv_estimator).greedy
@@ -82,7 +88,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: data_violations(run.data),
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),
-        lambda run: routing_violations(run.rollout),
+        lambda run: routing_violations(run.rollout, "false; actor.router_replay=r3 lets engines record"),
         lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
         lambda run: trainer_violations(run.trainer),
@@ -102,6 +108,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _loss_violations,
         _update_violations,
         _share_violations,
+        replay_violations,
     ]
     violations = check(run, rules, beside=unknown)
     absent = set() if unknown else {each.name for each in ROLES.values() if each.config} - {*run.roles}

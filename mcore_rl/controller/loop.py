@@ -44,7 +44,9 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         if role.publishes and not run.scores_first(step):
             continue
         with clock(role.phase):
-            scores = await updates.score_role(role, run.groups[role.group], shared, temperature)
+            scores = await updates.score_role(
+                role, run.groups[role.group], shared, temperature, config.actor.router_replay
+            )
         metrics |= score_metrics(role, scores, groups.num_trained)
 
     run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds

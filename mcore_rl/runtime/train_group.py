@@ -109,16 +109,18 @@ class TrainGroup:
         temperature: float,
         with_entropy: bool,
         snapshot: str | None,
+        record_routing: bool = False,
     ) -> tuple[list[SequenceScores], list[ShardRef]]:
         """Computes the log-probs or values of every token.
 
         inputs: one batch for each data-parallel rank.  field: the batch's field to fill.  temperature: that of
         sampling.
         snapshot: the name of the weights to score with; None is the live weights.
+        record_routing: the shards also hold the chosen experts, as ``routing_TLK``.
         Returns (sums over each sequence's trained tokens; references to shards, in the store, that hold ``field``).
         """
         scores_of_ranks, shards = await self.workers.map(
-            TrainWorker.score, inputs, field, temperature, with_entropy, snapshot
+            TrainWorker.score, inputs, field, temperature, with_entropy, snapshot, record_routing
         )
         return [scores for scores in scores_of_ranks if scores is not None], shards
 

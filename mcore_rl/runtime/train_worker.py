@@ -157,15 +157,24 @@ class TrainWorker(Answering):
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(
-        self, given: WorkerInput[None], field: str, temperature: float, with_entropy: bool, snapshot: str | None
+        self,
+        given: WorkerInput[None],
+        field: str,
+        temperature: float,
+        with_entropy: bool,
+        snapshot: str | None,
+        record_routing: bool,
     ) -> WorkerOutput[SequenceScores | None]:
         """``Engine.score``: the value is sums over trained tokens, the shard holds log-probs or values as ``field``.
 
-        Only the leader of each data-parallel coordinate returns them; its peers have the same.
+        With ``record_routing`` it also holds the chosen experts.  Only the leader of each data-parallel coordinate
+        returns them; its peers have the same.
         """
         (batch,) = given.batches
         self.onload([OffloadPart.weights])
-        scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
+        scores = self.engine.score(
+            batch, temperature=temperature, with_entropy=with_entropy, record_routing=record_routing, snapshot=snapshot
+        )
         if not self.spec.trains:
             self.rest()
         if not self._leads:
@@ -173,7 +182,7 @@ class TrainWorker(Answering):
         scored_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
         assert scored_T is not None
         sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
-        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}))
+        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}, routing_TLK=scores.routing_TLK))
 
     def compute_advantages(
         self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float

@@ -30,6 +30,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL of the update, per token", ("actor/kl_k3",)),
     ("Entropy", ("actor/entropy",)),
     ("Log-prob difference, trainer and sampler", ("rollout/logprob_diff_mean",)),
+    ("Replayed choices of experts that differ", ("router/difference",)),
     ("Gradient norm", tuple(f"{role.name}/grad_norm" for role in ROLES.values() if role.trains)),
     ("Learning rate", tuple(f"{role.name}/lr" for role in ROLES.values() if role.trains)),
     ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),

@@ -136,6 +136,7 @@ _UPDATES = (
     Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
     Metric("router/load_min", "1", "min", "load of an expert over its fair share, over layers", "load min", "up"),
     Metric("router/load_entropy", "nats", "mean", "of the experts' loads, over layers", "load entropy", "up"),
+    Metric("router/difference", "share", "mean", "replayed choices that the router would not make", "routes", "down"),
     Metric("router/{name}", "1", "mean", "another statistic of the routers (training/routing.py)", "router"),
 )
 

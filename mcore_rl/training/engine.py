@@ -147,7 +147,8 @@ class Engine:
         """Log-probs and entropy of every token (values, of a value head), without gradient; the same on every peer.
 
         temperature: of the distribution the tokens were sampled from.  record_routing: also return the experts chosen.
-        snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
+        snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed, but where
+        ``batch.unrouted_T`` is set.
         """
         self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
@@ -183,7 +184,8 @@ class Engine:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
-        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.
+        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.  A
+        ``batch.routing_TLK`` is replayed, recomputation included, but not in the snapshot's pass.
         with_scores: also return what ``score`` says of ``batch`` before the step, entropies included, from the step's
         own forward pass; if ``batch`` has no old log-probs, the loss gets these.
         A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
@@ -271,6 +273,7 @@ class Engine:
         snapshot: str | None,
         *,
         record_routing: bool = False,
+        replay: bool = True,
     ) -> None:
         """Run all microbatches through the model, without gradient."""
 
@@ -282,7 +285,7 @@ class Engine:
             for model in self.models:
                 model.eval()
             if self.routing is not None:
-                self.routing.begin(Purpose.score, batch, record=record_routing)
+                self.routing.begin(Purpose.score, batch, record=record_routing, replay=replay)
             run_schedule(self.models, microbatches, self._announce, finish, forward_only=True)
 
     def _logits_of(self, snapshot: str, batch: TrainBatch, microbatches: list[Microbatch]) -> dict[int, Tensor]:
@@ -295,7 +298,7 @@ class Engine:
             kept[microbatch.index] = pinned_empty_like(self.platform, logits_MV).copy_(logits_MV)
 
         with phase("reference"):
-            self._forward(batch, microbatches, keep, snapshot)
+            self._forward(batch, microbatches, keep, snapshot, replay=False)
         return kept
 
     def _weights(self, snapshot: str | None) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ class Problem:
     """What is computed; its single-process result is the reference of all its cases.
 
     model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
-    replay: experts are dictated, at random.
+    replay: experts are dictated, at random, to all tokens but some.
     """
 
     model: str
@@ -119,10 +119,12 @@ DENSE, MOE = Problem(model="dense", temperature=0.7), Problem(model="moe")
 SEQUENCE_AUX = Problem(model="moe", aux=AuxLoss.sequence, z=1e-2)
 BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch)
 REPLAY = Problem(model="moe", replay=True)
+REPLAY_BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch, replay=True)
 GEMMA2 = Problem(model="gemma2", temperature=0.7)
 QWEN2_MOE = Problem(model="qwen2_moe")
 ONE_KEY_HEAD = Problem(model="one_key_head")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
+REPLAY_DEEPSEEK = replace(DEEPSEEK, replay=True)
 DEEPSEEK_V2 = Problem(model="deepseek_v2", aux=AuxLoss.sequence)
 GLM4_MOE = Problem(model="glm4_moe")
 QWEN3_NEXT = Problem(model="qwen3_next")
@@ -254,6 +256,23 @@ def _overlap_cases() -> list[Case]:
     return cases
 
 
+def _replay_cases() -> list[Case]:
+    """Experts that are dictated to most tokens: packed, and unpacked with the whole layer recomputed."""
+    cases: list[Case] = []
+    for layout, world_size in (
+        ("", 2), ("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("ep=2", 2),
+        ("tp=2,cp=2,ep=2,etp=2", 4), ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4),
+    ):  # fmt: skip
+        packed = Case(problem=REPLAY, layout=layout, world_size=world_size)
+        unpacked = replace(packed, microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full)
+        cases += [packed, unpacked, replace(packed, recompute=Recompute.full)]
+    for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2,ep=2,etp=1", 4)):
+        cases.append(Case(problem=REPLAY_DEEPSEEK, layout=layout, world_size=world_size))
+    cases.append(Case(problem=REPLAY, layout="ep=2", world_size=2, dispatcher=Dispatcher.allgather))
+    cases.append(Case(problem=REPLAY_BATCH_AUX, layout="tp=2,etp=1", world_size=2, recompute=Recompute.full))
+    return cases
+
+
 def _feature_cases() -> list[Case]:
     """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases, sinks."""
     layouts = dict.fromkeys(("phi3", "gemma3"), ("tp=2", "cp=2", "pp=2")) | {"olmoe": ("tp=2,etp=1", "ep=2", "cp=2")}
@@ -324,9 +343,7 @@ def all_cases() -> list[Case]:
         cases.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
     cases.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
-    for layout in ("tp=2,etp=1", "pp=2", "cp=2", "ep=2"):
-        cases.append(Case(problem=REPLAY, layout=layout, world_size=2))
-        cases.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
+    cases += _replay_cases()
     return list(dict.fromkeys(cases))
 
 
@@ -358,6 +375,8 @@ SABOTAGED = [
     Case(problem=DENSE, layout="cp=2", world_size=2, sabotage="attention_across_borders"),
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
+    Case(problem=REPLAY, layout="tp=2,etp=1", world_size=2, sabotage="replayed_a_row_late"),
+    Case(problem=REPLAY, layout="pp=2", world_size=2, recompute=Recompute.full, sabotage="recomputed_freely"),
     Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
     Case(problem=ONE_KEY_HEAD, layout="tp=2", world_size=2, sabotage="unsummed_key_heads"),
 ]

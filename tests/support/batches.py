@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
@@ -28,6 +29,14 @@ def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -
         advantages_T=torch.randn(num_tokens, generator=random),
         returns_T=torch.randn(num_tokens, generator=random),
     )
+
+
+def routes(batch: TrainBatch, model: ModelConfig, seed: int = 9) -> torch.Tensor:
+    """[T, L, K]: experts at random for every token of ``batch`` and every layer."""
+    assert model.moe is not None and model.moe.choice_bytes == 1
+    shape = (batch.tokens_T.numel(), model.num_layers, model.moe.num_experts)
+    choices = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).topk(model.moe.top_k, dim=-1).indices
+    return choices.to(torch.uint8)
 
 
 def denominators(batch: TrainBatch) -> Denominators:

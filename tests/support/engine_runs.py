@@ -79,7 +79,7 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
 
 
 def global_batch(problem: Problem) -> TrainBatch:
-    """The one batch of all cases; with replay, experts at random for every token."""
+    """The one batch of all cases; with replay, experts at random for all tokens but the last of each and a fifth."""
     model = MODELS[problem.model]
     batch = batches.ragged(model.vocab_size)
     if problem.head is Head.lm:
@@ -89,13 +89,9 @@ def global_batch(problem: Problem) -> TrainBatch:
     if not problem.replay:
         return batch
     assert model.moe is not None
-    shape = (batch.tokens_T.numel(), model.num_layers, model.moe.num_experts)
-    choices = torch.rand(shape, generator=torch.Generator().manual_seed(9)).topk(model.moe.top_k, dim=-1).indices
-    return TrainBatch(
-        lengths_S=batch.lengths_S,
-        **dict(batch.token_fields()),
-        routing_TLK=choices.to(torch.int16),
-    )
+    unrouted_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10)) < 0.2
+    unrouted_T[torch.tensor(batch.lengths_S).cumsum(0) - 1] = True
+    return replace(batch, routing_TLK=batches.routes(batch, model), unrouted_T=unrouted_T)
 
 
 def members_of(batch: TrainBatch, groups: ProcessGroups) -> list[int]:

@@ -78,7 +78,7 @@ ROLLOUT_ROWS = [
         "log_prob_use_dynamic_bsz}",
         MICROBATCHES,
     ),
-    absent(f"{ROLLOUT}.enable_rollout_routing_replay", "router replay is not yet in a run"),
+    gone(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from actor.router_replay=r3"),
     absent(f"{ROLLOUT}.{{quantization,quantization_config_file}}", "not yet: engines compute in rollout.dtype"),
     gone(f"{ROLLOUT}.{{qat,mtp}}", "follow from the model's group"),
     absent(f"{ROLLOUT}.over_sample_rate", "every response is waited for"),

@@ -15,6 +15,7 @@ from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
+from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
@@ -33,6 +34,7 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.serving_checks import why_unrecorded
 from mcore_rl.runtime.placement import placement_violations
 
 
@@ -144,6 +146,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     }
     violations = model_run_violations(config, models)
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
+    violations += replay_model_violations(config, policy, why_unrecorded(platform))
     encoder = None
     if config.reward_model.enable:
         violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
@@ -71,7 +72,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         directory = Path(config.model_directory)
         watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         starting_engines = partial(
-            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True,
+            start_engines, directory, config.served_rollout, places.rollout, platform, logs, stack, awaits_weights=True,
             watchdog=watchdog,
         )  # fmt: skip
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
@@ -94,7 +95,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
-        collector = RolloutCollector(samples, scorer, config, reward_model)
+        recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
+        collector = RolloutCollector(samples, scorer, config, reward_model, recorded)
         begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
         stack.push_async_callback(run.saver.close)

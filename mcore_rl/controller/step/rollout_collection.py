@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.config.algorithm import FilterMetric
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
@@ -20,6 +21,7 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, prompt_segment, reward_request
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.routes import checked_routes
 from mcore_rl.rollout.single_turn import single_turn
 
 CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
@@ -43,12 +45,21 @@ class RolloutBatch:
 
 
 class RolloutCollector:
-    """Samples from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` if the row asks for it."""
+    """Samples from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` if the row asks for it.
+
+    model: the policy's, if the updates repeat the experts that engines report (``actor.router_replay=r3``); else None.
+    """
 
     def __init__(
-        self, engine: SampleSource, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
+        self,
+        engine: SampleSource,
+        scorer: Scorer,
+        run: RunConfig,
+        reward_model: RewardModel | None = None,
+        model: ModelConfig | None = None,
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
+        self._model = model
 
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
@@ -79,7 +90,7 @@ class RolloutCollector:
         """``rollout.val_kwargs.n`` episodes of each of ``rows``, sampled as in validation; the seed never changes."""
         draw = self._run.rollout.val_kwargs
         sampling = sampling_of(self._run.rollout, draw, self._run.rollout.seed)
-        groups = await self._collect([(row.id, row) for row in rows], draw.n, sampling, progress)
+        groups = await self._collect([(row.id, row) for row in rows], draw.n, sampling, progress, trained=False)
         return [each for group in groups for each in group]
 
     def _may_draw_more(self, batches: int) -> bool:
@@ -109,14 +120,25 @@ class RolloutCollector:
         greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
         sampled, baselines = await asyncio.gather(
             self._collect(named, rollout.n, sampling, progress),
-            self._collect([(f"greedy/{name}", row) for name, row in named], 1, greedy, lambda done, of: None),
+            self._collect(
+                [(f"greedy/{name}", row) for name, row in named], 1, greedy, lambda done, of: None, trained=False
+            ),
         )
         return [[*group, *baseline] for group, baseline in zip(sampled, baselines, strict=True)]
 
     async def _collect(
-        self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, progress: CollectProgress
+        self,
+        named: Sequence[tuple[str, PromptRow]],
+        n: int,
+        sampling: Sampling,
+        progress: CollectProgress,
+        *,
+        trained: bool = True,
     ) -> list[list[Episode]]:
-        """``n`` graded episodes of each row, in order.  named: (the prompt id for the engine, the row)."""
+        """``n`` graded episodes of each row, in order.
+
+        named: (the prompt id for the engine, the row).  trained: not for a baseline or validation alone.
+        """
         places = {name: place for place, (name, _) in enumerate(named)}
         prompts = [prompt_segment(row) for _, row in named]
         requests = requests_of([Prompt(id=name, tokens=row.tokens) for name, row in named], n)
@@ -124,8 +146,10 @@ class RolloutCollector:
         try:
             async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
                 async for sample in self.engine.generate(requests, sampling):
-                    place = places[sample.prompt_id]
-                    episode = single_turn(named[place][1], prompts[place], sample, place)
+                    place, experts = places[sample.prompt_id], None
+                    if trained and self._model is not None:
+                        experts = checked_routes(sample, len(prompts[place].tokens), self._model)
+                    episode = single_turn(named[place][1], prompts[place], sample, place, experts)
                     assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
                     graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
                     progress(len(graded), len(requests))

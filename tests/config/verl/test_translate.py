@@ -48,6 +48,8 @@ def listed(translation: Translation, key: str) -> Difference | None:
 ARRIVES: dict[str, tuple[str, Any]] = {
     f"{A}.ppo_mini_batch_size=64": ("actor.ppo_mini_batch_size", 64),  # verl multiplies by n: it counts prompts
     f"{A}.optim.lr=3e-6": ("actor.optim.lr", 3e-6),
+    f"{A}.router_replay.mode=R3": ("actor.router_replay", "r3"),
+    f"{M}.router_replay.mode=R2": ("actor.router_replay", "r2"),
     f"{A}.optim.betas=[0.9,0.95]": ("actor.optim.betas", [0.9, 0.95]),
     f"+{A}.optim.override_optimizer_config.adam_beta2=0.98": ("actor.optim.betas", [0.9, 0.98]),
     f"+{A}.optim.override_optimizer_config.adam_eps=1e-9": ("actor.optim.eps", 1e-9),
@@ -233,7 +235,6 @@ ABSENT = {
     "actor_rollout_ref.model.lora_rank": ("32", "0"),
     "actor_rollout_ref.model.lora.rank": ("32", "0"),
     f"{R}.multi_turn.enable": ("True", "False"),
-    f"{R}.enable_rollout_routing_replay": ("True", "False"),
     f"{R}.quantization": ("fp8", "null"),
     f"{R}.engine_kwargs.vllm.some_setting": ("1", "null"),
     f"{R}.pipeline_model_parallel_size": ("2", "1"),
@@ -246,7 +247,7 @@ ABSENT = {
     f"{A}.loss_agg_mode": ("token-sum", "token-mean"),
     f"{M}.dtype": ("float16", "bfloat16"),
     f"{M}.use_megatron_fsdp": ("True", "False"),
-    f"{M}.router_replay.mode": ("R2", "disabled"),
+    f"{M}.router_replay.mode": ("record", "disabled"),
     f"{FIELDS}.hidden_dropout": ("0.1", "0.0"),
     f"{FIELDS}.fp8": ("hybrid", "null"),
     f"{FIELDS}.no_such_field": ("1", None),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, FilterMetric
@@ -15,8 +16,10 @@ from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rollout.protocol import Request, Sample, Sampling
+from tests.support import models
 from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, row
 
 Rows = Callable[[int], list[PromptRow]]
@@ -273,3 +276,41 @@ def test_validation_draws_as_it_is_told_and_the_same_every_time() -> None:
     assert [each.response for each in first] == [each.response for each in second]
     samplings = [sampling for _, sampling in engine.calls]
     assert samplings[0] == samplings[1] and samplings[0].temperature == 0
+
+
+class RecordingEngine(ScriptedEngine):
+    """Reports experts of a prompt of two tokens, of two layers and two of four experts."""
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        async for sample in super().generate(requests, sampling):
+            count = 2 + len(sample.tokens) - 1
+            experts = np.array([[[token % 4, (token + 1) % 4], [3, 0]] for token in range(count)])
+            yield replace(sample, experts=experts + 9 * (sample.prompt_id == self.wrong))
+
+    wrong = ""
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_experts_travel_with_the_episodes_that_are_trained(greedy: bool) -> None:
+    model = models.moe(num_layers=2)
+    collector = RolloutCollector(RecordingEngine(), ScriptedScorer(differing()), config(1, greedy=greedy), None, model)  # type: ignore[arg-type]
+    episodes = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None)).episodes
+    for episode in episodes:
+        assert episode.experts is not None and episode.experts.dtype == np.uint8
+        assert episode.experts[:, 0, 0].tolist() == [token % 4 for token in range(episode.num_tokens - 1)]
+    validated = asyncio.run(collector.collect_validation([row(3)], lambda done, of: None))
+    assert [episode.experts for episode in validated] == [None] * 2
+
+
+def test_experts_that_are_wrong_end_the_sampling() -> None:
+    engine = RecordingEngine()
+    engine.wrong = "0.0/file:0"
+    collector = RolloutCollector(engine, ScriptedScorer(differing()), config(1), None, models.moe(num_layers=2))  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match=r"prompt 0\.0/file:0, sample .: token 0 went to the experts"):
+        asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
+
+
+def test_without_replay_what_engines_report_is_dropped() -> None:
+    collector = RolloutCollector(RecordingEngine(), ScriptedScorer(differing()), config(1))  # type: ignore[arg-type]
+    episodes = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None)).episodes
+    assert [episode.experts for episode in episodes] == [None] * 2
