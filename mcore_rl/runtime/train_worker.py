@@ -30,6 +30,7 @@ from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig, Precision
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
@@ -49,6 +50,7 @@ from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
 from mcore_rl.types import Denominators, SequenceScores, StepResult
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -68,6 +70,7 @@ class RoleSpec:
     directory: the Hugging Face checkpoint of its first weights.
     engine, parallel, head: settings of its engine, its layout, and the output of its model.
     trains: whether it has an optimizer; without one, it only scores.
+    lora: the adapters that it trains; None: it trains the weights themselves.
     shares_device: whether rollout engines use the same device by turns.
     publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
     leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
@@ -79,6 +82,7 @@ class RoleSpec:
     parallel: ParallelConfig
     head: Head = Head.lm
     trains: bool = True
+    lora: LoraConfig | None = None
     shares_device: bool = False
     publishes: bool = False
     leaves_behind: bool = False
@@ -148,9 +152,11 @@ class TrainWorker(Answering):
         spec = self.spec
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
+        adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
+        self.trained = adapters or self.table  # the tensors that train
         self.engine = Engine(
             spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
-            head=spec.head, trainable=spec.trains,
+            head=spec.head, trainable=spec.trains, adapters=adapters,
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
@@ -266,7 +272,7 @@ class TrainWorker(Answering):
         """The bytes that this rank's ``save_state`` writes to disk."""
         from mcore_rl.training.run_state import num_state_bytes
 
-        return num_state_bytes(self.engine, self.table)
+        return num_state_bytes(self.engine, self.trained)
 
     def save_state(self, directory: Path, behind: bool) -> None:
         """Writes the state that this rank needs to resume into the empty ``directory``; ``saved`` tells the outcome.
@@ -276,7 +282,7 @@ class TrainWorker(Answering):
         from mcore_rl.training.run_state import begin_save
 
         begin_save(
-            self.engine, self.table, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
+            self.engine, self.trained, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
         )
 
     def saved(self) -> Written | None:
@@ -294,7 +300,7 @@ class TrainWorker(Answering):
         from mcore_rl.training.run_state import load_run_state
 
         self.onload([OffloadPart.weights, OffloadPart.optimizer])
-        alike = load_run_state(self.engine, self.table, directory)
+        alike = load_run_state(self.engine, self.trained, directory)
         self.rest()
         return alike
 

@@ -12,7 +12,7 @@ from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
-from mcore_rl.config.roles import RoleConfig
+from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -20,6 +20,7 @@ from mcore_rl.errors import Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_violations
+from mcore_rl.weights.adapter_table import target_violations
 from mcore_rl.weights.table import Table
 
 
@@ -28,6 +29,15 @@ def demand_weights(directory: Path, head: Head) -> None:
     family, model = model_of(read_config(directory))
     with HfCheckpoint.open(directory) as checkpoint:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
+
+
+def adapter_violations(config: RunConfig | SftConfig) -> Iterator[Violation]:
+    """Adapters of layers that the models of the roles do not have."""
+    for role in config.group_rows:
+        of_role = config.role_config(role)
+        if isinstance(of_role, AdaptedConfig) and of_role.lora.rank:
+            family, model = model_of(read_config(Path(config.weights_of(role))))
+            yield from target_violations(of_role.lora, Table(family, model), f"{role.name}.lora.")
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:

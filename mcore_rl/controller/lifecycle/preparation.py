@@ -20,7 +20,7 @@ from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_run_violations
+from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
@@ -142,7 +142,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]
         for role in config.group_rows
     }
-    violations = model_run_violations(config, models)
+    violations = [*model_run_violations(config, models), *adapter_violations(config)]
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
     encoder = None
     if config.reward_model.enable:
