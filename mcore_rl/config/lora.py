@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mcore_rl.config.bounds import NonNegativeInt, PositiveFloat
+from mcore_rl.config.bounds import InputDirectory, NonNegativeInt, PositiveFloat
 from mcore_rl.errors import Violation
 
 ALL_LINEAR = "all-linear"
@@ -33,6 +33,7 @@ class LoraConfig:
     every linear layer of attention, MLPs and experts, and neither routers nor the output projection.
     exclude_modules: names, or the ends of them, of layers that are left out.
     init: see ``AdapterInit``.
+    path: a directory that PEFT saved, whose adapters are the first values; None: new ones.
     """
 
     rank: NonNegativeInt = 0
@@ -41,6 +42,7 @@ class LoraConfig:
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     exclude_modules: list[str] = field(default_factory=list)
     init: AdapterInit = AdapterInit.kaiming
+    path: InputDirectory | None = None
 
     @property
     def scale(self) -> float:

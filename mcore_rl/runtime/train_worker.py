@@ -26,6 +26,7 @@ from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adapter_config
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
@@ -152,7 +153,7 @@ class TrainWorker(Answering):
         spec = self.spec
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
-        adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
+        self.adapters = adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
         self.trained = adapters or self.table  # the tensors that train
         self.engine = Engine(
             spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
@@ -161,6 +162,9 @@ class TrainWorker(Answering):
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
+        if adapters is not None and adapters.lora.path is not None:
+            with open_peft(Path(adapters.lora.path), adapters) as checkpoint:
+                self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=adapters, rank=self.rank))
 
     def score(
         self, given: WorkerInput[None], field: str, temperature: float, with_entropy: bool, snapshot: str | None
@@ -294,6 +298,8 @@ class TrainWorker(Answering):
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
             copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
+            if self.adapters is not None:
+                write_adapter_config(self.adapters, directory / SIDECAR_FILES, str(self.spec.directory))
 
     def load_state(self, directory: Path) -> bool:
         """Loads what ``save_state`` of all ranks wrote.  True: in this layout, so that training resumes bit for bit."""
@@ -305,9 +311,14 @@ class TrainWorker(Answering):
         return alike
 
     def save_hf(self, target: Path, source: Path) -> None:
-        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective."""
+        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective.
+
+        Adapters are merged, and also in ``target``'s folder ``ADAPTERS``, as PEFT saves them.
+        """
         self.onload([OffloadPart.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
+        if self.adapters is not None:
+            save_peft(self.engine.models, self.adapters, self.rank, target / ADAPTERS, str(source))
 
     def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
         """Makes this rank a member of the weight channel to the rollout ranks.  dtype: of vLLM's weights."""

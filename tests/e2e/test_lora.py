@@ -66,6 +66,42 @@ def test_a_run_with_adapters_learns_and_leaves_the_base_alone(task: Path) -> Non
         assert stored and all(".lora_" in name for name in stored)
 
 
+def _convert(*words: str | Path) -> None:
+    command = [sys.executable, "-m", "mcore_rl.cli", "convert", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_adapters_leave_and_come_back_as_peft_has_them(task: Path) -> None:
+    """One step of rate 0 from an adapter's directory exports what it was given; files are read without a run, too."""
+    first, again, out = task.parent / "first", task.parent / "again", task.parent / "converted"
+    short = ("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.total_training_steps=1")
+    done = _train(task, first, *short)
+    assert done.returncode == 0, done.stderr
+    adapter, (step,) = first / "hf/final/adapter", (first / "checkpoints").glob("step_*")
+    saved = load_file(adapter / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name) and any(
+        "experts.3." in n for n in saved
+    )
+    done = _train(task, again, *short, f"actor.lora.path={adapter}", "actor.optim.lr=0")
+    assert done.returncode == 0, done.stderr
+    final, repeated = (load_file(each / "hf/final/model.safetensors") for each in (first, again))
+    assert all(torch.equal(final[name], repeated[name]) for name in final), "the same adapters, bit for bit"
+
+    out.mkdir()
+    _convert("extract", "--run", step, "--out", out / "adapter")
+    extracted = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert extracted.keys() == saved.keys() and all(torch.equal(extracted[name], saved[name]) for name in saved)
+    _convert("to-hf", "--run", step, "--out", out / "of_run")
+    _convert("merge", "--hf", task / "model", "--adapter", adapter, "--out", out / "merged")
+    for made in ("of_run", "merged"):
+        for name, tensor in load_file(out / made / "model.safetensors").items():
+            torch.testing.assert_close(tensor, final[name], rtol=1e-6, atol=1e-7)
+
+    wrong = _train(task, task.parent / "wrong", f"actor.lora.path={adapter}", "actor.lora.rank=4", "--check")
+    assert wrong.returncode == 2 and "r=8, and the run has 4" in wrong.stderr.replace("\n", " ")
+
+
 def test_a_resumed_run_ends_as_one_that_never_stopped(task: Path) -> None:
     whole, halves = task.parent / "whole", task.parent / "halves"
     short = ("trainer.val_before_train=false", "trainer.test_freq=0")

@@ -14,7 +14,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
+from mcore_rl.config.roles import AdaptedConfig, FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
@@ -124,6 +124,8 @@ def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
     """longest: the most tokens of a response."""
     if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
         config = replace(config, path=str(Path(config.path).resolve()))
+    if isinstance(config, AdaptedConfig) and config.lora.path:
+        config = replace(config, lora=replace(config.lora, path=str(Path(config.lora.path).resolve())))
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
         config = replace(config, loss_agg_constant=longest)
     return config
