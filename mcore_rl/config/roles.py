@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -19,6 +20,7 @@ from mcore_rl.config.bounds import (
     check,
 )
 from mcore_rl.config.engine import EngineConfig, engine_rules
+from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
@@ -76,7 +78,27 @@ class FrozenModelConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class TrainedConfig(RoleConfig):
+class AdaptedConfig(RoleConfig):
+    """A role that trains its weights, or adapters beside them.  lora: see ``LoraConfig``."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_lora_violations, key=key)]
+
+
+def _lora_violations(config: AdaptedConfig, key: str) -> Iterator[Violation]:
+    yield from lora_violations(config.lora, f"{key}.lora.")
+    if config.lora.rank and config.megatron.get("moe_shared_expert_overlap"):
+        problem = "calls the parts of shared experts one by one, past their adapters"
+        yield Violation(
+            f"{key}.megatron.moe_shared_expert_overlap", True, problem, f"Leave it out with {key}.lora.rank"
+        )
+
+
+@dataclass(kw_only=True)
+class TrainedConfig(AdaptedConfig):
     """A role that is trained.
 
     ppo_mini_batch_size: prompts per optimizer step; each has ``rollout.n`` sequences.

@@ -7,7 +7,7 @@ that another key switches on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ from mcore_rl.config.algorithm_registry import (
 )
 from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.roles import AdaptedConfig, LossAggregation
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import Violation
 
@@ -179,6 +180,7 @@ def _of_role(role: Role) -> Iterator[Switch]:
         f"{name}.moe.dispatcher sends tokens without it",
         f"{name}.moe.dispatcher=flex",
     )
+    yield from _of_adapters(role)
     if not role.trains:
         trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "overlap_offload",
                   "gradient_accumulation_fusion", "tp_comm_overlap")  # fmt: skip
@@ -203,6 +205,18 @@ def _of_role(role: Role) -> Iterator[Switch]:
         "there is one pass over the samples, and the second is the first to be shuffled",
         f"{name}.ppo_epochs=2",
     )
+
+
+def _of_adapters(role: Role) -> Iterator[Switch]:
+    if role.config is None or not issubclass(role.config, AdaptedConfig):
+        return
+
+    def adapts(run: RunConfig) -> bool:
+        config = run.role_config(role)
+        return isinstance(config, AdaptedConfig) and config.lora.rank > 0
+
+    keys = tuple(f"{role.name}.lora.{each.name}" for each in fields(LoraConfig) if each.name != "rank")
+    yield Switch(keys, adapts, "there are no adapters", f"{role.name}.lora.rank=32")
 
 
 def unread_violations(run: RunConfig) -> list[Violation]:

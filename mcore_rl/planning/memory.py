@@ -142,7 +142,7 @@ def checkpoint_bytes(role: RolePlan) -> int:
     """The bytes of a checkpoint of ``role``, over all ranks; every trained element is saved once."""
     layout, held = role.layout, 0
     for stage in range(layout.pp):
-        dense, experts = role.states.buckets(stage)
+        dense, experts = role.states.trained.buckets(stage)
         held += layout.tp * sum(bucket.held for bucket in dense)
         held += layout.etp * layout.ep * sum(bucket.held for bucket in experts)
     return held * role.saved_bytes

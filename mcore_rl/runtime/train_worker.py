@@ -26,10 +26,12 @@ from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adapter_config
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig, Precision
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
@@ -49,6 +51,7 @@ from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
 from mcore_rl.types import Denominators, SequenceScores, StepResult
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -68,6 +71,7 @@ class RoleSpec:
     directory: the Hugging Face checkpoint of its first weights.
     engine, parallel, head: settings of its engine, its layout, and the output of its model.
     trains: whether it has an optimizer; without one, it only scores.
+    lora: the adapters that it trains; None: it trains the weights themselves.
     shares_device: whether rollout engines use the same device by turns.
     publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
     leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
@@ -79,6 +83,7 @@ class RoleSpec:
     parallel: ParallelConfig
     head: Head = Head.lm
     trains: bool = True
+    lora: LoraConfig | None = None
     shares_device: bool = False
     publishes: bool = False
     leaves_behind: bool = False
@@ -148,13 +153,18 @@ class TrainWorker(Answering):
         spec = self.spec
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
+        self.adapters = adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
+        self.trained = adapters or self.table  # the tensors that train
         self.engine = Engine(
             spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
-            head=spec.head, trainable=spec.trains,
+            head=spec.head, trainable=spec.trains, adapters=adapters,
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
+        if adapters is not None and adapters.lora.path is not None:
+            with open_peft(Path(adapters.lora.path), adapters) as checkpoint:
+                self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=adapters, rank=self.rank))
 
     def score(
         self,
@@ -275,7 +285,7 @@ class TrainWorker(Answering):
         """The bytes that this rank's ``save_state`` writes to disk."""
         from mcore_rl.training.run_state import num_state_bytes
 
-        return num_state_bytes(self.engine, self.table)
+        return num_state_bytes(self.engine, self.trained)
 
     def save_state(self, directory: Path, behind: bool) -> None:
         """Writes the state that this rank needs to resume into the empty ``directory``; ``saved`` tells the outcome.
@@ -285,7 +295,7 @@ class TrainWorker(Answering):
         from mcore_rl.training.run_state import begin_save
 
         begin_save(
-            self.engine, self.table, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
+            self.engine, self.trained, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
         )
 
     def saved(self) -> Written | None:
@@ -297,20 +307,27 @@ class TrainWorker(Answering):
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
             copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
+            if self.adapters is not None:
+                write_adapter_config(self.adapters, directory / SIDECAR_FILES, str(self.spec.directory))
 
     def load_state(self, directory: Path) -> bool:
         """Loads what ``save_state`` of all ranks wrote.  True: in this layout, so that training resumes bit for bit."""
         from mcore_rl.training.run_state import load_run_state
 
         self.onload([OffloadPart.weights, OffloadPart.optimizer])
-        alike = load_run_state(self.engine, self.table, directory)
+        alike = load_run_state(self.engine, self.trained, directory)
         self.rest()
         return alike
 
     def save_hf(self, target: Path, source: Path) -> None:
-        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective."""
+        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective.
+
+        Adapters are merged, and also in ``target``'s folder ``ADAPTERS``, as PEFT saves them.
+        """
         self.onload([OffloadPart.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
+        if self.adapters is not None:
+            save_peft(self.engine.models, self.adapters, self.rank, target / ADAPTERS, str(source))
 
     def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
         """Makes this rank a member of the weight channel to the rollout ranks.  dtype: of vLLM's weights."""

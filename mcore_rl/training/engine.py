@@ -31,6 +31,7 @@ from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
+from mcore_rl.training.adapters import attach, start, sum_expert_replicas
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
@@ -46,6 +47,7 @@ from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
 from mcore_rl.training.step_outputs import RunningSums, TokenOutputs, keep_scores
 from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
+from mcore_rl.weights.adapter_table import AdapterTable
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Engine:
     """The model of one role on this rank.
 
     head: a value head gives values instead of log-probs.  trainable: with gradients and an optimizer.
+    adapters: train these tensors and freeze all others; None trains all.
     Raises ConfigError with every violation of model, layout, engine and optimizer settings at once.
     """
 
@@ -71,6 +74,7 @@ class Engine:
         *,
         head: Head = Head.lm,
         trainable: bool = True,
+        adapters: AdapterTable | None = None,
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
@@ -89,11 +93,15 @@ class Engine:
             if fusions.tp_comm_overlap:
                 share_buffers(rows_per_context_rank(config.microbatch_tokens, groups), model, groups.layout, platform)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
+            if adapters is not None:
+                attach(self.models, adapters, groups)
+                start(self.models, adapters, groups.rank, config.seed)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
             if trainable:
                 self.chunks = self._wrap(settings, overlap=fusions.overlap_grad_reduce)
-                self.optimizer = Optimizer(config.optim, self.chunks, self.dtype)
+                main = self.dtype if adapters is None else torch.float32  # adapters are their own main weights
+                self.optimizer = Optimizer(config.optim, self.chunks, main)
         self.snapshots = Snapshots(self.models, platform)
         self.memory = Offload(self.models, self.chunks, self.optimizer, platform)
         self.routing: Routing | None = None
@@ -123,8 +131,12 @@ class Engine:
             quiet = [chunk.no_sync for chunk in wrapped]  # during all microbatches but the last
             settings.no_sync_func = quiet if len(quiet) > 1 else quiet[0]
         # Megatron passes a token count to divide by; our losses are divided already.
-        settings.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(chunks, **kwargs)
+        settings.finalize_model_grads_func = self._finalize
         return wrapped
+
+    def _finalize(self, chunks: list[DistributedDataParallel], num_tokens: object, **kwargs: Any) -> None:
+        finalize_model_grads(chunks, **kwargs)
+        sum_expert_replicas(chunks, self.groups)
 
     def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
         """Let ``load`` write this rank's weights in place, then update the optimizer's main weights from them."""

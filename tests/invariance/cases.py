@@ -16,7 +16,11 @@ class Problem:
     """What is computed; its single-process result is the reference of all its cases.
 
     model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
+<<<<<<< HEAD
     replay: experts are dictated, at random, to all tokens but some.
+=======
+    replay: experts are dictated, at random.  lora: adapters on all linear layers are trained, and nothing else.
+>>>>>>> h/lora
     """
 
     model: str
@@ -25,6 +29,7 @@ class Problem:
     temperature: float = 1.0
     head: Head = Head.lm
     replay: bool = False
+    lora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ class Case:
         parts += ["z"] if problem.z else []
         parts += ["critic"] if problem.head is Head.value else []
         parts += ["replay"] if problem.replay else []
+        parts += ["lora"] if problem.lora else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")
@@ -235,6 +241,37 @@ def _shared_key_head_cases() -> list[Case]:
     return cases
 
 
+QUICK_ADAPTERS = {
+    ("dense", "tp=2"), ("dense", "pp=2"), ("moe", "tp=2,etp=2"), ("moe", "ep=2"), ("deepseek_v3", "tp=2,etp=1"),
+    ("one_key_head", "tp=2"), ("gemma2", "tp=2"),
+}  # fmt: skip
+
+
+def _adapter_cases() -> list[Case]:
+    """Adapters on every linear: dense, with experts, with latent attention, and where ranks hold parts of heads."""
+    layouts = {
+        "dense": (("tp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("", 2), ("tp=2,pp=2", 4), ("tp=2", 4),
+                  ("tp=2,cp=2", 4)),
+        "moe": (("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("etp=2", 2), ("ep=2", 2), ("cp=2", 2), ("ep=2,tp=2,etp=1", 4),
+                ("ep=2,tp=2,etp=2", 4), ("ep=2,etp=2", 4), ("tp=2,pp=2,ep=2,etp=1", 4)),
+        "deepseek_v3": (("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("pp=2", 2), ("ep=2", 2), ("cp=2", 2),
+                        ("tp=2,cp=2,ep=2,etp=2", 4), ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4)),
+        "one_key_head": (("tp=2", 2), ("tp=4", 4)), "gemma2": (("tp=2", 2),), "qwen3_next": (("tp=2,etp=1", 2),),
+        "phi3": (("tp=2", 2),), "gpt_oss": (("tp=2,etp=1", 2),), "tied": (("pp=2", 2),),
+    }  # fmt: skip
+    cases: list[Case] = []
+    for name, of_model in layouts.items():
+        problem = Problem(model=name, lora=True)
+        cases += [Case(problem=problem, layout=layout, world_size=size) for layout, size in of_model]
+    for name, layout in (("dense", "tp=2"), ("moe", "tp=2,etp=2"), ("deepseek_v3", "tp=2,etp=1")):
+        case = Case(problem=Problem(model=name, lora=True), layout=layout, world_size=2, recompute=Recompute.full)
+        cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
+        cases.append(replace(case, layout=layout, overlap=True, recompute=Recompute.none))
+    critic = Problem(model="tied", head=Head.value, lora=True)
+    cases += [Case(problem=critic, layout=layout, world_size=2) for layout in ("tp=2", "pp=2")]
+    return cases
+
+
 def _overlap_cases() -> list[Case]:
     """Gradients that are reduced during the backward pass, and what is passed on to Megatron by name."""
     cases = [
@@ -335,6 +372,7 @@ def all_cases() -> list[Case]:
     cases += _shared_key_head_cases()
     cases += _overlap_cases()
     cases += _feature_cases()
+    cases += _adapter_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -354,6 +392,8 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
     """
     first: dict[tuple[object, ...], Case] = {}
     for case in cases:
+        if case.problem.lora and (case.problem.model, case.layout) not in QUICK_ADAPTERS:
+            continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
         packed = case.microbatch_sequences is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mcore_rl.config.model import ModelConfig
@@ -60,6 +62,30 @@ def policy_loss(inputs: LossInputs) -> LossSums:
         per_token_N = per_token_N + 0.5 * change_N.abs() * (inputs.selection_N >= 0)
     total = (per_token_N * inputs.mask_N).sum()
     return LossSums(total=total, metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()})
+
+
+def whole_loss(logits_of: Callable[[torch.Tensor], torch.Tensor], batch: TrainBatch) -> tuple[torch.Tensor, ...]:
+    """(log-probs [T], entropies [T], mean of ``policy_loss`` without selected tokens), one sequence at a time.
+
+    logits_of: tokens [1, t] to logits [1, t, V]; no packing, no padding, and autograd all the way.
+    """
+    logprobs, entropies = [], []
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        tokens = batch.tokens_T[start : start + length]
+        logits = torch.log_softmax(logits_of(tokens[None])[0].float(), dim=-1)
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, logits[:-1].gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([zero, -(logits.exp() * logits).sum(-1)[:-1]]))
+    logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
+    assert batch.old_logprobs_T is not None and batch.advantages_T is not None
+    change_T = (logprobs_T - batch.old_logprobs_T) * batch.mask_T
+    total = torch.zeros(())
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        part = slice(start, start + length)
+        size = batch.mask_T[part].sum().clamp(min=1)
+        ratio = torch.exp(change_T[part]).clamp(max=3.0) * torch.exp(change_T[part].sum() / size)
+        total = total + ((-batch.advantages_T[part] * ratio - 0.05 * entropy_T[part]) * batch.mask_T[part]).sum()
+    return logprobs_T, entropy_T, total / batch.mask_T.sum()
 
 
 def value_loss(inputs: LossInputs) -> LossSums:

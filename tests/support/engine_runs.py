@@ -22,7 +22,7 @@ from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
-from tests.support import batches, full_weights, hf_reference
+from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.full_weights import Weights
 from tests.support.late_copies import LateCopies
 from tests.support.sabotage import SABOTAGE
@@ -40,6 +40,7 @@ class Result:
     grad_norm: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     weights: Weights = field(default_factory=dict)
+    gradients: Weights = field(default_factory=dict)  # of adapters, in the first step
 
 
 def starting_weights(problem: Problem) -> Weights:
@@ -50,6 +51,10 @@ def starting_weights(problem: Problem) -> Weights:
         weights["output_layer.weight"] = 0.1 * torch.randn(
             1, model.hidden_size, generator=torch.Generator().manual_seed(3)
         )
+    if problem.lora:
+        of_adapters = adapters.drawn(adapters.adapter_table(model, head=problem.head))
+        of_adapters.pop(adapters.SCORE, None)  # under Megatron's name it is there already
+        weights |= of_adapters
     return weights
 
 
@@ -140,13 +145,21 @@ def _run_in_groups(
 ) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
     engine_module.BUCKET_ELEMENTS = SMALL_BUCKET if case.overlap else None
+    table = None
+    if problem.lora:
+        table = adapters.adapter_table(model, parallel=parallel, world_size=groups.layout.world_size, head=problem.head)
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
-        model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head,
+        model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head, adapters=table,
     )  # fmt: skip
     engine.fills_microbatches = case.filled
-    full_weights.gather_full(engine.models, start)  # fails where ranks start from different weights
-    engine.load_weights(lambda models: full_weights.load_full(models, start))
+    base = {name: tensor for name, tensor in start.items() if not name.startswith(adapters.PEFT)}
+    full_weights.gather_full(engine.models, base)  # fails where ranks start from different weights
+    engine.load_weights(lambda models: full_weights.load_full(models, base))
+    if table is not None:
+        adapters.gather(engine, table)
+        of_adapters = start | {adapters.SCORE: start.get("output_layer.weight")}
+        engine.load_weights(lambda models: adapters.load(models, table, groups.rank, of_adapters))
     if case.sabotage is not None:
         SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
@@ -171,12 +184,16 @@ def _run_in_groups(
                 own_T, scored_T = getattr(step.scores, name), getattr(scores, name)
                 assert torch.equal(own_T, scored_T), f"an update's own {name} are others than its replica of score's"
         assert step.skipped is None
+        if table is not None and number == 0:
+            result.gradients = adapters.gather_gradients(engine, table)
         if case.overlap and number == 0:
             _leave_and_return(engine)
         result.loss.append(step.loss)
         result.grad_norm.append(step.grad_norm)
         result.metrics.append(step.metrics)
-    result.weights = full_weights.gather_full(engine.models, start)
+    result.weights = full_weights.gather_full(engine.models, base)
+    if table is not None:
+        result.weights |= {name: each for name, each in adapters.gather(engine, table).items() if name in start}
     return result
 
 

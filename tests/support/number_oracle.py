@@ -52,7 +52,8 @@ ROLE = {
     "parallel.vpp": RANKS,
     "seed": SEED,
 }  # fmt: skip
-TRAINED = {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
+ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE}
+TRAINED = ADAPTED | {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
 SERVING = {
     "dp": RANKS,
     "ep": RANKS,

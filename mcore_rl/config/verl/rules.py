@@ -14,6 +14,7 @@ from mcore_rl.config.trainer import Logger
 from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry
 from mcore_rl.config.verl.facts import versions
 from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
+from mcore_rl.config.verl.rules_adapters import lora
 from mcore_rl.config.verl.rules_megatron import (
     balance,
     chunks,
@@ -364,6 +365,7 @@ PER_ROLE: dict[str, Callable[[Verl, Answer, str], None]] = {
         dispatcher,
         balance,
         transformer_field,
+        lora,
     )
 }
 RULES: dict[str, Callable[[Verl, Answer], None]] = {

@@ -14,14 +14,18 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
+<<<<<<< HEAD
 from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
 from mcore_rl.config.router_replay import replay_model_violations
+=======
+from mcore_rl.config.roles import AdaptedConfig, FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
+>>>>>>> h/lora
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_run_violations
+from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
@@ -126,6 +130,8 @@ def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
     """longest: the most tokens of a response."""
     if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
         config = replace(config, path=str(Path(config.path).resolve()))
+    if isinstance(config, AdaptedConfig) and config.lora.path:
+        config = replace(config, lora=replace(config.lora, path=str(Path(config.lora.path).resolve())))
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
         config = replace(config, loss_agg_constant=longest)
     return config
@@ -144,7 +150,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]
         for role in config.group_rows
     }
-    violations = model_run_violations(config, models)
+    violations = [*model_run_violations(config, models), *adapter_violations(config)]
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
     violations += replay_model_violations(config, policy, why_unrecorded(platform))
     encoder = None

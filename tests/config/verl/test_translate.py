@@ -230,9 +230,22 @@ def test_what_changes_how_vllm_computes_is_passed_on() -> None:
     assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Difference.absent and not known.is_whole
 
 
+def test_adapters_of_peft_are_ours() -> None:
+    group = "actor_rollout_ref.model"
+    words = (f"{group}.lora_rank=32", f"{group}.lora_alpha=64", f"{group}.target_modules=[q_proj,v_proj]")
+    known = translated(*words, f"{group}.lora_adapter_path=there")
+    ours = {key: each.value for key, each in known.settings.items() if key.startswith("actor.lora.")}
+    assert ours["actor.lora.rank"] == 32 and ours["actor.lora.alpha"] == 64 and ours["actor.lora.path"] == "there"
+    assert ours["actor.lora.target_modules"] == ["q_proj", "v_proj"]
+    every = translated(f"{group}.lora_rank=8", f"{group}.target_modules=all-linear")
+    assert every.settings["actor.lora.target_modules"].value == ["all-linear"]
+    assert not any(key.startswith("actor.lora.") for key in translated(f"{group}.lora_alpha=64").settings)
+    pattern = translated(f"{group}.lora_rank=8", f"{group}.target_modules=.*q_proj")
+    assert listed(pattern, f"{group}.target_modules") is Difference.absent
+
+
 # What is not here -> said so, and left out; its harmless value is not.
 ABSENT = {
-    "actor_rollout_ref.model.lora_rank": ("32", "0"),
     "actor_rollout_ref.model.lora.rank": ("32", "0"),
     f"{R}.multi_turn.enable": ("True", "False"),
     f"{R}.quantization": ("fp8", "null"),
