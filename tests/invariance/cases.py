@@ -16,11 +16,8 @@ class Problem:
     """What is computed; its single-process result is the reference of all its cases.
 
     model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
-<<<<<<< HEAD
     replay: experts are dictated, at random, to all tokens but some.
-=======
-    replay: experts are dictated, at random.  lora: adapters on all linear layers are trained, and nothing else.
->>>>>>> h/lora
+    lora: adapters on all linear layers are trained, and nothing else.
     """
 
     model: str

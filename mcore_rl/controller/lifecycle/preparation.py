@@ -14,12 +14,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
-<<<<<<< HEAD
-from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
-from mcore_rl.config.router_replay import replay_model_violations
-=======
 from mcore_rl.config.roles import AdaptedConfig, FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
->>>>>>> h/lora
+from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
