@@ -42,6 +42,7 @@ ALWAYS = {
     "prompt/length_mean", "prompt/length_max",
     "dropped/groups", "dropped/generation_batches", "dropped/grader_errors",
     "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl", "rollout/kl_k1",
+    "rollout/ratio_mean", "rollout/ratio_max", "rollout/ratio_min", "rollout/effective_sample_size",
     "advantage/mean", "advantage/std", "advantage/min", "advantage/max",
     "kl/reward", "kl/reward_per_token", "kl/loss", "kl/coef",
     "actor/loss", "actor/entropy", "actor/kl_k1", "actor/kl_k3", "actor/ratio_first", "actor/grad_norm", "actor/lr",
