@@ -124,6 +124,9 @@ _UPDATES = (
     Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
     Metric("actor/selected_fraction", "share", "mean", "trained tokens that clip_cov or kl_cov selected", "selected"),
+    Metric("actor/ratio_mean", "1", "mean", "new to old probability of a trained token, all minibatches", "ratio mean"),
+    Metric("actor/ratio_max", "1", "max", "new to old probability of a trained token, all minibatches", "ratio max"),
+    Metric("actor/ratio_min", "1", "min", "new to old probability of a trained token, all minibatches", "ratio min"),
     Metric(
         "actor/ratio_first",
         "1",

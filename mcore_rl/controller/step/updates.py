@@ -56,7 +56,8 @@ class Updated:
     @property
     def sums(self) -> UpdateSums:
         """The metrics that the loss reported."""
-        return UpdateSums([result.metrics for result in self.results], self.trained)
+        maxima = [result.maxima for result in self.results]
+        return UpdateSums([result.metrics for result in self.results], self.trained, maxima)
 
 
 def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
