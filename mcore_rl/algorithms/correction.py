@@ -97,7 +97,7 @@ def correct(
     log_ratio_M = trained.gather(old_logprobs_T).double() - trained.gather(rollout_logprobs_T).double()
     weights_M, outside_M, of_units = _weights(log_ratio_M, counts_S, config if weighs else MEASURE)
     rejected_M = _rejected(log_ratio_M, counts_S, config)
-    leaves_M = rejected_M | outside_M if weighs and config.mode is CorrectionMode.mask else rejected_M
+    leaves_M = rejected_M | outside_M if config.mode is CorrectionMode.mask else rejected_M
     sums = CorrectionSums(
         **_agreement(log_ratio_M, counts_S),
         **of_units,

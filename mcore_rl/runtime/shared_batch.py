@@ -105,6 +105,7 @@ class SharedBatch:
 
         members: the sequences of each record.  parts: dataclasses of tensors, None, or such dataclasses.
         """
+        assert len(members) == len(parts), f"{len(parts)} records of {len(members)} lists of sequences"
         order = torch.tensor([index for indices in members for index in indices]).argsort()
         joined: T = _in_order(parts, order)
         return joined

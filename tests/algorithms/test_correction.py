@@ -181,6 +181,10 @@ def test_what_does_not_weigh_only_measures(mode: CorrectionMode) -> None:
     config = RolloutCorrectionConfig(level=CorrectionLevel.sequence, mode=mode, lower=0.99, upper=1.01)
     result = corrected(case, *logprobs(case, 3), config, weighs=False)
     assert result.weights_T is None and torch.equal(result.mask_T, case.inputs().mask_T)
+    of_tokens = corrected(case, *logprobs(case, 3), RolloutCorrectionConfig(), weighs=True)
+    metrics = correction_metrics(of_tokens.sums, RolloutCorrectionConfig(), weighs=True)
+    measured = correction_metrics(result.sums, config, weighs=False)
+    assert measured.items() <= metrics.items() and "rollout/effective_sample_size" in measured
 
 
 @pytest.mark.parametrize("level", list(CorrectionLevel))

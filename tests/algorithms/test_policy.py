@@ -176,6 +176,19 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregati
     assert all(clips) or mode == "gspo"  # else the cases prove nothing; its means of many ratios clip elsewhere
 
 
+def test_extremes_are_those_of_trained_tokens() -> None:
+    """Where all of them became likelier, by 0.25 at least; without one there is no extreme."""
+    batch = drawn(3)
+    up_T = 0.25 + torch.arange(len(batch.mask)) / 8
+    batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach() - up_T})
+    loss, expected = policy_loss(actor("ppo_clip")), up_T[batch.mask]
+    maxima = loss(whole(batch)).maxima
+    assert float(maxima["actor/log_ratio_rise"]) == pytest.approx(float(expected.max()))
+    assert float(maxima["actor/log_ratio_fall"]) == pytest.approx(-float(expected.min()))
+    nothing = loss(whole(replace(batch, mask=torch.zeros_like(batch.mask)))).maxima
+    assert all(value == -torch.inf for value in nothing.values())
+
+
 def test_gspo_clips() -> None:
     batch = drawn(0, lengths=(3, 4, 2, 6, 4, 3, 4, 3))
     config = actor("gspo", **EVERYTHING)

@@ -212,6 +212,11 @@ def test_a_meaning_is_derived(words: tuple[str, str]) -> None:
     assert translation.violations == []
 
 
+def test_weights_that_verl_leaves_out_of_the_loss_are_named() -> None:
+    translation = translated(f"{C}.bypass_mode=True", f"{C}.rollout_is=sequence", version="0.9.0")
+    assert listed(translation, f"{C}.rollout_is") is Difference.dropped
+
+
 # Layers, pp, vpp, what is asked for -> the layers of each chunk, by Megatron's own division (transformer_block.py).
 STAGES = [
     (61, 16, 1, {FIRST: 3, LAST: 2}, [3, *[4] * 14, 2]),
