@@ -201,7 +201,7 @@ def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
         f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
     ]  # fmt: skip
     if algorithm == "ppo":
-        overrides += ["algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.level=token"]
+        overrides += ["algorithm.use_kl_in_reward=true", "algorithm.off_policy=decoupled"]
     return compose(RunConfig, "train", overrides)
 
 

@@ -173,10 +173,13 @@ class LossSums:
     """What a loss returns: sums over the rows of this rank, never means so that no layout can change the result.
 
     total: scalar with gradient, connected to the graph even where no row is trained.  metrics: sums without gradient.
+    maxima: the largest values over trained rows, without gradient, -inf where no row is trained; these no layout can
+    change either.
     """
 
     total: Tensor
     metrics: dict[str, Tensor]
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +223,8 @@ class StepResult:
 
     loss: global loss, its sum over all ranks divided by the caller's denominator.  grad_norm: global L2 norm before
     clipping.  lr: the rate this step used.  skipped: the reason why the weights were left alone, or None.
-    metrics: the loss function's own sums and the router statistics, reduced over all ranks.  scores: of this rank's
-    batch, with the weights before the step, where the engine was asked for them.
+    metrics, maxima: the loss function's own, and among the first the router statistics, reduced over all ranks.
+    scores: of this rank's batch, with the weights before the step, where the engine was asked for them.
     """
 
     loss: float
@@ -229,4 +232,5 @@ class StepResult:
     lr: float
     skipped: str | None
     metrics: dict[str, float]
+    maxima: dict[str, float] = field(default_factory=dict)
     scores: TokenScores | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt
 
-from mcore_rl.config.algorithm import AlgorithmConfig, algorithm_violations
+from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.bounds import CrossCheck, check
@@ -187,11 +187,11 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
-    reads_ratio = algorithm.rollout_correction.reads_ratio
-    if reads_ratio is not None and (drawn.top_p < 1 or drawn.top_k != -1):
+    reads_sampler = algorithm.reads_sampler
+    if reads_sampler is not None and (drawn.top_p < 1 or drawn.top_k != -1):
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
-        violations.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
+        violations.append(Violation(f"algorithm.{reads_sampler[0]}", reads_sampler[1], problem, remedy))
     return violations
 
 
@@ -218,10 +218,10 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
     if "actor.clip_ratio_c" in loss.reads and most is not None and most <= 1 + actor.clip_high:
         problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
         violations.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
-    if run.algorithm.rollout_correction.bypass_mode and not loss.needs_old:
-        problem = f"actor.loss_mode={loss.name} has no ratio, and nobody would read the sampler's log-probs"
-        remedy = "Write false and level=token, or another loss"
-        violations.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
+    if run.algorithm.off_policy is OffPolicy.bypass and not loss.needs_old:
+        problem = f"actor.loss_mode={loss.name} has no ratio, and would not read the sampler's log-probs"
+        remedy = "Write decoupled, which weighs this loss too, or another loss"
+        violations.append(Violation("algorithm.off_policy", OffPolicy.bypass.value, problem, remedy))
     return violations
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, Rejection
+from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
 from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
@@ -114,14 +114,15 @@ SWITCHES = (
     ),
     Switch(
         (
+            "algorithm.rollout_correction.level",
             "algorithm.rollout_correction.mode",
             "algorithm.rollout_correction.upper",
             "algorithm.rollout_correction.lower",
             "algorithm.rollout_correction.batch_normalize",
         ),
-        lambda run: run.algorithm.rollout_correction.level is not CorrectionLevel.none,
-        "there are no weights",
-        "algorithm.rollout_correction.level=token",
+        lambda run: run.algorithm.weighs,
+        "nothing weighs the loss",
+        "algorithm.off_policy=decoupled",
     ),
     Switch(
         ("algorithm.rollout_correction.lower",),

@@ -65,7 +65,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]
     if of_policy.own is not None:
-        metrics |= own_metrics(config.policy, of_policy.own, groups.num_trained, config.algorithm.rollout_correction)
+        metrics |= own_metrics(config.policy, of_policy.own, of_policy.trained[0])
     metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
     metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}, step))

@@ -166,7 +166,7 @@ class TrainGroup:
 
         inputs: for each data-parallel rank, its part of every minibatch.  denominators: one per minibatch, over all
         ranks.  with_entropy: the loss receives entropies.  kl_to: the loss receives the exact KL to this snapshot.
-        with_scores: each rank also returns the ``OwnScores`` of its only minibatch.  numbers: of the whole step.
+        with_scores: each rank also returns the ``OwnScores`` of its first minibatch.  numbers: of the whole step.
         """
         results, _ = await self.workers.map(
             TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, with_scores, numbers

@@ -230,12 +230,13 @@ class TrainWorker(Answering):
     ) -> WorkerOutput[TrainResults | None]:
         """``Engine.train_step`` on each minibatch, in order.
 
-        Rank 0 returns the results, which are of all ranks; each leader the scores of its sequences, ``with_scores``.
+        Rank 0 returns the results, which are of all ranks; with ``with_scores``, each leader the scores of its
+        sequences of the first minibatch.
         """
         overlaps = self.spec.engine.overlaps_offload(accelerator=self.platform.is_accelerator)
         self.engine.memory.onload(behind=[OffloadPart.optimizer] if overlaps else [])
         results, scores = [], list[OwnScores]()
-        for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
+        for number, (batch, given_S, counts) in enumerate(zip(given.batches, given.payload, denominators, strict=True)):
             result = self.engine.train_step(
                 finish(batch, given_S, numbers),
                 loss,
@@ -243,7 +244,7 @@ class TrainWorker(Answering):
                 temperature=temperature,
                 with_entropy=with_entropy,
                 kl_to=kl_to,
-                with_scores=with_scores,
+                with_scores=with_scores and number == 0,
             )
             if result.scores is not None and self._leads:
                 scores.append(own_scores(batch, result.scores))

@@ -65,20 +65,19 @@ _AGREEMENT = (
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
     Metric("rollout/kl_k1", "nats", "mean", "KL(sampler || trainer) of a trained token, k1", "sampler KL k1"),
-    Metric("rollout/correction_weight_mean", "1", "mean", "trainer / sampler, of a token or response", "weight"),
-    Metric("rollout/correction_weight_max", "1", "max", "trainer / sampler, of a token or response", "weight max"),
+    Metric("rollout/ratio_mean", "1", "mean", "trainer / sampler, of a token, or what level weighs", "IS ratio"),
+    Metric("rollout/ratio_max", "1", "max", "trainer / sampler, of a token, or what level weighs", "IS ratio max"),
+    Metric("rollout/ratio_min", "1", "min", "trainer / sampler, of a token, or what level weighs", "IS ratio min"),
     Metric(
-        "rollout/correction_effective_sample_size",
+        "rollout/effective_sample_size",
         "share",
         "mean",
         "(sum r)^2 / (n sum r^2) of these ratios; 1 is all samples",
         "ESS",
         "up",
     ),
-    Metric("rollout/correction_clip_share", "share", "mean", "of these ratios, those above upper", "truncated"),
-    Metric(
-        "rollout/correction_masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"
-    ),
+    Metric("rollout/truncated_share", "share", "mean", "of these ratios, those above upper", "truncated", "down"),
+    Metric("rollout/masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"),
 )
 
 _ADVANTAGES = (
@@ -125,11 +124,14 @@ _UPDATES = (
     Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
     Metric("actor/selected_fraction", "share", "mean", "trained tokens that clip_cov or kl_cov selected", "selected"),
+    Metric("actor/ratio_mean", "1", "mean", "new to old probability of a trained token, all minibatches", "ratio mean"),
+    Metric("actor/ratio_max", "1", "max", "new to old probability of a trained token, all minibatches", "ratio max"),
+    Metric("actor/ratio_min", "1", "min", "new to old probability of a trained token, all minibatches", "ratio min"),
     Metric(
         "actor/ratio_first",
         "1",
         "mean",
-        "new to old probability, first minibatch; 1 if all is well, but with bypass_mode",
+        "new to old probability, first minibatch; 1 if all is well, but with off_policy=bypass",
         "ratio",
     ),
     Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),

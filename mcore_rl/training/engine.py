@@ -221,7 +221,7 @@ class Engine:
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
             self._watch.loss(total, microbatch.index)
-            sums.add(total, loss_sums.metrics)
+            sums.add(total, loss_sums)
             return total
 
         with phase("train_step", role=self.role):
@@ -238,7 +238,7 @@ class Engine:
             self._watch.begin()
             run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
             self._watch.end()
-            loss_value, metrics = sums.over_ranks()
+            loss_value, metrics, maxima = sums.over_ranks()
             scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 self.memory.require(OffloadPart.optimizer)
@@ -247,8 +247,9 @@ class Engine:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
         return StepResult(
-            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, scores=scores
-        )
+            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, maxima=maxima,
+            scores=scores,
+        )  # fmt: skip
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
         """Run a forward-only pass in which the routers count the choices of the whole global batch."""

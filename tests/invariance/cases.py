@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mcore_rl.config.algorithm import CorrectionLevel
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.role import Head
@@ -18,6 +19,7 @@ class Problem:
     model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
     replay: experts are dictated, at random, to all tokens but some.
     lora: adapters on all linear layers are trained, and nothing else.
+    weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
     """
 
     model: str
@@ -27,6 +29,7 @@ class Problem:
     head: Head = Head.lm
     replay: bool = False
     lora: bool = False
+    weighed: CorrectionLevel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class Case:
         parts += ["critic"] if problem.head is Head.value else []
         parts += ["replay"] if problem.replay else []
         parts += ["lora"] if problem.lora else []
+        parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")
@@ -322,6 +326,14 @@ def _feature_cases() -> list[Case]:
     return cases
 
 
+def _weighed_cases() -> list[Case]:
+    """Weights of whole responses, of which a context rank has a part."""
+    weighed = Problem(model="dense", weighed=CorrectionLevel.sequence)
+    layouts = (("", 2), ("cp=2", 2), ("cp=2,pp=2", 4))
+    cases = [Case(problem=weighed, layout=layout, world_size=size) for layout, size in layouts]
+    return [*cases, Case(problem=replace(weighed, weighed=CorrectionLevel.geometric), layout="cp=2", world_size=4)]
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -370,6 +382,7 @@ def all_cases() -> list[Case]:
     cases += _overlap_cases()
     cases += _feature_cases()
     cases += _adapter_cases()
+    cases += _weighed_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))

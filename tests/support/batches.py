@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
 
@@ -61,7 +64,11 @@ def policy_loss(inputs: LossInputs) -> LossSums:
     if inputs.selection_N is not None:
         per_token_N = per_token_N + 0.5 * change_N.abs() * (inputs.selection_N >= 0)
     total = (per_token_N * inputs.mask_N).sum()
-    return LossSums(total=total, metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()})
+    return LossSums(
+        total=total,
+        metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()},
+        maxima={"highest": inputs.logprobs_N.detach().masked_fill(~inputs.mask_N, -torch.inf).amax()},
+    )
 
 
 def whole_loss(logits_of: Callable[[torch.Tensor], torch.Tensor], batch: TrainBatch) -> tuple[torch.Tensor, ...]:
@@ -93,3 +100,19 @@ def value_loss(inputs: LossInputs) -> LossSums:
     assert inputs.values_N is not None and inputs.returns_N is not None
     error_N = (inputs.values_N - inputs.returns_N) * inputs.mask_N
     return LossSums(total=0.5 * error_N.square().sum(), metrics={})
+
+
+def weighed(batch: TrainBatch, scores: TokenScores, level: CorrectionLevel) -> TrainBatch:
+    """``batch`` as decoupled PPO trains it: a rank's own scores are the old log-probs, and give its weights."""
+    number = len(batch.lengths_S)
+    algorithm = AlgorithmConfig(
+        adv_estimator="remax",
+        off_policy=OffPolicy.decoupled,
+        rollout_correction=RolloutCorrectionConfig(level=level, upper=1.2),
+    )
+    nothing_S = torch.zeros(number)
+    outcomes = Outcomes(scores_S=nothing_S, truncated_S=nothing_S.bool(), greedy_S=nothing_S)
+    batch = replace(batch, old_logprobs_T=scores.logprobs_T)
+    tokens, _ = compute_advantages(batch, outcomes, algorithm, 0.0)
+    assert tokens.weights_T is not None
+    return replace(batch, weights_T=tokens.weights_T)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training import engine as engine_module
-from mcore_rl.training.engine import Engine
+from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.types import TokenScores, TrainBatch
@@ -91,6 +94,10 @@ def global_batch(problem: Problem) -> TrainBatch:
         # Numbers of a fifth of all tokens are not negative, and of untrained ones as much: nothing may come of these.
         selection_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(8)) - 0.8
         batch = replace(batch, selection_T=selection_T)
+    if problem.weighed is not None:
+        # The log-probs of these weights are about those of an even choice; so some responses weigh more than 1.
+        noise_T = torch.randn(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10))
+        batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -169,7 +176,9 @@ def _run_in_groups(
         assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
+    loss: Loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
+    if problem.weighed is not None:
+        mine, loss = batches.weighed(mine, scores, problem.weighed), policy_loss(ActorConfig())
     for number in range(STEPS):
         step = engine.train_step(
             mine,
@@ -190,7 +199,7 @@ def _run_in_groups(
             _leave_and_return(engine)
         result.loss.append(step.loss)
         result.grad_norm.append(step.grad_norm)
-        result.metrics.append(step.metrics)
+        result.metrics.append(step.metrics | step.maxima)
     result.weights = full_weights.gather_full(engine.models, base)
     if table is not None:
         result.weights |= {name: each for name, each in adapters.gather(engine, table).items() if name in start}

@@ -214,18 +214,18 @@ def correction(verl: Verl, answer: Answer) -> None:
     if any(f"algorithm.{name}" in verl.keys for name in ("rollout_is_level", "rollout_is_mode")):
         _correction_of_0_6_0(verl, answer)
         return
-    level, bounds, bypass = (f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "bypass_mode"))
-    if verl[level]:
-        lower, _, upper = str(verl[bounds]).rpartition("_")
-        answer.set(f"{OURS}.level", verl[level], level)
-        answer.set(f"{OURS}.mode", "zero" if lower else "truncate", level, bounds)
-        answer.set(f"{OURS}.upper", float(upper), level, bounds)
-        if lower:
-            answer.set(f"{OURS}.lower", float(lower), bounds)
-    _rejection(verl, answer)
-    kind, early = f"{CORRECTION}.loss_type", f"{CORRECTION}.use_policy_gradient"
+    level, bypass, kind, early = (
+        f"{CORRECTION}.{name}" for name in ("rollout_is", "bypass_mode", "loss_type", "use_policy_gradient")
+    )
     reinforce = verl[kind] == "reinforce" or bool(verl[early])
-    if verl[bypass] and reinforce:
+    if verl[level] and verl[bypass] and not reinforce:
+        answer.tell(Difference.dropped, level, "verl measures these weights, and leaves them out of a loss with bypass")
+    elif verl[level]:
+        _weights(verl, answer, level)
+    _rejection(verl, answer)
+    if verl[bypass] and not reinforce:
+        answer.set("algorithm.off_policy", "bypass", bypass)
+    elif verl[bypass]:
         answer.set("actor.loss_mode", "policy_gradient", kind, early, bypass)
         answer.set("actor.ppo_mini_batch_size", verl["data.train_batch_size"], kind, early, bypass)
         answer.entries.append(
@@ -237,8 +237,19 @@ def correction(verl: Verl, answer: Answer) -> None:
                 "it has no ratio, and takes one update of a batch",
             )
         )
-    elif verl[bypass]:
-        answer.set(f"{OURS}.bypass_mode", True, bypass)
+
+
+def _weights(verl: Verl, answer: Answer, level: str) -> None:
+    bounds, normalize = f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is_batch_normalize"
+    lower, _, upper = str(verl[bounds]).rpartition("_")
+    answer.set("algorithm.off_policy", "decoupled", level)
+    answer.set(f"{OURS}.level", verl[level], level)
+    answer.set(f"{OURS}.mode", "zero" if lower else "truncate", level, bounds)
+    answer.set(f"{OURS}.upper", float(upper), level, bounds)
+    if lower:
+        answer.set(f"{OURS}.lower", float(lower), bounds)
+    if verl[normalize]:
+        answer.set(f"{OURS}.batch_normalize", True, normalize)
 
 
 def _rejection(verl: Verl, answer: Answer) -> None:
@@ -272,9 +283,7 @@ def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
     )
     if not verl[switch] or verl[upper] is None:
         return
-    if verl[level] == "geometric":
-        answer.tell(Difference.absent, level, "weights are of tokens or of sequences")
-        return
+    answer.set("algorithm.off_policy", "decoupled", switch)
     answer.set(f"{OURS}.level", verl[level], switch, level)
     answer.set(f"{OURS}.mode", verl[mode], switch, mode)
     answer.set(f"{OURS}.upper", verl[upper], switch, upper)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.correction import MEASURE, correction_metrics
 from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.role_loss import RoleLoss
-from mcore_rl.config.algorithm import RolloutCorrectionConfig
 from mcore_rl.config.role import Role
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
@@ -59,9 +58,12 @@ def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) ->
     return {f"{role.name}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
 
 
-def own_metrics(role: Role, own: OwnScores, num_tokens: int, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """The metrics of the scoring pass of ``role`` and of its agreement with the sampler, where the update scored."""
-    return score_metrics(role, own.scores, num_tokens) | correction_metrics(own.correction, config)
+def own_metrics(role: Role, own: OwnScores, num_tokens: int) -> dict[str, float]:
+    """The metrics of the scoring pass of ``role`` and of its agreement with the sampler, where the update scored.
+
+    num_tokens: the trained tokens of what it scored.
+    """
+    return score_metrics(role, own.scores, num_tokens) | correction_metrics(own.correction, MEASURE, weighs=False)
 
 
 def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, float]:

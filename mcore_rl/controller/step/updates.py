@@ -45,7 +45,7 @@ class Updated:
     memories: the memory use of each rank.
     trained: the trained tokens of each minibatch.
     imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch.
-    own: of all sequences, in the order of the batch, if the update scored them.
+    own: of the sequences of the first minibatch, in the order of the batch, if the update scored them.
     """
 
     results: list[StepResult] = field(default_factory=list)
@@ -57,7 +57,8 @@ class Updated:
     @property
     def sums(self) -> UpdateSums:
         """The metrics that the loss reported."""
-        return UpdateSums([result.metrics for result in self.results], self.trained)
+        maxima = [result.maxima for result in self.results]
+        return UpdateSums([result.metrics for result in self.results], self.trained, maxima)
 
 
 def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
@@ -168,7 +169,8 @@ async def update(
     reads: the fields that the loss receives, if the batch has them.
     reference: the snapshot to which a full KL is computed.
     seed: of the loss's random draws.
-    with_scores: the only minibatch has not been scored, and its own forward pass does so (``config/old_logprobs.py``).
+    with_scores: nothing has been scored, and the forward pass of the first minibatch does so
+    (``config/old_logprobs.py``).
     """
     minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
@@ -185,7 +187,8 @@ async def update(
         advantages_S = step.advantages.advantages_S.numpy()  # pickled faster than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
     if with_scores:
-        assert len(minibatches) == 1, "the second update of a batch needs the log-probs before the first"
+        known = len(minibatches) == 1 or "old_logprobs_T" in shared
+        assert known, "the second update of a batch needs the log-probs before the first"
         reads = (*reads, "rollout_logprobs_T")
     done = await group.train(
         shared.shard_refs(batches, reads, payloads),

@@ -171,27 +171,37 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     (f"{A}.use_kl_loss=True {A}.kl_loss_type=mse", "0.7.0"): {"actor.kl_loss_type": "k2"},
     # The mismatch of sampler and trainer, in three spellings
     ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask", "0.6.0"): {
-        f"{C}.level": "token", f"{C}.mode": "mask",
+        "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "mask",
         f"{C}.upper": 3.0, f"{C}.lower": pytest.approx(1 / 3),
     },
     (f"{C}.rollout_rs=geometric {C}.rollout_rs_threshold=1.001", "0.7.0"): {
         f"{C}.reject": "seq_mean_k1", f"{C}.reject_upper": 1.001,
-        f"{C}.reject_lower": None, f"{C}.level": "none",
+        f"{C}.reject_lower": None, "algorithm.off_policy": "recompute",
     },
     (f"{C}.rollout_is=token {C}.rollout_is_threshold=0.5_5.0", "0.9.0"): {
-        f"{C}.level": "token", f"{C}.mode": "zero",
+        "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "zero",
         f"{C}.lower": 0.5, f"{C}.upper": 5.0,
     },
     (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.9_1.2", "0.9.0"): {
         f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.9,
         f"{C}.reject_upper": 1.2,
     },
-    (f"{C}.bypass_mode=True", "0.9.0"): {f"{C}.bypass_mode": True},
+    ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_level=geometric", "0.6.0"): {
+        "algorithm.off_policy": "decoupled", f"{C}.level": "geometric",
+    },
+    (f"{C}.bypass_mode=True", "0.9.0"): {"algorithm.off_policy": "bypass"},
+    # verl leaves the weights out there, and so the bounds are read by nobody
+    (f"{C}.bypass_mode=True {C}.rollout_is=sequence {C}.rollout_is_threshold=4", "0.9.0"): {
+        "algorithm.off_policy": "bypass", f"{C}.upper": 2.0,
+    },
+    (f"{C}.rollout_is=sequence {C}.rollout_is_batch_normalize=True", "0.9.0"): {
+        "algorithm.off_policy": "decoupled", f"{C}.level": "sequence", f"{C}.batch_normalize": True,
+    },
     (
         f"{C}.bypass_mode=True {C}.loss_type=reinforce "
         f"{C}.rollout_is=token", "0.9.0",
     ): {
-        "actor.loss_mode": "policy_gradient", f"{C}.bypass_mode": False,
+        "actor.loss_mode": "policy_gradient", "algorithm.off_policy": "decoupled",
         f"{C}.level": "token", "actor.ppo_mini_batch_size": 1024,
     },
 }  # fmt: skip
@@ -202,6 +212,11 @@ def test_a_meaning_is_derived(words: tuple[str, str]) -> None:
     translation = translated(*words[0].split(), version=words[1])
     assert {key: at(translation.run, key) for key in DERIVED[words]} == DERIVED[words]
     assert translation.violations == []
+
+
+def test_weights_that_verl_leaves_out_of_the_loss_are_named() -> None:
+    translation = translated(f"{C}.bypass_mode=True", f"{C}.rollout_is=sequence", version="0.9.0")
+    assert listed(translation, f"{C}.rollout_is") is Difference.dropped
 
 
 # Layers, pp, vpp, what is asked for -> the layers of each chunk, by Megatron's own division (transformer_block.py).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,25 +49,33 @@ def test_samples_are_counted() -> None:
     )  # fmt: skip
 
 
+MAXIMA = ("actor/log_ratio_rise", "actor/log_ratio_fall")
+
+
 def result(loss: float = 0.0, skipped: str | None = None, **metrics: float) -> StepResult:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    return StepResult(loss=loss, grad_norm=2 * loss, lr=loss / 10, skipped=skipped, metrics=named)
+    maxima = {name: named.pop(name) for name in MAXIMA if name in named}
+    return StepResult(loss=loss, grad_norm=2 * loss, lr=loss / 10, skipped=skipped, metrics=named, maxima=maxima)
 
 
 def test_the_actor_s_updates_are_counted() -> None:
     updated = Updated(
         results=[
             result(1.0, actor__ratio=4.0, actor__approx_kl=1.0, actor__approx_kl_k1=2.0, actor__kl_loss=8.0,
-                   actor__clip_fraction_low=1.0, router__load_max=1.5),
+                   actor__clip_fraction_low=1.0, router__load_max=1.5,
+                   actor__log_ratio_rise=0.5, actor__log_ratio_fall=0.25),
             result(3.0, "not finite", actor__ratio=9.0, actor__approx_kl=5.0, actor__approx_kl_k1=4.0,
-                   actor__kl_loss=1.0, actor__clip_fraction_low=2.0, router__load_max=2.5),
+                   actor__kl_loss=1.0, actor__clip_fraction_low=2.0, router__load_max=2.5,
+                   actor__log_ratio_rise=0.25, actor__log_ratio_fall=2.0),
         ],
         trained=[4, 2],
     )  # fmt: skip
     metrics = update_metrics(ROLES["actor"], policy_loss(ActorConfig(use_kl_loss=True, kl_loss_coef=0.5)), updated)
     assert known(metrics) == pytest.approx(
         {
-            "actor/ratio_first": 1.0, "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
+            "actor/ratio_first": 1.0, "actor/ratio_mean": 13 / 6,
+            "actor/ratio_max": math.exp(0.5), "actor/ratio_min": math.exp(-2),
+            "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
             "kl/coef": 0.5, "actor/clip_fraction_low": 0.5, "router/load_max": 2.0, "actor/loss": 2.0,
             "actor/grad_norm": 4.0, "actor/lr": 0.3, "actor/skipped_updates": 1.0,
         }

@@ -233,6 +233,24 @@ def test_an_update_that_scores_says_what_the_pass_and_the_advantages_would(dp: i
     assert given.batches[0].rollout_logprobs_T is not None and given.batches[0].old_logprobs_T is None
 
 
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_where_the_sampler_s_log_probs_are_the_old_ones_the_first_minibatch_scores_itself(dp: int) -> None:
+    drawn_T = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
+    batch, group = replace(ragged(101), rollout_logprobs_T=drawn_T, old_logprobs_T=drawn_T), Ranks(dp)
+    shared, loss = send(group, batch, PARTS), policy_loss(ActorConfig())
+    step = _step(batch, torch.zeros(len(LENGTHS)))
+    updated = asyncio.run(_update(group, shared, loss, PARTS, step, temperature=1.0, with_scores=True))
+    first = batch.select(sorted(PARTS[0]))
+    assert updated.own is not None and first.rollout_logprobs_T is not None
+    expected = own_scores(first, TokenScores(logprobs_T=_says(first), entropy_T=-_says(first)))
+    assert torch.equal(updated.own.scores.sums_S, expected.scores.sums_S)
+    for name, sums_S in vars(expected.correction).items():
+        assert torch.equal(getattr(updated.own.correction, name), sums_S), name
+    given, _ = group.trained[0]
+    old_T, drawn_T = given.batches[0].old_logprobs_T, given.batches[0].rollout_logprobs_T
+    assert old_T is not None and drawn_T is not None and torch.equal(old_T, drawn_T)
+
+
 def test_the_second_update_of_a_batch_cannot_score_it() -> None:
     with pytest.raises(AssertionError, match="second update"):
         _scoring(Ranks(1), ragged(101), PARTS)
