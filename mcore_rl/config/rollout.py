@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Annotated, Any
 
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.bounds import (
     Bytes,
     Interval,
@@ -182,6 +183,7 @@ class RolloutConfig(ServingConfig):
     return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
         the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
     val_kwargs: how validation samples.
+    agent: agent loops, tools, and what ends an episode.
     """
 
     n: PositiveInt = 1
@@ -196,6 +198,7 @@ class RolloutConfig(ServingConfig):
     max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property
     def max_model_len(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mcore_rl.config.algorithm import OffPolicy
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.roles import RouterReplay
@@ -18,10 +19,10 @@ KEY = "actor.router_replay"
 
 def replay_violations(run: RunConfig) -> Iterator[Violation]:
     """What contradicts ``actor.router_replay``, not looking at a model."""
-    mode, correction = run.actor.router_replay, run.algorithm.rollout_correction
-    if mode is RouterReplay.r2 and correction.bypass_mode:
-        problem = "repeats the experts of the log-prob pass, and with bypass_mode the ratio is to the sampler's experts"
-        yield Violation(KEY, mode.value, problem, f"Write {KEY}=r3, or algorithm.rollout_correction.bypass_mode=false")
+    mode = run.actor.router_replay
+    if mode is RouterReplay.r2 and run.algorithm.off_policy is OffPolicy.bypass:
+        problem = "repeats the experts of the log-prob pass, and algorithm.off_policy=bypass leaves that pass out"
+        yield Violation(KEY, mode.value, problem, f"Write {KEY}=r3, or algorithm.off_policy=recompute")
     elif mode is RouterReplay.r2 and why_scored(run) is None:
         problem = "repeats the experts of the log-prob pass, and a step of one update needs no such pass"
         yield Violation(KEY, mode.value, problem, f"Write {KEY}=off, or a smaller actor.ppo_mini_batch_size")

@@ -60,6 +60,23 @@ _SAMPLES = (
     ),
 )
 
+_AGENTS = (
+    Metric("agent/turns_mean", "turns", "mean", "of the model, of an episode that an agent ran", "turns"),
+    Metric("agent/turns_max", "turns", "max", "of the model, of an episode", "turns max"),
+    Metric("agent/calls_mean", "calls", "mean", "of tools, of an episode", "calls"),
+    Metric("agent/failed_call_share", "share", "mean", "calls that were wrong, or whose tool failed", "failed", "down"),
+    Metric("agent/tool_s_mean", "s", "mean", "in which tools of an episode ran", "tool s"),
+    Metric("agent/tool_s_max", "s", "max", "in which tools of an episode ran", "tool s max"),
+    Metric("agent/trained_share", "share", "mean", "tokens after the prompt that the model drew", "trained"),
+    Metric(
+        "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"
+    ),
+    Metric(
+        "agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by tools and interactions", "turns"
+    ),
+    Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason", "ends"),
+)
+
 _AGREEMENT = (
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
@@ -196,7 +213,8 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_SUPERVISED, *_VALIDATION, *_SAMPLES, *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME
+    *_REWARD, *_SUPERVISED, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE,
+    *_TIME,
 )  # fmt: skip
 
 

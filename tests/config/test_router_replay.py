@@ -27,7 +27,7 @@ def said(*words: str) -> list[str]:
         ("actor.router_replay=r2", SEVERAL),
         ("actor.router_replay=r2", "actor.ppo_mini_batch_size=1024", "algorithm.use_kl_in_reward=true"),
         ("actor.router_replay=r3", "actor.ppo_mini_batch_size=1024"),
-        ("actor.router_replay=r3", SEVERAL, "algorithm.rollout_correction.bypass_mode=true"),
+        ("actor.router_replay=r3", SEVERAL, "algorithm.off_policy=bypass"),
         ("rollout.enable_prefix_caching=false",),
     ],
 )
@@ -44,9 +44,9 @@ def test_what_fits_is_accepted(words: tuple[str, ...]) -> None:
             "pass. Write actor.router_replay=off, or a smaller actor.ppo_mini_batch_size",
         ),
         (
-            ("actor.router_replay=r2", SEVERAL, "algorithm.rollout_correction.bypass_mode=true"),
-            "actor.router_replay=r2: repeats the experts of the log-prob pass, and with bypass_mode the ratio is to "
-            "the sampler's experts. Write actor.router_replay=r3, or algorithm.rollout_correction.bypass_mode=false",
+            ("actor.router_replay=r2", SEVERAL, "algorithm.off_policy=bypass"),
+            "actor.router_replay=r2: repeats the experts of the log-prob pass, and algorithm.off_policy=bypass leaves "
+            "that pass out. Write actor.router_replay=r3, or algorithm.off_policy=recompute",
         ),
         (
             ("actor.router_replay=r3", "rollout.enable_prefix_caching=false"),

@@ -8,13 +8,17 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import AdaptedConfig, FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
+from mcore_rl.config.roles import (
+    AdaptedConfig, FrozenModelConfig, RoleConfig, RouterReplay, TrainedConfig, TrainedModelConfig
+)
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
@@ -63,6 +67,7 @@ class Prepared(PreparedRun):
     """What ``train`` knows besides.
 
     encoder: of the reward model; None without one.
+    agents: run the rows that ask for an agent.
     data_sources: those of the prompts that graders grade.
     """
 
@@ -71,6 +76,7 @@ class Prepared(PreparedRun):
     validation: PromptSet | None
     kl: KlController
     encoder: Encoder | None
+    agents: AgentRunner
     data_sources: frozenset[str]
 
 
@@ -160,7 +166,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    train, validation = _prompts(config, tokenizer)
+    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    train, validation = _prompts(config, tokenizer, agents)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0
@@ -189,19 +196,38 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         identity=identity,
         kl=kl,
         encoder=encoder,
+        agents=agents,
         data_sources=data_sources,
     )
 
 
-def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet | None, PromptSet | None]:
-    """The prompts for training and those for validation; None if there are none."""
+def _prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner
+) -> tuple[PromptSet | None, PromptSet | None]:
+    """The prompts for training and those for validation; None if there are none.
+
+    Warns of what the chat template does with more than one turn, if a row has an agent.
+    """
     data, train, validation = config.data, None, None
     if not config.trainer.val_only:
         files, title = data.train_files, "data.train_files"
-        train = PromptSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)
+        limit = data.train_max_samples
+        train = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
     if data.val_files:
         files, title = data.val_files, "data.val_files"
-        validation = PromptSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
+        limit = data.val_max_samples
+        validation = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
+    sets = [each for each in (train, validation) if each is not None]
+    if any(agents.runs(each[index]) for each in sets for index in range(len(each))):
+        if config.actor.router_replay is RouterReplay.r3:
+            problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
+            refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
+        for line in agents.check_template():
+            warn(line)
+    elif config.rollout.agent != AgentConfig():
+        problem = "says how agents run, and no row asks for one"
+        remedy = "Write rollout.agent.default_agent_loop=tool_agent, say, or agent_name in the rows; or leave it out"
+        refuse_if_any([Violation("rollout.agent", "...", problem, remedy)])
     return train, validation
 
 

@@ -96,7 +96,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
-        collector = RolloutCollector(samples, scorer, config, reward_model, recorded)
+        stack.callback(prepared.agents.close)
+        collector = RolloutCollector(samples, scorer, config, reward_model, recorded, prepared.agents)
         begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
         stack.push_async_callback(run.saver.close)

@@ -8,9 +8,11 @@ of its answers that are trained are right and others wrong.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.config.algorithm import FilterMetric
 from mcore_rl.config.model import ModelConfig
@@ -48,6 +50,7 @@ class RolloutCollector:
     """Samples from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` if the row asks for it.
 
     model: the policy's, if the updates repeat the experts that engines report (``actor.router_replay=r3``); else None.
+    agents: run the rows that ask for an agent; None: one answer to the prompt is all.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class RolloutCollector:
         run: RunConfig,
         reward_model: RewardModel | None = None,
         model: ModelConfig | None = None,
+        agents: AgentRunner | None = None,
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
-        self._model = model
+        self._model, self._agents = model, agents
 
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
@@ -139,12 +143,21 @@ class RolloutCollector:
 
         named: (the prompt id for the engine, the row).  trained: not for a baseline or validation alone.
         """
-        places = {name: place for place, (name, _) in enumerate(named)}
         prompts = [prompt_segment(row) for _, row in named]
-        requests = requests_of([Prompt(id=name, tokens=row.tokens) for name, row in named], n)
+        of_agents = {
+            place for place, (_, row) in enumerate(named) if self._agents is not None and self._agents.runs(row)
+        }
+        places = {name: place for place, (name, _) in enumerate(named) if place not in of_agents}
+        requests = requests_of([Prompt(id=name, tokens=named[place][1].tokens) for name, place in places.items()], n)
         graded: list[asyncio.Task[Episode]] = []
+        total, finished = n * len(named), itertools.count(1)
         try:
             async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
+                for place in sorted(of_agents):
+                    for index in range(n):
+                        work = self._run_agent(*named[place], place, index, sampling)
+                        graded.append(grading.create_task(work))
+                        graded[-1].add_done_callback(lambda _: progress(next(finished), total))
                 async for sample in self.engine.generate(requests, sampling):
                     place, experts = places[sample.prompt_id], None
                     if trained and self._model is not None:
@@ -152,13 +165,20 @@ class RolloutCollector:
                     episode = single_turn(named[place][1], prompts[place], sample, place, experts)
                     assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
                     graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
-                    progress(len(graded), len(requests))
+                    progress(next(finished), total)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups: list[list[Episode]] = [[] for _ in named]
         for task in graded:
             groups[task.result().group].append(task.result())
         return [sorted(group, key=lambda each: each.index) for group in groups]
+
+    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> Episode:
+        """The graded episode of an agent.  name: the prompt id for the engine."""
+        assert self._agents is not None
+        episode = await self._agents.run(self.engine, row, name, place, index, sampling)
+        assert episode.num_response_tokens <= sampling.max_tokens, f"{name} is too long"
+        return await self._grade(episode, sampling.max_tokens)
 
     async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
         request = reward_request(episode, max_tokens)

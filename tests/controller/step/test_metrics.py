@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,21 +12,45 @@ from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, CriticConfig
-from mcore_rl.controller.step.metrics import memory_metrics, rates, sample_metrics, score_metrics, update_metrics
+from mcore_rl.controller.step.metrics import (
+    agent_metrics,
+    memory_metrics,
+    rates,
+    sample_metrics,
+    score_metrics,
+    update_metrics,
+)
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
-from mcore_rl.episodes import Episode
+from mcore_rl.episodes import AgentCounts, Author, Episode
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.types import SequenceScores, StepResult
-from tests.support.scripted_rollout import answered
+from tests.support.scripted_rollout import answered, conversation, turn
 
 
 def known(metrics: dict[str, float]) -> dict[str, float]:
     for key in metrics:
         metric_of(key)
     return metrics
+
+
+def test_agents_are_counted() -> None:
+    turns = [turn(Author.model, (1, 2, 3), reward=0.5), turn(Author.tool, (4,)), turn(Author.model, (5, 6))]
+    counts = AgentCounts(reason="answered", turns=2, calls=3, failed_calls=1, tool_s=2.0, cached_tokens=32)
+    one = replace(conversation(1, turns, Score(1.0)), agent=counts)
+    counts = AgentCounts(reason="max_turns", turns=4, calls=1, failed_calls=0, tool_s=4.0)
+    other = replace(answered(2, Score(1.0), response=(7, 8)), agent=counts)
+    assert known(agent_metrics([one, other, answered(3, Score(1.0))])) == pytest.approx(
+        {
+            "agent/turns_mean": 3.0, "agent/turns_max": 4.0, "agent/calls_mean": 2.0, "agent/failed_call_share": 0.25,
+            "agent/tool_s_mean": 3.0, "agent/tool_s_max": 4.0, "agent/trained_share": 7 / 8,
+            "agent/cached_tokens_mean": 16.0, "agent/turn_reward_mean": 0.25,
+            "agent/end/answered": 0.5, "agent/end/max_turns": 0.5,
+        }
+    )  # fmt: skip
+    assert agent_metrics([answered(3, Score(1.0))]) == {}
 
 
 def test_samples_are_counted() -> None:

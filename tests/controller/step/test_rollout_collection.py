@@ -16,11 +16,12 @@ from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import AgentCounts, Author
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support import models
-from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, row
+from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, conversation, row, turn
 
 Rows = Callable[[int], list[PromptRow]]
 
@@ -314,3 +315,42 @@ def test_without_replay_what_engines_report_is_dropped() -> None:
     collector = RolloutCollector(RecordingEngine(), ScriptedScorer(differing()), config(1))  # type: ignore[arg-type]
     episodes = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None)).episodes
     assert [episode.experts for episode in episodes] == [None] * 2
+
+
+class Agents:
+    """Runs rows with an even number: two turns each, the later ones first."""
+
+    def runs(self, row: PromptRow) -> bool:
+        return int(row.id.rpartition(":")[2]) % 2 == 0
+
+    async def run(self, source, row, prompt_id, group, index, sampling):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0.01 * (3 - group))
+        turns = [turn(Author.model, (9,)), turn(Author.tool, (8,)), turn(Author.model, (7,))]
+        of = replace(conversation(0, turns), row=row, prompt_id=prompt_id, group=group, index=index)
+        return replace(of, agent=AgentCounts(reason="answered", turns=2))
+
+
+def test_rows_of_agents_are_run_by_them_among_the_others() -> None:
+    engine, seen = ScriptedEngine(), []
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(engine, scorer, config(wanted=4), agents=Agents())  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, endless()[0], lambda done, of: seen.append((done, of))))
+    assert groups(drawn) == [(number, f"file:{number}") for number in range(4) for _ in range(2)]
+    assert [each.index for each in drawn.episodes] == [0, 1] * 4
+    assert [each.is_single_turn for each in drawn.episodes] == [False, False, True, True] * 2
+    assert [each.prompt_id for each in drawn.episodes][::2] == [f"0.{place}/file:{place}" for place in range(4)]
+    assert {each.graded.value for each in drawn.episodes} == {1.0} and len(scorer.requests) == 8
+    ((requests, _),) = engine.calls
+    assert {request.prompt.id for request in requests} == {"0.1/file:1", "0.3/file:3"}
+    assert seen == [(done, 8) for done in range(1, 9)]
+
+
+def test_an_agent_that_fails_ends_the_step() -> None:
+    class Failing(Agents):
+        async def run(self, *args):  # type: ignore[no-untyped-def]
+            raise RuntimeError("a loop")
+
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(), agents=Failing())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a loop"):
+        asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
