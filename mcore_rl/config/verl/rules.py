@@ -218,12 +218,10 @@ def correction(verl: Verl, answer: Answer) -> None:
         f"{CORRECTION}.{name}" for name in ("rollout_is", "bypass_mode", "loss_type", "use_policy_gradient")
     )
     reinforce = verl[kind] == "reinforce" or bool(verl[early])
-    if verl[level] and verl[bypass] and not reinforce:
-        answer.tell(Difference.dropped, level, "verl measures these weights, and leaves them out of a loss with bypass")
-    elif verl[level]:
+    if verl[level]:
         _weights(verl, answer, level)
     _rejection(verl, answer)
-    if verl[bypass] and not reinforce:
+    if verl[bypass] and not reinforce:  # verl measures weights then, and leaves them out of the loss
         answer.set("algorithm.off_policy", "bypass", bypass)
     elif verl[bypass]:
         answer.set("actor.loss_mode", "policy_gradient", kind, early, bypass)

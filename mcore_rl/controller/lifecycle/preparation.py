@@ -17,7 +17,12 @@ from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import (
-    AdaptedConfig, FrozenModelConfig, RoleConfig, RouterReplay, TrainedConfig, TrainedModelConfig
+    AdaptedConfig,
+    FrozenModelConfig,
+    RoleConfig,
+    RouterReplay,
+    TrainedConfig,
+    TrainedModelConfig,
 )
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
