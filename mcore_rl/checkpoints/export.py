@@ -47,7 +47,8 @@ class _Source:
         assert len(kept) == 1, f"the weights have several dtypes: {kept}"
         (live,) = kept
         self.device = bound[0].tensor.device
-        self._tensors = PublishedTensors(bound)
+        stored = {(each.local.chunk, each.local.name): each.tensor for each in bound}
+        self._tensors = PublishedTensors(stored)
         self.specs = {
             name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else dtype or live, info.shape)
             for name, info in table.hf_tensors.items()

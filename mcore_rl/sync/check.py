@@ -80,7 +80,7 @@ def expected_weights(publisher: Publisher, version: int) -> Expected:
     mine = publisher.fingerprints()
     # Sum 32-bit halves: the result must not depend on how a backend overflows 64-bit integers.
     halves = torch.tensor([[mine.get(key, 0) & LOW, mine.get(key, 0) >> 32 & LOW] for key in keys])
-    halves = halves.to(publisher.tensors.device)
+    halves = halves.to(next(iter(publisher.tensors.values())).device)
     if dist.is_initialized():
         dist.all_reduce(halves)
     values = {key: added(low + (high << 32)) for key, (low, high) in zip(keys, halves.tolist(), strict=True)}

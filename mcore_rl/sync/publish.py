@@ -84,7 +84,8 @@ class Publisher:
         else:
             rounds = Rounds(self.plan, self.message_bytes)
             self.rounds, self._id = rounds.of(rank), rounds_id(rounds)
-        self.tensors = PublishedTensors(bind(chunks, table, rank))
+        self.tensors = {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
+        self._published = PublishedTensors(self.tensors)
         self._outgoing: Outgoing | RoundOutgoing | None = None
 
     @property
@@ -104,7 +105,8 @@ class Publisher:
         """
         self.close()
         with phase("open the weight channel"):
-            self._outgoing = at_attempt(self.transport, attempt).outgoing(self.rank, self.tensors.device)
+            device = next(iter(self.tensors.values())).device
+            self._outgoing = at_attempt(self.transport, attempt).outgoing(self.rank, device)
 
     def close(self) -> None:
         """Leave the channel, if it is open."""
@@ -132,7 +134,7 @@ class Publisher:
                 self.close()
                 raise outgoing.members.failed(error, f"publishing version {version}") from error
             finally:
-                self.tensors.forget()
+                self._published.forget()
         stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
         return Published(
             version=version,
@@ -163,7 +165,7 @@ class Publisher:
 
     def live(self, part: MessagePart) -> Tensor:
         """The current elements of ``part``, as a view; merged with their adapters, if they have any."""
-        return view_of(self.tensors[part.chunk, part.source], part.source_slice)
+        return view_of(self._published[part.chunk, part.source], part.source_slice)
 
     def dtype_of(self, part: MessagePart) -> torch.dtype:
         """The dtype in which ``part`` is sent."""
@@ -175,12 +177,12 @@ class Publisher:
         sums: dict[tuple[int, str, int], int] = {}
         dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
         for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
-            live = view_of(self.tensors[copy.chunk, copy.source], copy.source_slice)
+            live = view_of(self._published[copy.chunk, copy.source], copy.source_slice)
             name = dtypes[copy.target]
             sent = live.to(self.dtype if name is None else getattr(torch, name))
             key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
             sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
-        self.tensors.forget()
+        self._published.forget()
         return sums
 
 

@@ -6,12 +6,10 @@ It is formed for a rank's whole tensor, so that every part of it has the same bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
-
-from mcore_rl.weights.binding import Bound
 
 
 @runtime_checkable
@@ -23,12 +21,11 @@ class Change(Protocol):
 
 
 class PublishedTensors:
-    """The tensors of ``bound`` as others get them, by model chunk and canonical name."""
+    """The tensors ``stored``, by model chunk and canonical name, as others get them."""
 
-    def __init__(self, bound: Sequence[Bound]) -> None:
-        self._stored = {(each.local.chunk, each.local.name): each.tensor for each in bound}
+    def __init__(self, stored: Mapping[tuple[int, str], Tensor]) -> None:
+        self._stored = stored
         self._last: tuple[tuple[int, str], Tensor] | None = None
-        self.device = bound[0].tensor.device
 
     def __getitem__(self, key: tuple[int, str]) -> Tensor:
         stored = self._stored[key]

@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_rl.families.registry import FAMILIES
-from mcore_rl.weights.binding import Bound
 from mcore_rl.weights.published import PublishedTensors
-from mcore_rl.weights.table import Table
-from tests.support import models
 
 
 class Adds:
@@ -24,13 +20,12 @@ class Adds:
 
 
 def _published(*adapters: Adds | None) -> tuple[PublishedTensors, list[Tensor], list[tuple[int, str]]]:
-    locals_ = Table(FAMILIES["llama"], models.dense(num_layers=2)).tensors(0)[: len(adapters)]
     tensors = [torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in adapters]
     for tensor, adapter in zip(tensors, adapters, strict=True):
         if adapter is not None:
             tensor.adapter = adapter  # type: ignore[attr-defined]
-    bound = [Bound(local, tensor) for local, tensor in zip(locals_, tensors, strict=True)]
-    return PublishedTensors(bound), tensors, [(local.chunk, local.name) for local in locals_]
+    keys = [(0, str(number)) for number in range(len(adapters))]
+    return PublishedTensors(dict(zip(keys, tensors, strict=True))), tensors, keys
 
 
 def test_a_sum_is_float32_and_the_stored_weight_stays() -> None:
