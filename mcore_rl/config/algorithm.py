@@ -179,6 +179,7 @@ class AlgorithmConfig:
     gdpo_reward_keys: for ``gdpo``: parts of the reward as the grader names them, ``acc`` (whether the answer is right)
     or ``score`` (the whole).
     gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
+    pass_k: for ``pass_at_k``: the k of pass@k, at most ``rollout.n``.
     """
 
     adv_estimator: str = "grpo"
@@ -194,6 +195,7 @@ class AlgorithmConfig:
     masked_in_baseline: bool = True
     gdpo_reward_keys: list[str] = field(default_factory=list)
     gdpo_reward_weights: list[float] | None = None
+    pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
 
 
 def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:

@@ -59,6 +59,7 @@ class Estimator:
     min_group: the fewest samples per prompt (``rollout.n``) with which it works.
     greedy: True if it needs the score of a greedy response to each prompt.
     parts: True if it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
+    refuses_kl: why ``algorithm.use_kl_in_reward`` is refused with it, to follow its name; empty: it is not.
     whitens: True if it always whitens advantages over the batch, whatever ``algorithm.whiten_advantages`` says.
     reads: the keys that it reads and that some other estimators do not.
     """
@@ -72,6 +73,7 @@ class Estimator:
     min_group: int = 1
     greedy: bool = False
     parts: bool = False
+    refuses_kl: str = ""
     whitens: bool = False
     reads: frozenset[str] = frozenset()
 

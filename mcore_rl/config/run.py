@@ -95,6 +95,8 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _group_violations,
         _distribution_violations,
         _parts_violations,
+        _kl_in_reward_violations,
+        _pass_k_violations,
         _warmup_violations,
         _schedule_violations,
         _loss_violations,
@@ -247,11 +249,24 @@ def _parts_violations(run: RunConfig) -> list[Violation]:
     if weights is not None and len(weights) != len(keys):
         problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
         violations.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
-    if algorithm.use_kl_in_reward:
-        problem = f"{algorithm.adv_estimator} reads the parts of the reward, and the KL is none"
-        remedy = "Write false, and actor.use_kl_loss=true"
-        violations.append(Violation("algorithm.use_kl_in_reward", True, problem, remedy))
     return violations
+
+
+def _kl_in_reward_violations(run: RunConfig) -> list[Violation]:
+    """Refuses a KL in the reward of an estimator that cannot read one."""
+    reason = estimator(run.algorithm.adv_estimator).refuses_kl
+    if not reason or not run.algorithm.use_kl_in_reward:
+        return []
+    problem = f"{run.algorithm.adv_estimator} {reason}"
+    return [Violation("algorithm.use_kl_in_reward", True, problem, "Write false, and actor.use_kl_loss=true")]
+
+
+def _pass_k_violations(run: RunConfig) -> list[Violation]:
+    """Refuses a k of pass@k for which a prompt has too few samples."""
+    k, n = run.algorithm.pass_k, run.rollout.n
+    if "algorithm.pass_k" not in estimator(run.algorithm.adv_estimator).reads or k <= n:
+        return []
+    return [Violation("algorithm.pass_k", k, f"is more than rollout.n={n}", f"Write {n} or less, or rollout.n={k}")]
 
 
 def _share_violations(run: RunConfig) -> list[Violation]:

@@ -22,6 +22,7 @@ SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parq
 
 # Read from the papers and runs a second time, by hand: estimator, loss, aggregation, where the KL is, its estimate.
 READ = {
+    "best_of_n": ("best_of_n", "policy_gradient", "seq_mean_token_sum", "", ""),
     "clip_cov": ("grpo", "clip_cov", "token_mean", "", ""),
     "cispo": ("grpo", "cispo", "token_mean", "", ""),
     "dapo": ("grpo", "ppo_clip", "token_mean", "", ""),
@@ -34,7 +35,10 @@ READ = {
     "kl_cov": ("grpo", "kl_cov", "token_mean", "", ""),
     "lite_ppo": ("lite_ppo", "ppo_clip", "token_mean", "", ""),
     "opo": ("opo", "policy_gradient", "seq_mean_token_sum", "", ""),
+    "pkpo": ("pass_at_k", "policy_gradient", "seq_mean_token_sum", "", ""),
     "ppo": ("gae", "ppo_clip", "token_mean", "", ""),
+    "raft": ("raft", "policy_gradient", "token_mean", "loss", "low_var_kl"),
+    "raft_plus_plus": ("raft", "ppo_clip", "token_mean", "loss", "low_var_kl"),
     "reinforce_plus_plus": ("reinforce_plus_plus", "ppo_clip", "token_mean", "reward", "k1"),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "ppo_clip", "token_mean", "loss", "k2"),
     "remax": ("remax", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),

@@ -48,6 +48,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "algorithm.masked_in_baseline": (False, True),
     "algorithm.gdpo_reward_keys": (["format", "score"],),
     "algorithm.gdpo_reward_weights": ([3.0, 0.5],),
+    "algorithm.pass_k": (2, 3),
     "actor.clip_ratio": (0.05,),
     "actor.clip_ratio_low": (0.07,),
     "actor.clip_ratio_high": (0.06,),
@@ -99,7 +100,7 @@ def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
     keys = algorithm.gdpo_reward_keys
     outcomes = Outcomes(
         scores_S=SCORES["score"],
-        truncated_S=torch.tensor([False, True, False, False, False, False]),
+        truncated_S=torch.tensor([True, False, False, False, False, False]),
         greedy_S=torch.tensor([0.25] * 3 + [0.75] * 3),
         parts_SK=torch.stack([SCORES[key] for key in keys], dim=1) if keys else None,
     )

@@ -35,7 +35,15 @@ def test_the_roles_that_an_algorithm_needs() -> None:
     needs = {name: run_of(f"algorithm={name}") for name in ALGORITHMS}
     assert {name for name, run in needs.items() if "critic" in run.roles} == {"ppo"}
     assert {name for name, run in needs.items() if run.needs_greedy} == {"remax"}
-    referring = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"}
+    referring = {
+        "grpo",
+        "raft",
+        "raft_plus_plus",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "rloo",
+    }
     assert {name for name, run in needs.items() if "reference" in run.roles} == referring
     assert {name: run.roles for name, run in needs.items()} == {each.name: each.roles for each in algorithms().values()}
 
@@ -165,6 +173,14 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm=gdpo algorithm.gdpo_reward_weights=[1,2,3]",
             "algorithm.gdpo_reward_weights=[1.0, 2.0, 3.0]: has 3 weights for 2 gdpo_reward_keys",
         ),
+        (
+            "algorithm=best_of_n algorithm.use_kl_in_reward=true",
+            "algorithm.use_kl_in_reward=True: best_of_n treats equal scores alike, and a KL makes none equal",
+        ),
+        (
+            "algorithm=pkpo algorithm.pass_k=6 rollout.n=5",
+            "algorithm.pass_k=6: is more than rollout.n=5. Write 5 or less, or rollout.n=6",
+        ),
         ("algorithm=gdpo algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=True: gdpo reads the parts"),
         (
             "algorithm.rollout_correction.level=token algorithm.rollout_correction.mode=mask "
@@ -264,7 +280,7 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     ("key", "name", "said"),
     [
         ("algorithm.adv_estimator", "drgrpo", "Did you mean dr_grpo"),
-        ("algorithm.adv_estimator", "zebra", "Choose one of dr_grpo, gae, gdpo"),
+        ("algorithm.adv_estimator", "zebra", "Choose one of best_of_n, dr_grpo, gae, gdpo"),
         ("actor.loss_mode", "ppo_clap", "Did you mean ppo_clip?"),
         ("actor.loss_mode", "own.py:loss", "is a relative path"),
         ("actor.loss_mode", "/nowhere/own.py:loss", "there is no such file"),

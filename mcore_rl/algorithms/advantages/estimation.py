@@ -88,7 +88,7 @@ def estimate(
     of_groups: Callable[[PromptGroups, AlgorithmConfig], Tensor] = chosen.load()
     advantages_S = of_groups(groups, config)
     if whitens:
-        compared_S = groups.has_siblings_S
+        compared_S = groups.has_siblings_S if chosen.min_group > 1 else groups.member_S
         whitening = Whitening.of(Spreads.constant(advantages_S, counts_S * compared_S).total())
         advantages_S = torch.where(compared_S, whitening(advantages_S), 0)
     spread = Spreads.constant(advantages_S, counts_S).total()

@@ -14,6 +14,7 @@ REWARD_DECOUPLED = Estimator(
     paper="arXiv:2601.05242",
     min_group=2,
     parts=True,
+    refuses_kl="reads the parts of the reward, and the KL is none",
     reads=frozenset({"algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"}),
 )
 

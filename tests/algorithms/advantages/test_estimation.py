@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ Rows = list[list[float]]  # one entry a trained token
 Reference = Callable[[Case, AlgorithmConfig], Rows]
 GAMMA, LAM = 0.9, 0.8
 WEIGHTS = [1.0, 0.25]  # of gdpo
+PASS_K = 3
 
 
 def backwards(row: list[float], factor: float) -> list[float]:
@@ -124,6 +126,22 @@ def gdpo_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
     ]
 
 
+def best_of_n_formula(score: float, place: int, scores: list[float], lengths: list[int]) -> float:
+    return 0.0 if score < max(scores) or len(set(scores)) == 1 else 1 / scores.count(score)
+
+
+def pass_at_k_formula(score: float, place: int, scores: list[float], lengths: list[int]) -> float:
+    """arXiv:2505.15201, eq. 33, set by set; a mean over the sets of the response."""
+    size = min(PASS_K, len(scores))
+    sets = [each for each in combinations(range(len(scores)), size) if place in each]
+    gains = [max(scores[i] for i in each) - max(scores[i] for i in each if i != place) for each in sets]
+    return mean(gains)
+
+
+def raft_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
+    return [[max(math.fsum(row), 0.0)] * len(row) for row in case.trained(case.rewards)]
+
+
 REFERENCES: dict[str, Reference] = {
     "gae": lambda case, config: gae_by_hand(case, config)[0],
     "grpo": per_group(grpo_formula),
@@ -136,10 +154,13 @@ REFERENCES: dict[str, Reference] = {
     "opo": per_group(opo_formula),
     "lite_ppo": lite_ppo_by_hand,
     "gdpo": gdpo_by_hand,
+    "raft": raft_by_hand,
+    "best_of_n": per_group(best_of_n_formula),
+    "pass_at_k": per_group(pass_at_k_formula),
 }
 COMPARES = {
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline",
-    "gpg", "opo", "lite_ppo", "gdpo",
+    "gpg", "opo", "lite_ppo", "gdpo", "best_of_n", "pass_at_k",
 }  # fmt: skip
 WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
@@ -193,7 +214,12 @@ def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> None:
     config = AlgorithmConfig(
-        adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten, gdpo_reward_weights=WEIGHTS
+        adv_estimator=estimator,
+        gamma=GAMMA,
+        lam=LAM,
+        whiten_advantages=whiten,
+        gdpo_reward_weights=WEIGHTS,
+        pass_k=PASS_K,
     )
     for name, case in ALL.items():
         advantages_T = estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).advantages_T
@@ -206,7 +232,7 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
 
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_float32_is_near(estimator: str) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS)
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS, pass_k=PASS_K)
     for name, case in ALL.items():
         inputs, parts_SK = case.inputs(torch.float32), case.parts_SK(torch.float32)
         advantages_T = estimate_advantages(inputs, case.group_S, config, parts_SK).advantages_T
@@ -243,7 +269,12 @@ def test_equal_scores_and_only_members_give_exactly_nothing(estimator: str, dtyp
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten: bool) -> None:
     config = AlgorithmConfig(
-        adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten, gdpo_reward_weights=WEIGHTS
+        adv_estimator=estimator,
+        gamma=GAMMA,
+        lam=LAM,
+        whiten_advantages=whiten,
+        gdpo_reward_weights=WEIGHTS,
+        pass_k=PASS_K,
     )
     for case in ALL.values():
         clean = case.inputs()

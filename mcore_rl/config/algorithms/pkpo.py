@@ -1,0 +1,29 @@
+"""PKPO: pass@k policy optimization (arXiv:2505.15201)."""
+
+from __future__ import annotations
+
+from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
+from mcore_rl.config.algorithms.rloo import POLICY_GRADIENT
+from mcore_rl.config.roles import LossAggregation
+
+BEST_OF_K_GAIN = Estimator(
+    name="pass_at_k",
+    function="mcore_rl.algorithms.advantages.pass_at_k:pass_at_k",
+    scope=Scope.sequence,
+    formula="mean of `max(set) - max(set without it)` over the sets of `pass_k` responses with this one",
+    paper="arXiv:2505.15201",
+    min_group=2,
+    reads=frozenset({"algorithm.pass_k"}),
+)
+
+PKPO = Algorithm(
+    name="pkpo",
+    title="PKPO",
+    about="what a response adds to the best of k, so that pass@k grows and not pass@1 alone; no KL",
+    paper="arXiv:2505.15201",
+    advantages=BEST_OF_K_GAIN,
+    loss=POLICY_GRADIENT,
+    aggregation=Sourced(LossAggregation.seq_mean_token_sum, "arXiv:2505.15201: the gradient of a whole response"),
+    samples=Sourced(8, "ours: the paper takes any n from k on"),
+    settings={"algorithm.pass_k": Sourced(4, "ours: the paper compares several, and lowers k to 1 in the end")},
+)
