@@ -64,9 +64,10 @@ from mcore_rl.rewards.score import Score
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import RankAdvantages, TrainResults, TrainWorker
+from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.worker_values import RankAdvantages, TrainResults
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
 from mcore_rl.types import SequenceScores, StepResult

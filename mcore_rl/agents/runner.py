@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,21 @@ class AgentRunner:
         if config.default_agent_loop not in self.loops:
             raise _refusal("default_agent_loop", config.default_agent_loop, self._no_loop(config.default_agent_loop))
         self.interactions = load_interactions(config)
-        tools = load_tools(config, code, self._processes)
-        self.schemas = tools.schemas
-        renderer = TurnRenderer(tokenizer, template_kwargs, self.schemas)
-        read = _reader(config.tool_parser, tokenizer, self.schemas) if self.schemas else None
-        self._parts = SessionParts(config=config, tokenizer=tokenizer, renderer=renderer, tools=tools, read_calls=read)
+        self._tools = load_tools(config, code, self._processes)
+        self.schemas = self._tools.schemas
+        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self._read = _reader(config.tool_parser, tokenizer, self.schemas) if self.schemas else None
+
+    @cached_property
+    def _parts(self) -> SessionParts:
+        """Made where a row has an agent: it holds a second tokenizer."""
+        return SessionParts(
+            config=self._config,
+            tokenizer=self._tokenizer,
+            renderer=TurnRenderer(self._tokenizer, self._template_kwargs, self.schemas),
+            tools=self._tools,
+            read_calls=self._read,
+        )
 
     def loop_of(self, columns: Mapping[str, Any]) -> str:
         """The name of the loop of a row, from its columns."""
@@ -87,7 +97,7 @@ class AgentRunner:
             return f"has {columns}, and is run by {name}. Write agent_name, or rollout.agent.default_agent_loop"
         if name in TOOL_AGENTS and not self.schemas and not asked["interaction_kwargs"]:
             return f"is for {name}, and there are no tools. Write rollout.agent.tools=[calculator], say"
-        unknown = sorted(set(asked["tools_kwargs"]) - set(self._parts.tools.tools))
+        unknown = sorted(set(asked["tools_kwargs"]) - set(self._tools.tools))
         if name not in SINGLE and unknown:
             return f"has tools_kwargs of {', '.join(unknown)}, which is no tool of rollout.agent.tools"
         interaction = asked["interaction_kwargs"].get("name")

@@ -28,15 +28,9 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
-from mcore_rl.runtime.train_worker import (
-    RankAdvantages,
-    RoleSpec,
-    SequenceAdvantages,
-    SequencesInStep,
-    TrainResults,
-    TrainWorker,
-)
+from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
 from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
-from mcore_rl.algorithms.token_advantages import Outcomes, SequenceStats, compute_advantages
+from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
@@ -46,11 +46,12 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
-from mcore_rl.types import Denominators, SequenceScores, StepResult
+from mcore_rl.types import Denominators, SequenceScores
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from mcore_rl.training.engine import Loss
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
-# For each minibatch, the advantages of its sequences (float32, [S]); None if the batch has one per token.
-SequenceAdvantages = Sequence[NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,37 +86,6 @@ class RoleSpec:
     shares_device: bool = False
     publishes: bool = False
     leaves_behind: bool = False
-
-
-@dataclass(frozen=True)
-class TrainResults:
-    """results: one per optimizer step.  memories: the memory use of each rank after them.
-
-    scores: one per data-parallel rank, if they were asked for.
-    """
-
-    results: list[StepResult]
-    memories: list[Memory]
-    scores: list[OwnScores] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RankAdvantages:
-    """A rank's part of the advantages.  stats: per sequence.  fields: names of the batch's fields that it computed."""
-
-    stats: SequenceStats
-    fields: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SequencesInStep:
-    """What a rank must know of its sequences to select tokens.
-
-    advantages_S: float32, one per sequence; None if the batch has one per token.  index_S: their places in the step.
-    """
-
-    advantages_S: NDArray[np.float32] | None
-    index_S: Sequence[int]
 
 
 class TrainWorker(Answering):

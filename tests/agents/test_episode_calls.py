@@ -23,6 +23,7 @@ class Recording(EpisodeTool):
         self.running = self.most = 0
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await asyncio.sleep(0)
         self.log.append(("create", instance_id, kwargs))
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.tools import EpisodeTool
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.episodes import Episode
@@ -41,6 +42,40 @@ def read_calls(text):
     return [{"name": "calculator", "arguments": json.loads(text[4:])}]
 """
 BY_TOOLS = {"default_agent_loop": "tool_agent", "tools": ["calculator"]}
+
+
+class Counting(EpisodeTool):
+    """Counts its calls, and says at the end that the episode was worth something."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float]:
+        return "called", 0.5
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        LOG.append(("reward", instance_id, kwargs))
+        return 4.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        LOG.append(("release", instance_id))
+
+
+LOG: list[Any] = []
+COUNT = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("last", ["done", COUNT])
+@awaited
+async def test_a_tool_has_the_last_word_and_is_released_however_the_episode_ends(tmp_path: Path, last: str) -> None:
+    LOG.clear()
+    path = tmp_path / "tools.yaml"
+    schema = "{type: function, function: {name: count, parameters: {type: object}}}"
+    path.write_text(f"tools: [{{class_name: {__name__}.Counting, tool_schema: {schema}}}]")
+    made = runner(tool_config_path=str(path), tool_reward_coef=0.5, max_turns=2)
+    kwargs = {"count": {"calc_reward_kwargs": {"truth": 3}}}
+    episode = await run(made, [COUNT, last], agent_name="tool_agent", tools_kwargs=kwargs)
+    of_last = 2.0 if last == "done" else 2.25
+    assert [each.reward for each in episode.segments if each.trained] == [0.25, of_last]
+    assert LOG == [("reward", "p#0", {"truth": 3}), ("release", "p#0")]
+    assert episode.agent is not None and episode.agent.reason == ("answered" if last == "done" else "max_turns")
 
 
 @pytest.fixture

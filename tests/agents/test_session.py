@@ -159,6 +159,19 @@ async def test_a_stop_string_leaves_the_end_of_the_turn_to_the_template() -> Non
 
 
 @awaited
+async def test_a_stop_string_that_is_a_token_does_not_end_the_turn_for_the_template() -> None:
+    tokenizer = style("qwen2.5")
+    engine = DrawnTurns(tokenizer, ["<tool_call>x</tool_call>"])
+    engine.drawn = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[method-assign]
+    one = session(engine, stop=("</tool_call>",))
+    turn = await one.draw()
+    one.append([{"role": "tool", "content": "4"}])
+    (_, drawn, added) = one.episode().segments
+    assert turn.raw == "<tool_call>x</tool_call>" and drawn.tokens[-1] in tokenizer.added_tokens_decoder
+    assert added.tokens[0] == tokenizer.eos_token_id
+
+
+@awaited
 async def test_what_calls_are_read_from_has_special_tokens_but_not_the_end() -> None:
     tokenizer = style("qwen2.5")
     engine = DrawnTurns(tokenizer, ["<tool_call>x"])

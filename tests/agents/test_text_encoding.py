@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from mcore_rl.agents.text_encoding import TextEncoder, encodable
 from tests.support.chat_styles import STYLES, style
@@ -44,6 +45,19 @@ def test_a_token_that_is_spelled_across_the_border_is_none() -> None:
     runs = [("<|im_", True), ("end|>", False)]
     assert not set(encoder.encode(runs)) & encoder.control_ids
     assert set(encoder.encode([("<|im_end|>", True)])) <= encoder.control_ids
+
+
+def test_tokens_that_begin_alike_or_swallow_space_are_the_tokenizers() -> None:
+    """The longest is taken; one that strips takes the white space before it."""
+    plain = style("qwen2.5")
+    tokenizer = type(plain)(tokenizer_object=Tokenizer.from_str(plain.backend_tokenizer.to_str()))
+    tokenizer.add_tokens(
+        [AddedToken("[A]", normalized=False), AddedToken("[A]B", normalized=False),
+         AddedToken("[MASK]", lstrip=True, normalized=False)]
+    )  # fmt: skip
+    encoder = TextEncoder(tokenizer)
+    for text in ("x[A]Bx", "x[A]x", "x \n [MASK] y", "[A]B [MASK]"):
+        assert encoder.encode([(text, True)]) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_half_characters_become_question_marks() -> None:

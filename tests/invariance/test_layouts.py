@@ -19,7 +19,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.invariance.cases import SABOTAGED, Case, Problem, all_cases, once_packed_once_unpacked, single_process
+from tests.invariance.cases import SABOTAGED, all_cases, once_packed_once_unpacked, single_process
+from tests.invariance.problems import Case, Problem
 from tests.support.engine_runs import Result, run_cases, starting_weights
 from tests.support.forked import run_ranks
 

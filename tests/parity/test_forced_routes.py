@@ -18,7 +18,7 @@ from mcore_rl.parallel.groups import destroy_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import LossInputs, LossSums, TrainBatch
-from tests.invariance.cases import MODELS
+from tests.invariance.problems import MODELS
 from tests.support import batches, hf_reference
 from tests.support.engine_parity import FLOAT32, Found, build_engine, gradients_of, joined, loss_inputs
 from tests.support.forced_routes import ForcedRoutes

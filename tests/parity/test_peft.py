@@ -24,7 +24,7 @@ from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from tests.invariance.cases import MODELS, Case, Problem
+from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config
 from tests.support.forked import run_ranks

@@ -21,7 +21,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.statements import STATEMENTS, Holder, stated
 from mcore_rl.training.engine import Engine
-from tests.invariance.cases import MODELS, Case, Problem
+from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config
 from tests.support.forked import run_ranks

@@ -24,7 +24,7 @@ from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.types import TokenScores, TrainBatch
-from tests.invariance.cases import MODELS, Case, Problem
+from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.full_weights import Weights
 from tests.support.late_copies import LateCopies

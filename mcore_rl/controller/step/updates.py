@@ -29,7 +29,7 @@ from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import SequenceAdvantages, SequencesInStep
+from mcore_rl.runtime.worker_values import SequenceAdvantages, SequencesInStep
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")

@@ -26,7 +26,7 @@ from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.updates import Updated, fields_read, minibatches, score, score_role, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.runtime.train_worker import TrainResults
+from mcore_rl.runtime.worker_values import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TokenScores, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
