@@ -105,3 +105,18 @@ def test_new_weights_make_the_cache_be_read_again() -> None:
     clock, made = engine.clock, engine._step
     engine.recompute(clock + 7)
     assert engine.clock == pytest.approx(clock + 7 + COSTS.prefill_s * 2 * (10 + made))
+
+
+def test_blocks_of_before_an_update_cannot_be_read() -> None:
+    """As where the cache is full; the weights change after 15 steps, so that all 22 tokens of the second are read."""
+    costs = EngineCosts(
+        fixed_s=(1.0,) * 9, stream_s=(0.0,) * 9, token_s=0.0, product_s=0.0, prefill_s=0.01, capacity=45
+    )  # fmt: skip
+    engine = filled(costs, [20, 20])
+    _, end = engine.resume()
+    assert end is not None and end == pytest.approx(0.1 + 12) and engine.advance(end) == []
+    engine.resume()
+    engine.advance(0.1 + 15)
+    engine.recompute(engine.clock)
+    ends = [time for _, time in drained(engine)]
+    assert ends == pytest.approx([0.1 + 20 + 25 * 0.01, 0.1 + 20 + 25 * 0.01 + 22 * 0.01 + 8])

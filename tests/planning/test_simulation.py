@@ -42,6 +42,8 @@ def test_without_overlap_a_step_is_the_sum(mode: object) -> None:
     one = simulate(mode, CONSTANT, PLAIN, 1, trained_in(40, 5))  # type: ignore[arg-type]
     assert one.step_s == pytest.approx(100 + 40 + 5)
     assert (one.drawing, one.training, one.publishing) == pytest.approx((100 / 145, 40 / 145, 5 / 145))
+    reading = simulate(mode, CONSTANT, replace(PLAIN, prefill_s=0.01), 1, trained_in(40, 5))  # type: ignore[arg-type]
+    assert reading.step_s == pytest.approx(one.step_s + 8 * 10 * 0.01), "a prompt is read once a group"
     turns = simulate(mode, replace(CONSTANT, groups=32), PLAIN, 1, trained_in(40, 5))  # type: ignore[arg-type]
     assert turns.step_s == pytest.approx(2 * 100 + 40 + 5)
     assert one.samples_per_s == pytest.approx(32 / 145) and one.staleness_max == 0
@@ -110,3 +112,18 @@ def test_an_update_without_partial_responses_waits_for_them() -> None:
         simulate(waits, SPREAD, REAL, 2, TRAINER).step_s
         > 1.05 * simulate(asynchronous(4), SPREAD, REAL, 2, TRAINER).step_s
     )
+
+
+def test_on_shared_devices_nobody_draws_while_the_trainer_trains() -> None:
+    result = simulate(replace(asynchronous(2), shared=True), SPREAD, REAL, 2, trained_in(20, 5))
+    assert result.drawing + result.training + result.publishing <= 1 + 1e-9
+
+
+def test_new_weights_cost_the_engines_what_they_read_again() -> None:
+    """Two batches end at once and are trained: after either update the 64 that have just begun are read again."""
+    plain, reading = (
+        simulate(asynchronous(3), CONSTANT, replace(PLAIN, prefill_s=each), 1, trained_in(1e-6), steps=16).step_s
+        for each in (0.0, 1e-3)
+    )
+    prompts = 8 * 10 * 1e-3
+    assert reading == pytest.approx(plain + prompts + 64 * 10e-3)
