@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=typed(PositiveInt), default=10, help="layouts that --search shows (default: 10)"
     )
-    parser.add_argument("--modes", action="store_true", help="sync and async over splits of the devices, simulated")
+    parser.add_argument(
+        "--modes",
+        action="store_true",
+        help="sync and async over splits of the devices, simulated; train runs sync alone so far",
+    )
     parser.add_argument("--lengths", metavar="MEAN|RUN", help="of responses for --modes: a mean, or those of a run")
     parser.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")
     parser.add_argument("--json", type=typed(OutputFile), metavar="FILE", help="write the numbers")
