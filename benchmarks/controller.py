@@ -191,7 +191,7 @@ def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
             score=Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0),
         )
         episodes.append(episode)
-    return RolloutBatch(episodes=episodes, greedy=None, num_batches=1, num_dropped=0)
+    return RolloutBatch(episodes=episodes, greedy=None, num_batches=1, num_dropped=0, seconds=1.0)
 
 
 def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
@@ -253,8 +253,11 @@ def simulated_run(
     def keep_rollouts(step: int, episodes: Sequence[Episode]) -> None:
         writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, episodes, tokenizer)))
 
-    async def collect(*_: Any) -> RolloutBatch:
+    async def next_rollouts(*_: Any) -> RolloutBatch:
         return rollouts
+
+    async def settle(*_: Any) -> None:
+        """Nothing is drawn ahead."""
 
     (folder / "rollouts").mkdir(exist_ok=True)
     nothing = Nothing()
@@ -263,8 +266,7 @@ def simulated_run(
     run: Any = object.__new__(BareRun)
     vars(run).update(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), groups=groups,
-        collector=SimpleNamespace(collect=collect), next_rows=None,
-        reporting=lambda _: None, keep_rollouts=keep_rollouts, leaving=Preemption(),
+        rollouts=SimpleNamespace(next=next_rollouts, settle=settle), keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
         losses={role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows},
         on_accelerator=False,

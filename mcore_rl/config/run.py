@@ -26,7 +26,7 @@ from mcore_rl.config.roles import ActorConfig, RouterReplay
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
-from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.trainer import Mode, Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
@@ -103,6 +103,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _parts_violations,
         _kl_in_reward_violations,
         _pass_k_violations,
+        _mode_violations,
         _warmup_violations,
         _schedule_violations,
         _loss_violations,
@@ -195,6 +196,14 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
     return violations
 
 
+def _mode_violations(run: RunConfig) -> Iterator[Violation]:
+    mode = run.trainer.mode
+    if mode is not Mode.sync and run.trainer.placement is Placement.colocated:
+        problem = "engines draw while the trainer trains, and with trainer.placement=colocated they take turns"
+        remedy = "Write trainer.placement=separate, or trainer.mode=sync"
+        yield Violation("trainer.mode", mode.value, problem, remedy)
+
+
 def _warmup_violations(run: RunConfig) -> Iterator[Violation]:
     if run.trainer.critic_warmup and len(run.trained_rows) == 1:
         problem = f"the actor alone is trained: algorithm.adv_estimator={run.algorithm.adv_estimator} needs no values"
@@ -233,6 +242,9 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     size = run.data.train_batch_size
     reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
+    if run.trainer.mode is Mode.one_step_off:
+        problem = f"trains each batch an update later than it was drawn: {reason}"
+        violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, f"Write sync, {remedy}"))
     if actor.ppo_epochs > loss.updates_per_batch:
         violations.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
     if actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:

@@ -13,7 +13,7 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.schedule import schedule_violations
-from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.trainer import Mode, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
 ACTOR = Role(
@@ -49,6 +49,7 @@ def sft_violations(config: SftConfig, *, planned: bool = False) -> list[Violatio
         lambda config: trainer_violations(config.trainer),
         *(partial(_role_violations, role=role) for role in config.group_rows),
         _warmup_violations,
+        _mode_violations,
         lambda config: schedule_violations(config, config.trainer.total_training_steps or 0),
         *(() if planned else (_missing,)),
     ]
@@ -63,6 +64,11 @@ def _warmup_violations(config: SftConfig) -> Iterator[Violation]:
     if config.trainer.critic_warmup:
         remedy = "Leave trainer.critic_warmup out"
         yield Violation("trainer.critic_warmup", config.trainer.critic_warmup, "sft has no critic", remedy)
+
+
+def _mode_violations(config: SftConfig) -> Iterator[Violation]:
+    if config.trainer.mode is not Mode.sync:
+        yield Violation("trainer.mode", config.trainer.mode.value, "sft draws no rollouts", "Leave trainer.mode out")
 
 
 def _missing(config: SftConfig) -> Iterator[Violation]:

@@ -52,6 +52,17 @@ class ResumeMode(Enum):
     off = "off"
 
 
+class Mode(Enum):
+    """When rollouts are drawn.
+
+    ``sync``: draw, train, and so on in turns.  ``one_step_off``: the engines draw the next step's rollouts while a step
+    is trained.
+    """
+
+    sync = "sync"
+    one_step_off = "one_step_off"
+
+
 class Placement(Enum):
     """``colocated``: trainer and rollout take turns on the same devices.  ``separate``: each has its own."""
 
@@ -152,6 +163,7 @@ class TrainerConfig:
     n_gpus_per_node: Ranks = 1
     device: Device = Device.auto
     placement: Placement = Placement.colocated
+    mode: Mode = Mode.sync
     log_val_generations: NonNegativeInt = 8
     save_rollouts: bool = True
     profile_steps: list[PositiveInt] = field(default_factory=list)

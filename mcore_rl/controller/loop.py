@@ -11,7 +11,14 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.controller.step.metrics import memory_metrics, own_metrics, sample_metrics, score_metrics, update_metrics
+from mcore_rl.controller.step.metrics import (
+    memory_metrics,
+    own_metrics,
+    sample_metrics,
+    score_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 from mcore_rl.controller.step.utilization import tflop
 from mcore_rl.controller.training_run import every_step
 
@@ -20,7 +27,8 @@ async def train(run: Run) -> None:
     """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
     await run.devices.to_engines(run.progress.step)
-    await every_step(run, train_step)
+    async with run.rollouts:
+        await every_step(run, train_step)
 
 
 async def train_step(run: Run, step: int) -> dict[str, float]:
@@ -28,8 +36,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     config, clock, temperature = run.config, run.clock, run.config.rollout.temperature
 
     with clock("generate"):
-        collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
-        rollouts = await run.preemption.cancel_if_asked(collecting)
+        rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     groups = assemble(rollouts.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
     run.keep_rollouts(step, rollouts.episodes)
 
@@ -37,7 +44,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         await run.devices.to_trainer()
     run.tracker.now("log-probs")
     parts = run.minibatches(groups.group_S, step)
-    metrics = sample_metrics(rollouts)
+    metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step)
     with clock(config.policy.phase):
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
     for role in config.role_rows:
@@ -70,6 +77,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
     metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}, step))
 
+    with clock("generate"):
+        await run.rollouts.settle(run.preemption)
     run.tracker.now("weights to the engines")
     with clock("sync"):
         await run.devices.to_engines(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
+from mcore_rl.controller.step.rollout_source import Ahead, RolloutSource
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.controller.step.utilization import Passes
 from mcore_rl.controller.step.validation import overall, validate
@@ -49,9 +51,14 @@ class Run(TrainingRun[RunConfig, Prepared]):
         collector: RolloutCollector,
         devices: DeviceSharing,
         weights: WeightSync,
+        ahead: Ahead | None = None,
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
         self.collector, self.devices, self.weights = collector, devices, weights
+        drawing = self.reporting("drawing")
+        self.rollouts = RolloutSource(
+            collector, prepared.sampler, self.next_rows, prepared.num_steps, self.clock, drawing, ahead
+        )
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
@@ -134,8 +141,16 @@ class Run(TrainingRun[RunConfig, Prepared]):
     @property
     def epoch(self) -> float:
         """Passes over the training data, with fractions."""
-        sampler, state = self.prepared.sampler, self.prepared.sampler.state_dict()
-        return float(sampler.epoch + state["position"] / sampler.num_prompts)
+        return float(self.place["epoch"] + self.place["position"] / self.prepared.sampler.num_prompts)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Without the rows of rollouts that were drawn ahead."""
+        return self.rollouts.place
+
+    def return_to(self, place: dict[str, Any]) -> None:
+        """Gives the rows after ``place`` back to the sampler, and drops rollouts that were drawn ahead."""
+        self.rollouts.return_to(place)
 
     def next_rows(self, count: int) -> list[PromptRow]:
         """The next ``count`` prompts of the sampler."""

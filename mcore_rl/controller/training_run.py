@@ -97,15 +97,23 @@ class TrainingRun(ABC, Generic[C, P]):
             if callback(step, dict(metrics)) is True and step < self.num_steps:
                 self.preemption.ask("the word of a callback")
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """The sampler's state after the rows of the steps that were begun, as a checkpoint records it."""
+        return self.prepared.sampler.state_dict()
+
+    def return_to(self, place: dict[str, Any]) -> None:
+        """Gives the rows after ``place`` back to the sampler."""
+        self.prepared.sampler.load_state_dict(place)
+
     @contextmanager
     def place_kept(self) -> Iterator[None]:
         """Within: a step that is preempted gives its rows back to the sampler."""
-        sampler = self.prepared.sampler
-        place = sampler.state_dict()
+        place = self.place
         try:
             yield
         except Preempted:
-            sampler.load_state_dict(place)
+            self.return_to(place)
             raise
 
     def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
@@ -114,7 +122,7 @@ class TrainingRun(ABC, Generic[C, P]):
 
     def progress_now(self) -> Progress:
         """How far the run is, with its place in the data."""
-        self.progress.sampler = self.prepared.sampler.state_dict()
+        self.progress.sampler = self.place
         return self.progress
 
     async def save(self) -> None:

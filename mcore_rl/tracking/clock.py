@@ -77,6 +77,15 @@ class Clock:
             self._any.leave(now)
             self._open.remove(path)
 
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Show the block as ``name`` in ``spans`` and count it nowhere: it is a task that goes on beside the phases."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spans.append(PhaseSpan(name, max(0.0, start - self._start), self._now() - self._start))
+
     def step(self) -> dict[str, float]:
         """``time/*`` in seconds and ``perf/overhead_share`` since the last call; restarts.  No phase may be open."""
         assert not self._open, f"the step ends while {self._open} are open"

@@ -78,6 +78,12 @@ _AGENTS = (
 )
 
 _AGREEMENT = (
+    Metric(
+        "rollout/staleness_mean", "versions", "mean", "of the weights, from a trained token's to the step's", "stale"
+    ),
+    Metric(
+        "rollout/staleness_max", "versions", "max", "of the weights, from a trained token's to the step's", "stale max"
+    ),
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
@@ -173,7 +179,8 @@ _VALIDATION = (
 )
 
 _PERFORMANCE = (
-    Metric("perf/generated_tokens_per_s", "tokens/s", "mean", "of responses, while generating", "tok/s", "up"),
+    Metric("perf/generated_tokens_per_s", "tokens/s", "mean", "of responses: a step's, over draw_s", "tok/s", "up"),
+    Metric("perf/draw_s", "s", "last", "for drawing and grading the responses, whenever it was", "drawing"),
     Metric("perf/trained_tokens_per_s", "tokens/s", "mean", "of the batch, while updating", "trained tok/s", "up"),
     Metric("perf/mfu", "share", "mean", "of updates: tflops_per_device over the device's peak", "MFU", "up"),
     Metric("perf/mfu_logprobs", "share", "mean", "the same of log-probs and values", "MFU of log-probs", "up"),

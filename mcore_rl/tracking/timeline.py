@@ -17,7 +17,10 @@ MAX_SPANS = 500  # of a step in the file; no step of ours has a tenth of it
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase was open from start to end, seconds since the step began.  phase: ``validate/generate`` is a part."""
+    """A phase was open from start to end, seconds since the step began.  phase: ``validate/generate`` is a part.
+
+    A name that no phase has is of a task beside the phases: ``next step``, rollouts that are drawn ahead.
+    """
 
     phase: str
     start: float

@@ -90,6 +90,16 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm=gpg actor.ppo_mini_batch_size=512",
             "actor.ppo_mini_batch_size=512: is less than data.train_batch_size=1024: actor.loss_mode=gpg has no ratio",
         ),
+        (
+            "trainer.mode=one_step_off",
+            "trainer.mode=one_step_off: engines draw while the trainer trains, and with trainer.placement=colocated "
+            "they take turns. Write trainer.placement=separate, or trainer.mode=sync",
+        ),
+        (
+            "algorithm=rloo trainer.mode=one_step_off trainer.placement=separate",
+            "trainer.mode=one_step_off: trains each batch an update later than it was drawn: "
+            "actor.loss_mode=policy_gradient has no ratio",
+        ),
         ("data.gen_batch_size=7", "data.gen_batch_size=7: differs from data.train_batch_size=1024, and no groups"),
         (
             "algorithm=dapo data.gen_batch_size=8 algorithm.filter_groups.max_num_gen_batches=2",
@@ -274,6 +284,8 @@ def test_the_critic_is_not_asked_where_there_is_none() -> None:
 def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     asked = "actor.allow_stale_updates=true"
     assert refusals("algorithm=gpg", "actor.ppo_mini_batch_size=256", "actor.ppo_epochs=2", asked) == []
+    apart = ("trainer.mode=one_step_off", "trainer.placement=separate")
+    assert refusals("algorithm=gpg", *apart, asked) == refusals(*apart) == []
 
 
 @pytest.mark.parametrize(

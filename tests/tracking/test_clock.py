@@ -145,3 +145,14 @@ def test_unknown_phases_and_open_ones_are_our_mistakes() -> None:
         pass
     with pytest.raises(AssertionError, match="generate"), clock("generate"):
         clock.step()
+
+
+def test_what_goes_on_beside_the_phases_is_shown_and_not_counted() -> None:
+    hand = Hand()
+    clock = Clock(hand)
+    with clock.beside("next step"):
+        hand.turn(1)
+        with clock("update_actor"):
+            hand.turn(2)
+    assert clock.step() == {"time/update_actor": 2, "time/step": 3, "perf/overhead_share": pytest.approx(1 / 3)}
+    assert [(span.phase, span.start, span.end) for span in clock.spans] == [("next step", 0, 3), ("update_actor", 1, 3)]

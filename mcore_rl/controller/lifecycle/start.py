@@ -15,7 +15,7 @@ from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
-from mcore_rl.config.trainer import Placement
+from mcore_rl.config.trainer import Mode, Placement
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
@@ -29,6 +29,7 @@ from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
+from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.controller.training_run import begin_records, open_directory
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
@@ -98,8 +99,12 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
         stack.callback(prepared.agents.close)
         collector = RolloutCollector(samples, scorer, config, reward_model, recorded, prepared.agents)
+        ahead = None
+        if trainer.mode is Mode.one_step_off:
+            bare = RolloutCollector(pool, scorer, config, reward_model, recorded, prepared.agents)
+            ahead = Ahead(collector=bare, restart_dead=restarter.restart_dead)
         begin_records(config, prepared, planned, tracker)
-        run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
+        run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead)
         stack.push_async_callback(run.saver.close)
         yield run
 

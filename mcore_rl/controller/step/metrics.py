@@ -37,6 +37,7 @@ def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "response/clip_share": fmean(each.truncated for each in episodes),
         "prompt/length_mean": fmean(prompts),
         "prompt/length_max": float(max(prompts)),
+        "perf/draw_s": rollouts.seconds,
         "dropped/groups": float(rollouts.num_dropped),
         "dropped/generation_batches": float(rollouts.num_batches),
         "dropped/grader_errors": float(sum(each.graded.error is not None for each in episodes)),
@@ -74,6 +75,19 @@ def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
     parts = [each.graded.parts for each in episodes]
     names = sorted({name for of_one in parts for name in of_one})
     return {f"reward/part/{name}": fmean(of_one[name] for of_one in parts if name in of_one) for name in names}
+
+
+def staleness_metrics(episodes: Sequence[Episode], step: int) -> dict[str, float]:
+    """How many versions older than the weights that ``step`` begins with (its number less 1) those of its tokens are.
+
+    An empty dict where the engine names no versions.
+    """
+    spans = [span for each in episodes for part in each.segments if part.trained for span in part.versions]
+    ages = [(step - 1 - span.version, span.end - span.start) for span in spans if span.end > span.start]
+    if not ages:
+        return {}
+    mean = sum(age * count for age, count in ages) / sum(count for _, count in ages)
+    return {"rollout/staleness_mean": mean, "rollout/staleness_max": float(max(age for age, _ in ages))}
 
 
 def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) -> dict[str, float]:
@@ -127,8 +141,8 @@ def rates(
     """Tokens per second.  seconds: ``time/*`` of the step.  epochs: the policy's passes over the sequences."""
     per_second, responses = {}, metrics["response/length_mean"] * num_sequences
     prompts = metrics["prompt/length_mean"] * num_sequences
-    if seconds.get("time/generate"):
-        per_second["perf/generated_tokens_per_s"] = responses / seconds["time/generate"]
+    if metrics["perf/draw_s"]:
+        per_second["perf/generated_tokens_per_s"] = responses / metrics["perf/draw_s"]
     if seconds.get("time/update_actor"):
         per_second["perf/trained_tokens_per_s"] = epochs * (prompts + responses) / seconds["time/update_actor"]
     return per_second

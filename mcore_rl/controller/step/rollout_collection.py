@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,12 +39,14 @@ class RolloutBatch:
     greedy: the reward of the greedy response to each prompt, by group number; None if the algorithm needs none.
     num_batches: the batches of prompts that were sampled.
     num_dropped: the groups that were sampled but are not trained.
+    seconds: that sampling and grading took.
     """
 
     episodes: list[Episode]
     greedy: list[float] | None
     num_batches: int
     num_dropped: int
+    seconds: float
 
 
 class RolloutCollector:
@@ -69,7 +72,7 @@ class RolloutCollector:
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
     ) -> RolloutBatch:
         """Collects the groups of training step ``step``, in the order of the rows that ``next_rows(count)`` returns."""
-        run = self._run
+        run, begun = self._run, time.perf_counter()
         kept: list[list[Episode]] = []
         spare: list[list[Episode]] = []
         wanted, batches = run.data.train_batch_size, 0
@@ -88,6 +91,7 @@ class RolloutCollector:
             greedy=greedy,
             num_batches=batches,
             num_dropped=dropped,
+            seconds=time.perf_counter() - begun,
         )
 
     async def collect_validation(self, rows: Sequence[PromptRow], progress: CollectProgress) -> list[Episode]:
@@ -122,13 +126,14 @@ class RolloutCollector:
         if not self._run.needs_greedy:
             return await self._collect(named, rollout.n, sampling, progress)
         greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
-        sampled, baselines = await asyncio.gather(
-            self._collect(named, rollout.n, sampling, progress),
-            self._collect(
-                [(f"greedy/{name}", row) for name, row in named], 1, greedy, lambda done, of: None, trained=False
-            ),
-        )
-        return [[*group, *baseline] for group, baseline in zip(sampled, baselines, strict=True)]
+        alone = [(f"greedy/{name}", row) for name, row in named]
+        try:
+            async with asyncio.TaskGroup() as drawing:  # an error of one ends the other
+                sampled = drawing.create_task(self._collect(named, rollout.n, sampling, progress))
+                baselines = drawing.create_task(self._collect(alone, 1, greedy, lambda done, of: None, trained=False))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [[*group, *baseline] for group, baseline in zip(sampled.result(), baselines.result(), strict=True)]
 
     async def _collect(
         self,

@@ -213,6 +213,7 @@ def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> 
         ("model.path=''", "model.path=: is not set"),
         ("data.train_files=[]", "data.train_files=[]: there is nothing to train on"),
         ("data.val_files=[]", "data.val_files=[]: trainer.test_freq=4 needs some"),
+        ("trainer.mode=one_step_off", "trainer.mode=one_step_off: sft draws no rollouts. Leave trainer.mode out"),
         ("trainer.critic_warmup=2", "trainer.critic_warmup=2: sft has no critic"),
         ("data.max_length=300", "data.max_length=300: exceeds the model's 256 tokens"),
         ("data.max_length=8", "max_length"),

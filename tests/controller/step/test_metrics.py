@@ -18,11 +18,12 @@ from mcore_rl.controller.step.metrics import (
     rates,
     sample_metrics,
     score_metrics,
+    staleness_metrics,
     update_metrics,
 )
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
-from mcore_rl.episodes import AgentCounts, Author, Episode
+from mcore_rl.episodes import AgentCounts, Author, Episode, Segment, VersionSpan
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
@@ -62,7 +63,7 @@ def test_samples_are_counted() -> None:
         episode(4, Score(0.0, {"format": 0.0}, correct=0.0), cut=True),
         episode(6, Score(-1.0, error="timeout: x")),
     ]
-    collected = RolloutBatch(episodes=episodes, greedy=None, num_batches=2, num_dropped=5)
+    collected = RolloutBatch(episodes=episodes, greedy=None, num_batches=2, num_dropped=5, seconds=1.5)
     assert known(sample_metrics(collected)) == pytest.approx(
         {
             "reward/mean": 0.0, "reward/std": (2 / 3) ** 0.5, "reward/min": -1.0, "reward/max": 1.0,
@@ -70,11 +71,31 @@ def test_samples_are_counted() -> None:
             "response/length_mean": 4.0, "response/length_min": 2.0, "response/length_max": 6.0,
             "response/clip_share": 1 / 3, "prompt/length_mean": 4.0, "prompt/length_max": 6.0,
             "dropped/groups": 5.0, "dropped/generation_batches": 2.0, "dropped/grader_errors": 1.0,
+            "perf/draw_s": 1.5,
         }
     )  # fmt: skip
 
 
 MAXIMA = ("actor/log_ratio_rise", "actor/log_ratio_fall")
+
+
+def test_staleness_is_of_trained_tokens_from_their_version_to_the_step_s() -> None:
+    def segment(author: Author, *counts: tuple[int, int]) -> Segment:
+        """counts: (version, tokens)."""
+        ends = [sum(count for _, count in counts[: place + 1]) for place in range(len(counts))]
+        spans = tuple(
+            VersionSpan(version=version, start=end - count, end=end)
+            for end, (version, count) in zip(ends, counts, strict=True)
+        )
+        return replace(turn(author, (7,) * ends[-1]), versions=spans)
+
+    mixed = conversation(1, [segment(Author.model, (4, 3), (6, 1)), turn(Author.tool, (8, 8))])
+    untrained = conversation(1, [replace(segment(Author.model, (0, 9)), trained=False)])
+    unnamed = conversation(1, [replace(segment(Author.model, (0, 2)), versions=())])
+    assert known(staleness_metrics([mixed, untrained, unnamed], 7)) == {
+        "rollout/staleness_mean": 1.5, "rollout/staleness_max": 2.0
+    }  # fmt: skip
+    assert staleness_metrics([unnamed], 7) == {}
 
 
 def result(loss: float = 0.0, skipped: str | None = None, **metrics: float) -> StepResult:
@@ -140,9 +161,9 @@ def test_memory_is_of_the_device_or_of_all_processes() -> None:
 
 
 def test_rates_are_tokens_by_the_seconds_of_their_phase() -> None:
-    metrics = {"response/length_mean": 10.0, "prompt/length_mean": 5.0}
-    seconds = {"time/generate": 4.0, "time/update_actor": 2.0}
+    metrics = {"response/length_mean": 10.0, "prompt/length_mean": 5.0, "perf/draw_s": 4.0}
+    seconds = {"time/generate": 1.0, "time/update_actor": 2.0}
     assert known(rates(metrics, seconds, 8, epochs=3)) == {
         "perf/generated_tokens_per_s": 20.0, "perf/trained_tokens_per_s": 180.0
     }  # fmt: skip
-    assert rates(metrics, {}, 8, 1) == {}
+    assert rates(metrics | {"perf/draw_s": 0.0}, {}, 8, 1) == {}

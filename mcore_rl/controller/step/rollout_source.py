@@ -1,0 +1,127 @@
+"""Hands each step its rollouts.  With ``trainer.mode=one_step_off`` the next step's are drawn while a step is trained.
+
+The invariants: no draw goes on while engines receive weights, so that all tokens of a draw are of one version; and what
+was drawn and not handed over has no place in a checkpoint: its prompts are drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.errors import DeadEngineError
+from mcore_rl.tracking.clock import Clock
+
+DRAWN_AHEAD = "next step"  # the name of such a draw in timeline.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """How rollouts are drawn while the trainer works.
+
+    collector: its engines are not restarted: the weights that they would need are being changed.
+    restart_dead: restarts dead engines, once the trainer has done its work.
+    """
+
+    collector: RolloutCollector
+    restart_dead: Callable[[DeadEngineError], Awaitable[None]]
+
+
+class RolloutSource:
+    """The rollouts of one step after the other; a context manager, which ends the draw that goes on.
+
+    Args:
+        collector: collects while the trainer waits, and survives the death of engines.
+        sampler: ``next_rows(count)`` takes rows from it.
+        num_steps: the last step, after which nothing is drawn.
+        clock: shows in the timeline when rollouts were drawn ahead.
+        progress: is told of a draw that the trainer waits for.
+        ahead: None: nothing is drawn while the trainer works.
+    """
+
+    def __init__(
+        self,
+        collector: RolloutCollector,
+        sampler: PromptSampler,
+        next_rows: Callable[[int], list[PromptRow]],
+        num_steps: int,
+        clock: Clock,
+        progress: CollectProgress,
+        ahead: Ahead | None = None,
+    ) -> None:
+        self._collector, self._sampler, self._next_rows = collector, sampler, next_rows
+        self._num_steps, self._clock, self._progress, self._ahead = num_steps, clock, progress, ahead
+        self._task: asyncio.Task[RolloutBatch] | None = None  # the last draw ahead
+        self._before: dict[str, Any] | None = None  # the sampler's state before it, until it is handed over
+
+    async def __aenter__(self) -> RolloutSource:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The sampler's state after the rows of the last step that has its rollouts."""
+        return self._sampler.state_dict() if self._before is None else self._before
+
+    def return_to(self, place: dict[str, Any]) -> None:
+        """Gives all rows after ``place`` back to the sampler; a draw that goes on is cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+        self._before = None
+        self._sampler.load_state_dict(place)
+
+    async def next(self, step: int) -> RolloutBatch:
+        """The rollouts of ``step``; those of the step after it are begun.  Raises as ``RolloutCollector.collect``."""
+        if self._before is None:
+            rollouts = await self._collector.collect(step, self._next_rows, self._progress)
+        else:
+            assert self._task is not None
+            rollouts = await self._task
+            self._before = None
+        if self._ahead is not None and step < self._num_steps:
+            self._before = self._sampler.state_dict()
+            self._task = asyncio.create_task(self._draw_ahead(self._ahead.collector, step + 1))
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who is dropped is silent
+        return rollouts
+
+    async def settle(self, preemption: Preemption) -> None:
+        """Waits until nothing is drawn, as it must be before engines receive weights.
+
+        If the run is told to end, the draw is cancelled.  If an engine died, it is restarted, and ``next`` draws again,
+        with the weights that it receives.  Any other error is raised by ``next``, since the step at hand is complete
+        without the draw.  Raises as ``EngineRestarter.restart_dead``.
+        """
+        if self._before is None:
+            return
+        assert self._task is not None
+        try:
+            await preemption.cancel_if_asked(asyncio.wait([self._task]))
+        except Preempted:
+            await self._end()
+            return
+        death = self._task.exception()
+        if self._ahead is not None and isinstance(death, DeadEngineError):
+            await self._end()
+            await self._ahead.restart_dead(death)
+
+    async def _draw_ahead(self, collector: RolloutCollector, step: int) -> RolloutBatch:
+        with self._clock.beside(DRAWN_AHEAD):
+            return await collector.collect(step, self._next_rows, lambda done, of: None)
+
+    async def _end(self) -> None:
+        """Ends the draw that goes on, and gives the rows of one that was not handed over back."""
+        if self._before is not None:
+            self.return_to(self._before)
+        if self._task is not None:
+            await asyncio.wait([self._task])
