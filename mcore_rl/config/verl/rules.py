@@ -263,6 +263,8 @@ def _rejection(verl: Verl, answer: Answer) -> None:
         return
     lower, _, upper = str(verl[most] if verl[most] is not None else verl[bounds]).rpartition("_")
     answer.set(f"{OURS}.reject", name, reject)
+    if lower and name == str(verl[reject]):  # since 0.7.1: bounds of p_sampler / p_trainer
+        lower, upper = str(1 / float(upper)), str(1 / float(lower))
     answer.set(f"{OURS}.reject_upper", float(upper), reject, most)
     if lower or verl[least] is not None:
         answer.set(f"{OURS}.reject_lower", float(lower or verl[least]), most, least)
@@ -283,7 +285,7 @@ def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
         return
     answer.set("algorithm.off_policy", "decoupled", switch)
     answer.set(f"{OURS}.level", verl[level], switch, level)
-    answer.set(f"{OURS}.mode", verl[mode], switch, mode)
+    answer.set(f"{OURS}.mode", "zero" if verl[mode] == "mask" else verl[mode], switch, mode)  # the divisor counts them
     answer.set(f"{OURS}.upper", verl[upper], switch, upper)
     if verl[mode] == "mask":
         answer.set(f"{OURS}.lower", verl[lower] if verl[lower] is not None else 1 / float(verl[upper]), upper, lower)
