@@ -220,7 +220,10 @@ def correction(verl: Verl, answer: Answer) -> None:
     reinforce = verl[kind] == "reinforce" or bool(verl[early])
     if verl[level]:
         _weights(verl, answer, level)
-    _rejection(verl, answer)
+    if verl[bypass] and not reinforce and versions().index(verl.version) < versions().index("0.7.0"):
+        answer.tell(Difference.dropped, f"{CORRECTION}.rollout_rs", "not read in verl 0.6.1 either, with bypass_mode")
+    else:
+        _rejection(verl, answer)
     if verl[bypass] and not reinforce:  # verl measures weights then, and leaves them out of the loss
         answer.set("algorithm.off_policy", "bypass", bypass)
     elif verl[bypass]:

@@ -202,6 +202,13 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     (f"{C}.bypass_mode=True {C}.rollout_is=sequence {C}.rollout_is_threshold=4", "0.9.0"): {
         "algorithm.off_policy": "bypass", f"{C}.upper": 2.0,
     },
+    # 0.6.1 rejects in its decoupled mode alone (ray_trainer.py), 0.7.0 in its bypass loss too
+    (f"{C}.bypass_mode=True {C}.rollout_rs=token {C}.rollout_rs_threshold=2", "0.6.1"): {
+        "algorithm.off_policy": "bypass", f"{C}.reject": "none",
+    },
+    (f"{C}.bypass_mode=True {C}.rollout_rs=token {C}.rollout_rs_threshold=2", "0.7.0"): {
+        "algorithm.off_policy": "bypass", f"{C}.reject": "token_k1", f"{C}.reject_upper": 2.0,
+    },
     (f"{C}.rollout_is=sequence {C}.rollout_is_batch_normalize=True", "0.9.0"): {
         "algorithm.off_policy": "decoupled", f"{C}.level": "sequence", f"{C}.batch_normalize": True,
     },
