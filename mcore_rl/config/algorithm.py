@@ -259,10 +259,17 @@ def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list
     violations = []
     if upper is None or not (upper >= 1 if reject.bounds_ratio else upper > 0):
         problem = "must be 1 or more, a ratio" if reject.bounds_ratio else "must be positive, nats"
-        remedy = "Write 1.001, say" if reject.bounds_ratio else "Write 0.01, say"
+        remedy = f"Write {_bound_for(reject)}, say"
         violations.append(Violation(f"{key}.reject_upper", upper, f"{problem}, with reject={reject.value}", remedy))
     if reject.bounds_ratio and lower is not None and not 0 < lower <= 1:
         violations.append(
             Violation(f"{key}.reject_lower", lower, "must lie in (0, 1]", "Leave it out: 1 / reject_upper")
         )
     return violations
+
+
+def _bound_for(reject: Rejection) -> str:
+    """A ``reject_upper`` that rejects little while sampler and trainer agree but for their kernels."""
+    if reject.bounds_ratio:
+        return "1.01" if reject is Rejection.seq_mean_k1 else "2"
+    return "1" if reject.value.startswith(("seq_sum", "seq_max")) else "0.01"

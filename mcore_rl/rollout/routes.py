@@ -19,11 +19,11 @@ def continued(request: Request, reported: RoutesArray | None) -> RoutesArray | N
     """``Sample.experts`` of an answer to ``request``.  reported: of all tokens that the engine read; None: nothing.
 
     The engine read the tokens of ``so_far`` again, maybe with other weights: each keeps the experts that it was drawn
-    with.
+    with, also where the answer was aborted before its first token, of which engines report nothing.
     """
     before = None if request.so_far is None else request.so_far.experts
     if reported is None or before is None:
-        return reported
+        return before if reported is None else reported
     return np.concatenate([before, reported[len(before) :]])
 
 

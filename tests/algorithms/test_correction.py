@@ -12,7 +12,14 @@ import torch
 
 from mcore_rl.algorithms.correction import REJECTIONS, Correction, correct, correction_metrics, mean_weight
 from mcore_rl.algorithms.ragged import Trained
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
+from mcore_rl.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionLevel,
+    CorrectionMode,
+    Rejection,
+    RolloutCorrectionConfig,
+    algorithm_violations,
+)
 from mcore_rl.tracking.metrics import metric_of
 from tests.algorithms.cases import ALL, Case
 
@@ -239,3 +246,16 @@ def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
         of_tokens = reject.value.startswith("token")
         rejected = correct(old_T, rollout_T, Trained(mask_T), (5,), rejecting, weighs=False)
         assert rejected.mask_T.tolist() == [False, *([of_tokens] * 3), False], reject
+
+
+@pytest.mark.parametrize("reject", [each for each in Rejection if each is not Rejection.none])
+def test_a_bound_that_a_message_names_rejects_little(reject: Rejection) -> None:
+    """Of responses of 200 tokens, to which sampler and trainer give log-probs that differ by 0.02 nats."""
+    config = RolloutCorrectionConfig(reject=reject)
+    (violation,) = algorithm_violations(AlgorithmConfig(rollout_correction=config))
+    bound = float(violation.remedy.removeprefix("Write ").removesuffix(", say"))
+    old_T = torch.randn(100 * 200, generator=torch.Generator().manual_seed(1)) * 0.02
+    everything = Trained(torch.ones(len(old_T), dtype=torch.bool))
+    bounded = replace(config, reject_upper=bound)
+    result = correct(old_T, torch.zeros_like(old_T), everything, [200] * 100, bounded, weighs=False)
+    assert correction_metrics(result.sums, bounded, weighs=False)["rollout/masked_share"] < 0.1

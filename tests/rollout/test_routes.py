@@ -84,4 +84,22 @@ def test_a_token_keeps_the_experts_that_it_was_drawn_with() -> None:
     assert joined is not None and joined[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 106, 107]
     assert continued(Request(prompt=prompt), again) is again
     assert continued(Request(prompt=prompt, so_far=replace(so_far, experts=None)), again) is again
-    assert continued(Request(prompt=prompt, so_far=so_far), None) is None
+    assert continued(Request(prompt=prompt), None) is None
+
+
+def test_an_abort_before_the_first_token_loses_no_experts() -> None:
+    """It was aborted after four tokens, again before another was drawn, and then two more were."""
+    prompt = Prompt(id="p", tokens=(1, 2, 3))
+    before, again = np.arange(6)[:, None, None], 100 + np.arange(8)[:, None, None]
+    first = replace(sample(tokens=(4, 5, 6, 7)), experts=before)
+    second = replace(first, experts=continued(Request(prompt=prompt, so_far=first), None))
+    joined = continued(Request(prompt=prompt, so_far=second), again)
+    assert joined is not None and joined[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 106, 107]
+
+
+def test_a_continuation_that_is_not_recorded_is_refused() -> None:
+    """What is left are the experts of the tokens before it."""
+    first = replace(sample("p7", 5, RESPONSE[:1]), experts=routes()[:-1])
+    left = continued(Request(prompt=Prompt(id="p7", tokens=(1, 2, 3)), so_far=first), None)
+    with pytest.raises(RolloutError, match="and 4 tokens that it read"):
+        checked_routes(replace(sample("p7", 5, RESPONSE), experts=left), PROMPT, MODEL)

@@ -112,15 +112,15 @@ ALGORITHM_ROWS = [
         f"{CORRECTION}.reject {CORRECTION}.reject_lower {CORRECTION}.reject_upper",
         "correction",
         "one criterion; `token`, `sequence`, `geometric` (until 0.7.0) are `token_k1`, `seq_sum_k1`, `seq_mean_k1`. "
-        "Bounds of `*_k1` are of p_trainer / p_sampler; verl holds its inverse against them, which is the same where "
-        "one is 1 / the other",
-        differs=True,
+        "Bounds of `*_k1` are of p_trainer / p_sampler, verl's since 0.7.1 of its inverse: `0.8_2.0` is "
+        "`reject_lower=0.5 reject_upper=1.25`",
     ),
     part(
         "algorithm.{rollout_is,rollout_is_level,rollout_is_mode,rollout_is_threshold,rollout_is_threshold_lower}",
         f"algorithm.off_policy {CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower",
         "correction",
-        "verl's in 0.6.0: `off_policy=decoupled`",
+        "verl's in 0.6.0: `off_policy=decoupled`; `rollout_is_mode=mask` is `mode=zero`, since its divisor counts all "
+        "tokens",
     ),
     absent("algorithm.rollout_is_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
     absent(f"{CORRECTION}.rollout_token_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),

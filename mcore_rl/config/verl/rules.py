@@ -220,7 +220,10 @@ def correction(verl: Verl, answer: Answer) -> None:
     reinforce = verl[kind] == "reinforce" or bool(verl[early])
     if verl[level]:
         _weights(verl, answer, level)
-    _rejection(verl, answer)
+    if verl[bypass] and not reinforce and versions().index(verl.version) < versions().index("0.7.0"):
+        answer.tell(Difference.dropped, f"{CORRECTION}.rollout_rs", "not read in verl 0.6.1 either, with bypass_mode")
+    else:
+        _rejection(verl, answer)
     if verl[bypass] and not reinforce:  # verl measures weights then, and leaves them out of the loss
         answer.set("algorithm.off_policy", "bypass", bypass)
     elif verl[bypass]:
@@ -263,6 +266,8 @@ def _rejection(verl: Verl, answer: Answer) -> None:
         return
     lower, _, upper = str(verl[most] if verl[most] is not None else verl[bounds]).rpartition("_")
     answer.set(f"{OURS}.reject", name, reject)
+    if lower and name == str(verl[reject]):  # since 0.7.1: bounds of p_sampler / p_trainer
+        lower, upper = str(1 / float(upper)), str(1 / float(lower))
     answer.set(f"{OURS}.reject_upper", float(upper), reject, most)
     if lower or verl[least] is not None:
         answer.set(f"{OURS}.reject_lower", float(lower or verl[least]), most, least)
@@ -283,7 +288,7 @@ def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
         return
     answer.set("algorithm.off_policy", "decoupled", switch)
     answer.set(f"{OURS}.level", verl[level], switch, level)
-    answer.set(f"{OURS}.mode", verl[mode], switch, mode)
+    answer.set(f"{OURS}.mode", "zero" if verl[mode] == "mask" else verl[mode], switch, mode)  # the divisor counts them
     answer.set(f"{OURS}.upper", verl[upper], switch, upper)
     if verl[mode] == "mask":
         answer.set(f"{OURS}.lower", verl[lower] if verl[lower] is not None else 1 / float(verl[upper]), upper, lower)

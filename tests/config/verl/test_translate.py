@@ -171,7 +171,7 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     (f"{A}.use_kl_loss=True {A}.kl_loss_type=mse", "0.7.0"): {"actor.kl_loss_type": "k2"},
     # The mismatch of sampler and trainer, in three spellings
     ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask", "0.6.0"): {
-        "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "mask",
+        "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "zero",
         f"{C}.upper": 3.0, f"{C}.lower": pytest.approx(1 / 3),
     },
     (f"{C}.rollout_rs=geometric {C}.rollout_rs_threshold=1.001", "0.7.0"): {
@@ -182,9 +182,17 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
         "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "zero",
         f"{C}.lower": 0.5, f"{C}.upper": 5.0,
     },
-    (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.9_1.2", "0.9.0"): {
-        f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.9,
-        f"{C}.reject_upper": 1.2,
+    # verl's k1 is log p_sampler - log p_trainer (rollout_corr_helper.py, 0.9.0), ours bounds p_trainer / p_sampler
+    (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.8_2.0", "0.9.0"): {
+        f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.5,
+        f"{C}.reject_upper": 1.25,
+    },
+    (f"{C}.rollout_rs=seq_mean_k1 {C}.rollout_rs_threshold=1.25", "0.9.0"): {
+        f"{C}.reject": "seq_mean_k1", f"{C}.reject_lower": None, f"{C}.reject_upper": 1.25,
+    },
+    # until 0.7.0 its bounds were of p_trainer / p_sampler
+    (f"{C}.rollout_rs=token {C}.rollout_rs_threshold=2.0 {C}.rollout_rs_threshold_lower=0.8", "0.7.0"): {
+        f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.8, f"{C}.reject_upper": 2.0,
     },
     ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_level=geometric", "0.6.0"): {
         "algorithm.off_policy": "decoupled", f"{C}.level": "geometric",
@@ -193,6 +201,13 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     # verl leaves the weights out there, and so the bounds are read by nobody
     (f"{C}.bypass_mode=True {C}.rollout_is=sequence {C}.rollout_is_threshold=4", "0.9.0"): {
         "algorithm.off_policy": "bypass", f"{C}.upper": 2.0,
+    },
+    # 0.6.1 rejects in its decoupled mode alone (ray_trainer.py), 0.7.0 in its bypass loss too
+    (f"{C}.bypass_mode=True {C}.rollout_rs=token {C}.rollout_rs_threshold=2", "0.6.1"): {
+        "algorithm.off_policy": "bypass", f"{C}.reject": "none",
+    },
+    (f"{C}.bypass_mode=True {C}.rollout_rs=token {C}.rollout_rs_threshold=2", "0.7.0"): {
+        "algorithm.off_policy": "bypass", f"{C}.reject": "token_k1", f"{C}.reject_upper": 2.0,
     },
     (f"{C}.rollout_is=sequence {C}.rollout_is_batch_normalize=True", "0.9.0"): {
         "algorithm.off_policy": "decoupled", f"{C}.level": "sequence", f"{C}.batch_normalize": True,
