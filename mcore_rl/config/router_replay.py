@@ -21,7 +21,9 @@ def replay_violations(run: RunConfig) -> Iterator[Violation]:
     """What contradicts ``actor.router_replay``, not looking at a model."""
     mode = run.actor.router_replay
     if mode is RouterReplay.r2 and run.algorithm.off_policy is OffPolicy.bypass:
-        problem = "repeats the experts of the log-prob pass, and algorithm.off_policy=bypass leaves that pass out"
+        problem = (
+            "repeats the experts of the log-prob pass, and with algorithm.off_policy=bypass the ratio is to the sampler"
+        )
         yield Violation(KEY, mode.value, problem, f"Write {KEY}=r3, or algorithm.off_policy=recompute")
     elif mode is RouterReplay.r2 and why_scored(run) is None:
         problem = "repeats the experts of the log-prob pass, and a step of one update needs no such pass"

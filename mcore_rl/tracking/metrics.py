@@ -141,8 +141,10 @@ _UPDATES = (
     *(metric for role in ROLES.values() if role.trains for metric in _of_trained(role)),
     *(metric for role in ROLES.values() if role.trains and role.on_request for metric in _of_loss(role)),
     Metric("actor/entropy", "nats", "mean", "of the policy at a trained token", "entropy"),
-    Metric("actor/kl_k1", "nats", "mean", "old policy to new, k1, of a trained token", "KL k1"),
-    Metric("actor/kl_k3", "nats", "mean", "old policy to new, k3, of a trained token", "KL"),
+    Metric(
+        "actor/kl_k1", "nats", "mean", "old policy (with bypass the sampler) to new, k1, of a trained token", "KL k1"
+    ),
+    Metric("actor/kl_k3", "nats", "mean", "old policy (with bypass the sampler) to new, k3, of a trained token", "KL"),
     Metric("actor/clip_fraction_low", "share", "mean", "trained tokens clipped at the lower bound", "clip low"),
     Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),

@@ -13,6 +13,7 @@ POSITIVE_ONLY = Estimator(
     scope=Scope.sequence,
     formula="`max(R, 0)`",
     paper="arXiv:2504.11343",
+    refuses_kl="trains what has a positive score, and a KL can make a wrong response positive",
 )
 
 # RLHFlow/Minimal-RL, scripts/run_raft.sh and run_raftpp.sh: the code of arXiv:2504.11343.
@@ -24,6 +25,8 @@ KL = InLoss(
     Sourced(0.001, "RLHFlow/Minimal-RL, scripts/run_raft.sh"),
 )
 
+ENTROPY = {"actor.entropy_coeff": Sourced(0.001, "RLHFlow/Minimal-RL, verl/trainer/config/ppo_trainer.yaml")}
+
 RAFT = Algorithm(
     name="raft",
     title="RAFT",
@@ -34,4 +37,5 @@ RAFT = Algorithm(
     aggregation=TOKEN_MEAN,
     samples=FOUR,
     kl=KL,
+    settings=ENTROPY,
 )

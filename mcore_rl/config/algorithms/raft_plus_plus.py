@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm_object import Algorithm
 from mcore_rl.config.algorithms.ppo import PPO_CLIP
-from mcore_rl.config.algorithms.raft import FOUR, KL, POSITIVE_ONLY, TOKEN_MEAN
+from mcore_rl.config.algorithms.raft import ENTROPY, FOUR, KL, POSITIVE_ONLY, TOKEN_MEAN
 
 RAFT_PLUS_PLUS = Algorithm(
     name="raft_plus_plus",
@@ -16,4 +16,5 @@ RAFT_PLUS_PLUS = Algorithm(
     aggregation=TOKEN_MEAN,
     samples=FOUR,
     kl=KL,
+    settings=ENTROPY,
 )
