@@ -45,8 +45,8 @@ def test_what_fits_is_accepted(words: tuple[str, ...]) -> None:
         ),
         (
             ("actor.router_replay=r2", SEVERAL, "algorithm.off_policy=bypass"),
-            "actor.router_replay=r2: repeats the experts of the log-prob pass, and with algorithm.off_policy=bypass the "
-            "ratio is to the sampler. Write actor.router_replay=r3, or algorithm.off_policy=recompute",
+            "actor.router_replay=r2: repeats the experts of the log-prob pass, and with algorithm.off_policy=bypass "
+            "the ratio is to the sampler. Write actor.router_replay=r3, or algorithm.off_policy=recompute",
         ),
         (
             ("actor.router_replay=r3", "rollout.enable_prefix_caching=false"),

@@ -182,15 +182,10 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
         "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "zero",
         f"{C}.lower": 0.5, f"{C}.upper": 5.0,
     },
-    # verl's k1 is log p_sampler - log p_trainer (rollout_corr_helper.py, 0.9.0), ours bounds p_trainer / p_sampler
+    # verl's k1 is log p_sampler - log p_trainer (rollout_corr_helper.py, 0.9.0), ours, and verl's to 0.7.0, p_trainer / p_sampler
     (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.8_2.0", "0.9.0"): {
-        f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.5,
-        f"{C}.reject_upper": 1.25,
+        f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.5, f"{C}.reject_upper": 1.25,
     },
-    (f"{C}.rollout_rs=seq_mean_k1 {C}.rollout_rs_threshold=1.25", "0.9.0"): {
-        f"{C}.reject": "seq_mean_k1", f"{C}.reject_lower": None, f"{C}.reject_upper": 1.25,
-    },
-    # until 0.7.0 its bounds were of p_trainer / p_sampler
     (f"{C}.rollout_rs=token {C}.rollout_rs_threshold=2.0 {C}.rollout_rs_threshold_lower=0.8", "0.7.0"): {
         f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.8, f"{C}.reject_upper": 2.0,
     },
