@@ -69,7 +69,10 @@ class EpisodeCalls:
         self._created.clear()
 
     async def _run_one(self, call: ToolCall) -> ToolResult:
-        problem = self._tools.problem_of(call)
+        try:
+            problem = self._tools.problem_of(call)
+        except Exception as error:  # noqa: BLE001  JSON that is too deep, a schema that refers to nothing
+            problem = f"The arguments of {call.name} cannot be checked: {type(error).__name__}: {error}"
         if problem:
             return ToolResult(text=f"Error: {problem}"[: self._config.max_tool_response_length], failed=True)
         async with self._room:
@@ -77,7 +80,7 @@ class EpisodeCalls:
         if not isinstance(result, ToolResult):
             try:
                 result = result_of(result)
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  whatever a tool returns
                 result = _failure(f"the tool gave no result: {error}")
         text = cut(result.text, self._config.max_tool_response_length, self._config.tool_response_cut)
         return ToolResult(text=text, reward=result.reward, failed=result.failed)

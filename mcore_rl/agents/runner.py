@@ -183,11 +183,20 @@ def _reader(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[st
     function = _imported("tool_parser", name)
 
     def read(text: str) -> ReadCalls:
+        unreadable = ReadCalls(calls=(), unreadable=True)
         try:
-            calls = tuple((str(each["name"]), _as_json(each.get("arguments") or {})) for each in function(text))
-        except ValueError:
-            return ReadCalls(calls=(), unreadable=True)
-        return ReadCalls(calls=calls)
+            entries = list(function(text))
+        except (ValueError, RecursionError):
+            return unreadable
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise RolloutError(f"rollout.agent.tool_parser={name} raised {said}") from error
+        try:  # what the model wrote may be in it: no name, no object, JSON that is too deep
+            return ReadCalls(
+                calls=tuple((str(each["name"]), _as_json(each.get("arguments") or {})) for each in entries)
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            return unreadable
 
     return read
 

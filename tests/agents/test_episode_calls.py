@@ -101,6 +101,15 @@ async def test_a_result_that_is_no_result_is_a_failure() -> None:
     assert result.failed and "the tool gave no result" in result.text
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"far": 1}'], ids=["too deep", "a reference to nothing"])
+@awaited
+async def test_arguments_that_cannot_be_checked_are_a_failure(arguments: str) -> None:
+    tool = Recording()
+    tool.tool_schema["function"]["parameters"] = {"type": "object", "properties": {"far": {"$ref": "#/absent"}}}
+    (result,) = await calls_of(tool).run([call(arguments)])
+    assert result.failed and "cannot be checked" in result.text
+
+
 @awaited
 async def test_all_calls_of_an_episode_have_a_time_together() -> None:
     calls = calls_of(Recording(), max_tool_s=0.15, tool_timeout_s=9.0)

@@ -39,7 +39,10 @@ class NoLoop:
 def read_calls(text):
     if not text.startswith("CALL"):
         return []
-    return [{"name": "calculator", "arguments": json.loads(text[4:])}]
+    if text == "CALL wrong":
+        return 3
+    found = json.loads(text[4:])
+    return [found if "odd" in found else {"name": "calculator", "arguments": found}]
 """
 BY_TOOLS = {"default_agent_loop": "tool_agent", "tools": ["calculator"]}
 
@@ -116,6 +119,21 @@ async def test_a_parser_of_ones_own(own: Path) -> None:
     episode = await run(made, ['CALL{"expression": "6 * 7"}', "CALL{", "done"], agent_name="tool_agent")
     texts = [segment.text for segment in episode.segments]
     assert texts[2] == "42" and texts[4].startswith("Error: The call could not be read") and texts[5] == "done"
+
+
+@pytest.mark.parametrize("written", ['CALL{"odd": 1}', 'CALL"odd"'])
+@awaited
+async def test_what_a_model_writes_does_not_end_the_run(own: Path, written: str) -> None:
+    made = runner(tools=["calculator"], tool_parser=f"{own}:read_calls")
+    episode = await run(made, [written, "done"], agent_name="tool_agent")
+    assert episode.segments[2].text.startswith("Error: The call could not be read")
+
+
+@awaited
+async def test_a_parser_of_ones_own_that_is_wrong_is_named(own: Path) -> None:
+    made = runner(tools=["calculator"], tool_parser=f"{own}:read_calls")
+    with pytest.raises(RolloutError, match=r"rollout\.agent\.tool_parser=.*own\.py:read_calls raised TypeError"):
+        await run(made, ["CALL wrong"], agent_name="tool_agent")
 
 
 @pytest.mark.parametrize(
