@@ -118,6 +118,30 @@ async def test_all_calls_of_an_episode_have_a_time_together() -> None:
 
 
 @awaited
+async def test_calls_of_one_turn_have_no_more_time_together() -> None:
+    calls, start = calls_of(Recording(), max_tool_s=0.3, tool_timeout_s=9.0, max_parallel_calls=1), time.monotonic()
+    results = await calls.run([call('{"sleep": 9}')] * 5)
+    assert all(each.failed for each in results) and time.monotonic() - start < 1.0 and calls.is_out_of_time
+
+
+@pytest.mark.parametrize("said", ["text", float("nan")])
+@awaited
+async def test_what_a_tool_says_at_the_end_ends_no_run(said: Any) -> None:
+    class Strange(Recording):
+        async def calc_reward(self, instance_id: str) -> Any:  # type: ignore[override]
+            return said
+
+        async def release(self, instance_id: str) -> None:  # type: ignore[override]
+            raise OSError("gone")
+
+    for kwargs in ({}, {"tool": {"calc_reward_kwargs": {"unknown": 1}, "release_kwargs": {"unknown": 1}}}):
+        calls = calls_of(Strange(), kwargs)
+        await calls.run([call()])
+        assert await calls.final_reward() == 0.0
+        await calls.release()
+
+
+@awaited
 async def test_a_tool_that_limits_itself_may_wait_for_its_turn() -> None:
     tool = Recording()
     tool.limits_itself = True
