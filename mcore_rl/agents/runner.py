@@ -36,6 +36,7 @@ BUILT_IN_LOOPS: dict[str, Any] = {
     "react": React(),
     "interaction": ToolAgent(has_tools=False),
 }
+TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")  # of a row, for a tool
 FUNCTION_PROCESSES = 8  # of users' tool functions; they mostly wait
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,11 @@ class AgentRunner:
         name, inner = self.loop_of(record), record.get("extra_info") or {}
         if name not in self.loops:
             return f"agent_name {name}: {self._no_loop(name)}"
-        asked = {key: _given(record.get(key) or inner.get(key)) for key in ("tools_kwargs", "interaction_kwargs")}
+        given = {key: record.get(key) or inner.get(key) or {} for key in ("tools_kwargs", "interaction_kwargs")}
+        for key, value in given.items():
+            if not isinstance(value, dict):
+                return f"has {key} that is {type(value).__name__} and has no fields. Write a struct (docs/agents.md)"
+        asked = {key: _given(value) for key, value in given.items()}
         if name in SINGLE and any(asked.values()):
             columns = " and ".join(key for key, value in asked.items() if value)
             return f"has {columns}, and is run by {name}. Write agent_name, or rollout.agent.default_agent_loop"
@@ -100,6 +105,11 @@ class AgentRunner:
         unknown = sorted(set(asked["tools_kwargs"]) - set(self._tools.tools))
         if name not in SINGLE and unknown:
             return f"has tools_kwargs of {', '.join(unknown)}, which is no tool of rollout.agent.tools"
+        for tool, of_tool in asked["tools_kwargs"].items():
+            if not isinstance(of_tool, dict) or not set(_given(of_tool)) <= set(TOOL_KWARGS):
+                return f"has tools_kwargs.{tool} that is not of the form {{{', '.join(TOOL_KWARGS)}}}"
+            if wrong := [verb for verb, value in _given(of_tool).items() if not isinstance(value, dict)]:
+                return f"has tools_kwargs.{tool}.{wrong[0]} that has no fields. Write a struct (docs/agents.md)"
         interaction = asked["interaction_kwargs"].get("name")
         if asked["interaction_kwargs"] and interaction not in self.interactions:
             known = ", ".join(sorted(self.interactions))
@@ -220,9 +230,9 @@ def _imported(key: str, place: str) -> Any:
         raise _refusal(key, place, f"{type(error).__name__}: {error}") from error
 
 
-def _given(value: Any) -> dict[str, Any]:
+def _given(value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row's dict that are not null, which parquet adds."""
-    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    return {key: each for key, each in value.items() if each is not None}
 
 
 def _refusal(key: str, value: str, problem: str) -> ConfigError:
