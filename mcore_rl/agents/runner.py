@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.function_process import FunctionProcesses, imported
-from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions
+from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars_of
 from mcore_rl.agents.loops import React, SingleTurn, ToolAgent
 from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
 from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
@@ -142,7 +142,7 @@ class AgentRunner:
             run = partial(run, answers=answers)
         try:
             try:
-                episode: Episode = await run(row, session)
+                episode: Any = await run(row, session)
             except EpisodeOverError as over:
                 if over.__cause__ is not None:
                     logger.warning("%s: an interaction failed: %r", row.id, over.__cause__)
@@ -152,6 +152,9 @@ class AgentRunner:
                     raise
                 said = f"{type(error).__name__}: {error}"
                 raise RolloutError(f"{row.id}: the agent loop {name} raised {said}") from error
+            if not isinstance(episode, Episode):
+                returned = f"returned {type(episode).__name__}. Return session.episode(REASON)"
+                raise RolloutError(f"{row.id}: the agent loop {name} {returned}")
             of_all = self._config.tool_reward_coef * await session.tool_calls.final_reward()
             return _with_final_reward(episode, of_all)
         finally:
@@ -216,10 +219,15 @@ def _as_json(arguments: Any) -> str:
 
 
 def _own_loop(name: str, place: str) -> Any:
-    made = _imported(f"loops.{name}", place)()
-    if not callable(vars(type(made)).get("run")):
-        raise _refusal(f"loops.{name}", place, "has no async def run(self, row, session)")
-    return made
+    if name in BUILT_IN_LOOPS:
+        raise _refusal(f"loops.{name}", place, "is the name of a built-in loop")
+    kind = _imported(f"loops.{name}", place)
+    if not isinstance(kind, type) or not callable(vars_of(kind).get("run")):
+        raise _refusal(f"loops.{name}", place, "is no class with async def run(self, row, session)")
+    try:
+        return kind()
+    except Exception as error:
+        raise _refusal(f"loops.{name}", place, f"cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _imported(key: str, place: str) -> Any:

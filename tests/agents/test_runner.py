@@ -33,6 +33,17 @@ class Broken:
     async def run(self, row, session):
         raise KeyError("no")
 
+class Nothing:
+    async def run(self, row, session):
+        await session.draw()
+
+class Heir(Twice):
+    pass
+
+class Costly(Twice):
+    def __init__(self, price):
+        pass
+
 class NoLoop:
     pass
 
@@ -99,9 +110,10 @@ async def run(made: AgentRunner, turns: list[str], **columns: Any) -> Episode:
     )
 
 
+@pytest.mark.parametrize("kind", ["Twice", "Heir"])
 @awaited
-async def test_a_loop_of_ones_own(own: Path) -> None:
-    episode = await run(runner(loops={"mine": f"{own}:Twice"}), ["a", "b"], agent_name="mine")
+async def test_a_loop_of_ones_own(own: Path, kind: str) -> None:
+    episode = await run(runner(loops={"mine": f"{own}:{kind}"}), ["a", "b"], agent_name="mine")
     assert episode.agent is not None and episode.agent.reason == "twice"
     assert [segment.text for segment in episode.segments] == ["", "a", "again, file:0", "b"]
     assert episode.turn_rewards == [0.25]
@@ -111,6 +123,12 @@ async def test_a_loop_of_ones_own(own: Path) -> None:
 async def test_an_error_of_ones_own_loop_names_it_and_the_row(own: Path) -> None:
     with pytest.raises(RolloutError, match="file:0: the agent loop mine raised KeyError: 'no'"):
         await run(runner(loops={"mine": f"{own}:Broken"}), ["a"], agent_name="mine")
+
+
+@awaited
+async def test_a_loop_of_ones_own_that_returns_no_episode_is_named(own: Path) -> None:
+    with pytest.raises(RolloutError, match="file:0: the agent loop mine returned NoneType"):
+        await run(runner(loops={"mine": f"{own}:Nothing"}), ["a"], agent_name="mine")
 
 
 @awaited
@@ -141,7 +159,10 @@ async def test_a_parser_of_ones_own_that_is_wrong_is_named(own: Path) -> None:
     [
         ({"default_agent_loop": "nonesuch"}, "rollout.agent.default_agent_loop=nonesuch: there is no such loop"),
         ({"loops": {"mine": "OWN:Nothing"}}, "rollout.agent.loops.mine="),
-        ({"loops": {"mine": "OWN:NoLoop"}}, "has no async def run"),
+        ({"loops": {"mine": "OWN:NoLoop"}}, "is no class with async def run"),
+        ({"loops": {"mine": "OWN:read_calls"}}, "is no class with async def run"),
+        ({"loops": {"mine": "OWN:Costly"}}, "cannot be made: TypeError"),
+        ({"loops": {"single_turn": "OWN:Twice"}}, "is the name of a built-in loop"),
         ({"loops": {"mine": "no.py:Loop"}}, "there is no Python file"),
         ({"tools": ["calculator"], "tool_parser": "OWN:absent"}, "rollout.agent.tool_parser="),
         ({"tools": ["calculator"], "tool_parser": "nonesuch"}, "vLLM has no such parser"),
