@@ -100,6 +100,8 @@ class AgentRunner:
         if name in SINGLE and any(asked.values()):
             columns = " and ".join(key for key, value in asked.items() if value)
             return f"has {columns}, and is run by {name}. Write agent_name, or rollout.agent.default_agent_loop"
+        if name == "react" and asked["interaction_kwargs"]:
+            return "has interaction_kwargs, and react asks no interaction. Write agent_name tool_agent or interaction"
         if name in TOOL_AGENTS and not self.schemas and not asked["interaction_kwargs"]:
             return f"is for {name}, and there are no tools. Write rollout.agent.tools=[calculator], say"
         unknown = sorted(set(asked["tools_kwargs"]) - set(self._tools.tools))

@@ -205,6 +205,7 @@ def test_what_is_wrong_is_refused_with_its_key(own: Path, settings: Any, said: s
             {"agent_name": "interaction", "interaction_kwargs": '{"name": "gsm8k"}'},
             "interaction_kwargs that is str",
         ),
+        (BY_TOOLS, {"agent_name": "react", "interaction_kwargs": {"name": "gsm8k"}}, "react asks no interaction"),
         ({}, {"agent_name": "interaction"}, "has no interaction_kwargs"),
         ({}, {"agent_name": "interaction", "interaction_kwargs": {"name": "gsm8k"}}, ""),
         ({}, {"agent_name": "interaction", "extra_info": {"interaction_kwargs": {"name": "x"}}}, "the interaction x"),
