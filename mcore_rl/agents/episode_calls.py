@@ -29,6 +29,7 @@ class EpisodeCalls:
 
     def __init__(self, tools: ToolSet, config: AgentConfig, name: str, kwargs: Mapping[str, Any]) -> None:
         self._tools, self._config, self._name, self._kwargs = tools, config, name, kwargs
+        self._begun = dict[str, None]()  # tools whose create was called, by name: it may have failed half-way
         self._created: list[str] = []
         self._creating = asyncio.Lock()
         self._room = asyncio.Semaphore(config.max_parallel_calls)
@@ -62,8 +63,9 @@ class EpisodeCalls:
 
     async def release(self) -> None:
         """Ends the tools' parts of the episode."""
-        for name in self._created:
+        for name in self._begun:
             await self._guarded(self._release(name))
+        self._begun.clear()
         self._created.clear()
 
     async def _run_one(self, call: ToolCall) -> ToolResult:
@@ -87,6 +89,7 @@ class EpisodeCalls:
         tool = self._tools.tools[name]
         async with self._creating:
             if name not in self._created:
+                self._begun[name] = None
                 await tool.create(self._name, **self._of(name, "create"))
                 self._created.append(name)
         return await tool.execute(self._name, arguments, **self._of(name, "execute"))

@@ -67,6 +67,20 @@ async def test_a_tool_lives_as_long_as_the_episode_that_calls_it() -> None:
 
 
 @awaited
+async def test_a_tool_whose_beginning_fails_is_released() -> None:
+    class Half(Recording):
+        async def create(self, instance_id: str, **kwargs: Any) -> None:
+            self.log.append("took something")
+            await asyncio.sleep(9)
+
+    tool = Half()
+    calls = calls_of(tool, tool_timeout_s=0.1)
+    assert all(each.failed for each in await calls.run([call()])) and await calls.final_reward() == 0.0
+    await calls.release()
+    assert tool.log == ["took something", ("release", "e7", {})]
+
+
+@awaited
 async def test_an_episode_that_calls_nothing_creates_nothing() -> None:
     tool = Recording()
     calls = calls_of(tool)
