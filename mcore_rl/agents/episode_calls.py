@@ -29,9 +29,11 @@ class EpisodeCalls:
 
     def __init__(self, tools: ToolSet, config: AgentConfig, name: str, kwargs: Mapping[str, Any]) -> None:
         self._tools, self._config, self._name, self._kwargs = tools, config, name, kwargs
+        self._begun = dict[str, None]()  # tools whose create was called, by name: it may have failed half-way
         self._created: list[str] = []
         self._creating = asyncio.Lock()
         self._room = asyncio.Semaphore(config.max_parallel_calls)
+        self._turn_began = 0.0
         self.num_calls = self.num_failed = 0
         self.seconds = 0.0
 
@@ -42,7 +44,7 @@ class EpisodeCalls:
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The result of each call, in order, its text cut to ``max_tool_response_length``."""
-        start = time.monotonic()
+        self._turn_began = start = time.monotonic()
         try:
             results = await asyncio.gather(*map(self._run_one, calls))
         finally:
@@ -55,21 +57,22 @@ class EpisodeCalls:
         """The sum of what the tools that were called say of the whole episode; 0 of one that fails."""
         total = 0.0
         for name in self._created:
-            reward = await self._guarded(
-                self._tools.tools[name].calc_reward(self._name, **self._of(name, "calc_reward"))
-            )
-            if not isinstance(reward, ToolResult) and reward is not None:
-                total += finite(reward, f"the reward of {name}")
+            reward = await self._guarded(self._reward_of(name))
+            total += 0.0 if isinstance(reward, ToolResult) else reward
         return total
 
     async def release(self) -> None:
         """Ends the tools' parts of the episode."""
-        for name in self._created:
-            await self._guarded(self._tools.tools[name].release(self._name, **self._of(name, "release")))
+        for name in self._begun:
+            await self._guarded(self._release(name))
+        self._begun.clear()
         self._created.clear()
 
     async def _run_one(self, call: ToolCall) -> ToolResult:
-        problem = self._tools.problem_of(call)
+        try:
+            problem = self._tools.problem_of(call)
+        except Exception as error:  # noqa: BLE001  JSON that is too deep, a schema that refers to nothing
+            problem = f"The arguments of {call.name} cannot be checked: {type(error).__name__}: {error}"
         if problem:
             return ToolResult(text=f"Error: {problem}"[: self._config.max_tool_response_length], failed=True)
         async with self._room:
@@ -77,7 +80,7 @@ class EpisodeCalls:
         if not isinstance(result, ToolResult):
             try:
                 result = result_of(result)
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  whatever a tool returns
                 result = _failure(f"the tool gave no result: {error}")
         text = cut(result.text, self._config.max_tool_response_length, self._config.tool_response_cut)
         return ToolResult(text=text, reward=result.reward, failed=result.failed)
@@ -86,13 +89,22 @@ class EpisodeCalls:
         tool = self._tools.tools[name]
         async with self._creating:
             if name not in self._created:
+                self._begun[name] = None
                 await tool.create(self._name, **self._of(name, "create"))
                 self._created.append(name)
         return await tool.execute(self._name, arguments, **self._of(name, "execute"))
 
+    async def _reward_of(self, name: str) -> float:
+        reward = await self._tools.tools[name].calc_reward(self._name, **self._of(name, "calc_reward"))
+        return 0.0 if reward is None else finite(reward, f"the reward of {name}")
+
+    async def _release(self, name: str) -> None:
+        await self._tools.tools[name].release(self._name, **self._of(name, "release"))
+
     def _limit_s(self, name: str) -> float:
         """Of a call of the tool ``name``: of one that limits itself, what the episode has left."""
-        tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - self.seconds)
+        spent_s = self.seconds + time.monotonic() - self._turn_began  # calls of this turn that waited for others, too
+        tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - spent_s)
         limits_itself = isinstance(tool, EpisodeTool) and tool.limits_itself
         return left_s if limits_itself else min(self._config.tool_timeout_s, left_s)
 

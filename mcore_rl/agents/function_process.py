@@ -65,7 +65,7 @@ class FunctionProcesses:
             process = self._idle.pop() if self._idle else _FunctionProcess()
             self._all.add(process)
             try:
-                await process.ready()
+                await process.ready(place)
                 answer = await asyncio.wait_for(process.ask({"place": place, "arguments": arguments}), self._timeout_s)
                 self._idle.append(process)
             except TimeoutError:
@@ -100,11 +100,18 @@ class _FunctionProcess:
             self._process = _started(theirs)
         self._ours = ours
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._imported = set[str]()
 
-    async def ready(self) -> None:
-        """Opens the socket, once."""
+    async def ready(self, place: str) -> None:
+        """Opens the socket and imports the file of ``place``, once each; a call says what that raised.  As ``ask``."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._ours, limit=LINE)
+        if place not in self._imported:
+            try:
+                await asyncio.wait_for(self.ask({"place": place, "imports": True}), START_S)
+            except TimeoutError as error:
+                raise OSError(f"importing its file took longer than {START_S:g} s") from error
+            self._imported.add(place)
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to ``request``.  OSError, EOFError, ValueError: the process ended, or wrote none."""
@@ -176,7 +183,8 @@ def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
 def main(descriptor: int, parent: int) -> None:
     """Answers each line on the socket ``descriptor`` until the process ``parent`` closes it or dies.
 
-    {place} is answered with {schema}, {place, arguments} with {text}; either with {error}.
+    {place} is answered with {schema}, {place, arguments} with {text}, {place, imports} with an empty one; each with
+    {error}.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -196,6 +204,8 @@ def main(descriptor: int, parent: int) -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         function = imported(request["place"])
+        if "imports" in request:
+            return {"text": ""}
         if "arguments" not in request:
             from transformers.utils.chat_template_utils import get_json_schema
 

@@ -18,7 +18,8 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason
 
 OBSERVATION = "Observation:"
-_ACTION = re.compile(r"Action:[ \t]*(?P<name>[^\n]*?)[ \t]*\nAction Input:[ \t]*(?P<input>.*)\Z", re.DOTALL)
+# Nothing here can match in two ways: with white space around the name, a line of spaces took cubic time.
+_ACTION = re.compile(r"Action:(?P<name>[^\n]*)\nAction Input:(?P<input>.*)\Z", re.DOTALL)
 
 
 class AgentLoop(Protocol):
@@ -86,10 +87,10 @@ def react_call(text: str, tools: ToolSet) -> ToolCall | None:
     action = _ACTION.match(text, begin) if begin >= 0 else None
     if action is None:
         return None
-    name, given = action["name"], action["input"].strip()
+    name, given = action["name"].strip(" \t"), action["input"].strip()
     try:
         arguments: Any = json.loads(given)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = given
     if not isinstance(arguments, dict) and name in tools.tools:
         parameters = tools.tools[name].tool_schema["function"].get("parameters") or {}

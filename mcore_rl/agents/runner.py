@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.function_process import FunctionProcesses, imported
-from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions
+from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars_of
 from mcore_rl.agents.loops import React, SingleTurn, ToolAgent
 from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
 from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
@@ -36,6 +36,7 @@ BUILT_IN_LOOPS: dict[str, Any] = {
     "react": React(),
     "interaction": ToolAgent(has_tools=False),
 }
+TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")  # of a row, for a tool
 FUNCTION_PROCESSES = 8  # of users' tool functions; they mostly wait
 logger = logging.getLogger(__name__)
 
@@ -91,15 +92,26 @@ class AgentRunner:
         name, inner = self.loop_of(record), record.get("extra_info") or {}
         if name not in self.loops:
             return f"agent_name {name}: {self._no_loop(name)}"
-        asked = {key: _given(record.get(key) or inner.get(key)) for key in ("tools_kwargs", "interaction_kwargs")}
+        given = {key: record.get(key) or inner.get(key) or {} for key in ("tools_kwargs", "interaction_kwargs")}
+        for key, value in given.items():
+            if not isinstance(value, dict):
+                return f"has {key} that is {type(value).__name__} and has no fields. Write a struct (docs/agents.md)"
+        asked = {key: _given(value) for key, value in given.items()}
         if name in SINGLE and any(asked.values()):
             columns = " and ".join(key for key, value in asked.items() if value)
             return f"has {columns}, and is run by {name}. Write agent_name, or rollout.agent.default_agent_loop"
+        if name == "react" and asked["interaction_kwargs"]:
+            return "has interaction_kwargs, and react asks no interaction. Write agent_name tool_agent or interaction"
         if name in TOOL_AGENTS and not self.schemas and not asked["interaction_kwargs"]:
             return f"is for {name}, and there are no tools. Write rollout.agent.tools=[calculator], say"
         unknown = sorted(set(asked["tools_kwargs"]) - set(self._tools.tools))
         if name not in SINGLE and unknown:
             return f"has tools_kwargs of {', '.join(unknown)}, which is no tool of rollout.agent.tools"
+        for tool, of_tool in asked["tools_kwargs"].items():
+            if not isinstance(of_tool, dict) or not set(_given(of_tool)) <= set(TOOL_KWARGS):
+                return f"has tools_kwargs.{tool} that is not of the form {{{', '.join(TOOL_KWARGS)}}}"
+            if wrong := [verb for verb, value in _given(of_tool).items() if not isinstance(value, dict)]:
+                return f"has tools_kwargs.{tool}.{wrong[0]} that has no fields. Write a struct (docs/agents.md)"
         interaction = asked["interaction_kwargs"].get("name")
         if asked["interaction_kwargs"] and interaction not in self.interactions:
             known = ", ".join(sorted(self.interactions))
@@ -132,7 +144,7 @@ class AgentRunner:
             run = partial(run, answers=answers)
         try:
             try:
-                episode: Episode = await run(row, session)
+                episode: Any = await run(row, session)
             except EpisodeOverError as over:
                 if over.__cause__ is not None:
                     logger.warning("%s: an interaction failed: %r", row.id, over.__cause__)
@@ -142,6 +154,9 @@ class AgentRunner:
                     raise
                 said = f"{type(error).__name__}: {error}"
                 raise RolloutError(f"{row.id}: the agent loop {name} raised {said}") from error
+            if not isinstance(episode, Episode):
+                returned = f"returned {type(episode).__name__}. Return session.episode(REASON)"
+                raise RolloutError(f"{row.id}: the agent loop {name} {returned}")
             of_all = self._config.tool_reward_coef * await session.tool_calls.final_reward()
             return _with_final_reward(episode, of_all)
         finally:
@@ -183,11 +198,20 @@ def _reader(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[st
     function = _imported("tool_parser", name)
 
     def read(text: str) -> ReadCalls:
+        unreadable = ReadCalls(calls=(), unreadable=True)
         try:
-            calls = tuple((str(each["name"]), _as_json(each.get("arguments") or {})) for each in function(text))
-        except ValueError:
-            return ReadCalls(calls=(), unreadable=True)
-        return ReadCalls(calls=calls)
+            entries = list(function(text))
+        except (ValueError, RecursionError):
+            return unreadable
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise RolloutError(f"rollout.agent.tool_parser={name} raised {said}") from error
+        try:  # what the model wrote may be in it: no name, no object, JSON that is too deep
+            return ReadCalls(
+                calls=tuple((str(each["name"]), _as_json(each.get("arguments") or {})) for each in entries)
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            return unreadable
 
     return read
 
@@ -197,10 +221,15 @@ def _as_json(arguments: Any) -> str:
 
 
 def _own_loop(name: str, place: str) -> Any:
-    made = _imported(f"loops.{name}", place)()
-    if not callable(vars(type(made)).get("run")):
-        raise _refusal(f"loops.{name}", place, "has no async def run(self, row, session)")
-    return made
+    if name in BUILT_IN_LOOPS:
+        raise _refusal(f"loops.{name}", place, "is the name of a built-in loop")
+    kind = _imported(f"loops.{name}", place)
+    if not isinstance(kind, type) or not callable(vars_of(kind).get("run")):
+        raise _refusal(f"loops.{name}", place, "is no class with async def run(self, row, session)")
+    try:
+        return kind()
+    except Exception as error:
+        raise _refusal(f"loops.{name}", place, f"cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _imported(key: str, place: str) -> Any:
@@ -211,9 +240,9 @@ def _imported(key: str, place: str) -> Any:
         raise _refusal(key, place, f"{type(error).__name__}: {error}") from error
 
 
-def _given(value: Any) -> dict[str, Any]:
+def _given(value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row's dict that are not null, which parquet adds."""
-    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    return {key: each for key, each in value.items() if each is not None}
 
 
 def _refusal(key: str, value: str, problem: str) -> ConfigError:

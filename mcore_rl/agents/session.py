@@ -213,6 +213,7 @@ class Session:
 
     def _keep(self, sample: Sample) -> None:
         self.num_turns += 1
+        self._last = None
         self._cached_tokens += sample.cached_tokens
         self._tokens += sample.tokens.tolist()
         segment = Segment(

@@ -67,6 +67,20 @@ async def test_a_tool_lives_as_long_as_the_episode_that_calls_it() -> None:
 
 
 @awaited
+async def test_a_tool_whose_beginning_fails_is_released() -> None:
+    class Half(Recording):
+        async def create(self, instance_id: str, **kwargs: Any) -> None:
+            self.log.append("took something")
+            await asyncio.sleep(9)
+
+    tool = Half()
+    calls = calls_of(tool, tool_timeout_s=0.1)
+    assert all(each.failed for each in await calls.run([call()])) and await calls.final_reward() == 0.0
+    await calls.release()
+    assert tool.log == ["took something", ("release", "e7", {})]
+
+
+@awaited
 async def test_an_episode_that_calls_nothing_creates_nothing() -> None:
     tool = Recording()
     calls = calls_of(tool)
@@ -101,11 +115,44 @@ async def test_a_result_that_is_no_result_is_a_failure() -> None:
     assert result.failed and "the tool gave no result" in result.text
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"far": 1}'], ids=["too deep", "a reference to nothing"])
+@awaited
+async def test_arguments_that_cannot_be_checked_are_a_failure(arguments: str) -> None:
+    tool = Recording()
+    tool.tool_schema["function"]["parameters"] = {"type": "object", "properties": {"far": {"$ref": "#/absent"}}}
+    (result,) = await calls_of(tool).run([call(arguments)])
+    assert result.failed and "cannot be checked" in result.text
+
+
 @awaited
 async def test_all_calls_of_an_episode_have_a_time_together() -> None:
     calls = calls_of(Recording(), max_tool_s=0.15, tool_timeout_s=9.0)
     results = [(await calls.run([call('{"sleep": 0.1}')]))[0].failed for _ in range(2)]
     assert results == [False, True] and calls.is_out_of_time
+
+
+@awaited
+async def test_calls_of_one_turn_have_no_more_time_together() -> None:
+    calls, start = calls_of(Recording(), max_tool_s=0.3, tool_timeout_s=9.0, max_parallel_calls=1), time.monotonic()
+    results = await calls.run([call('{"sleep": 9}')] * 5)
+    assert all(each.failed for each in results) and time.monotonic() - start < 1.0 and calls.is_out_of_time
+
+
+@pytest.mark.parametrize("said", ["text", float("nan")])
+@awaited
+async def test_what_a_tool_says_at_the_end_ends_no_run(said: Any) -> None:
+    class Strange(Recording):
+        async def calc_reward(self, instance_id: str) -> Any:  # type: ignore[override]
+            return said
+
+        async def release(self, instance_id: str) -> None:  # type: ignore[override]
+            raise OSError("gone")
+
+    for kwargs in ({}, {"tool": {"calc_reward_kwargs": {"unknown": 1}, "release_kwargs": {"unknown": 1}}}):
+        calls = calls_of(Strange(), kwargs)
+        await calls.run([call()])
+        assert await calls.final_reward() == 0.0
+        await calls.release()
 
 
 @awaited

@@ -117,5 +117,13 @@ async def test_a_function_that_hangs_is_killed(file: Path) -> None:
 
 
 @awaited
+async def test_the_time_of_a_call_is_without_that_of_the_import(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(2)\ndef f():\n    return 'done'\n")
+    processes = FunctionProcesses(1, timeout_s=1.0)
+    assert (await processes.call(f"{tmp_path}/slow.py:f", {})).text == "done"
+    processes.close()
+
+
+@awaited
 async def test_coroutines_are_awaited(file: Path, processes: FunctionProcesses) -> None:
     assert (await processes.call(f"{file}:later", {"seconds": 0.01})).text == '{"waited": 0.01}'

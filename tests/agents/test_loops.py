@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -94,6 +95,13 @@ def test_actions_are_read(text: str, arguments: str) -> None:
     assert react_call(text, ToolSet({"calculator": Calculator({}, SCHEMA)})) == ToolCall(
         name="calculator", arguments=arguments
     )
+
+
+def test_a_line_of_spaces_and_deep_json_are_read_at_once() -> None:
+    tools, start = ToolSet({"calculator": Calculator({}, SCHEMA)}), time.monotonic()
+    assert react_call(f"Action:{' ' * 100_000}x", tools) is None
+    deep = react_call(f"Action: calculator\nAction Input: {'[' * 100_000}", tools)
+    assert deep is not None and tools.problem_of(deep) == "" and time.monotonic() - start < 5
 
 
 def test_a_text_without_an_action_is_none() -> None:

@@ -33,13 +33,27 @@ class Broken:
     async def run(self, row, session):
         raise KeyError("no")
 
+class Nothing:
+    async def run(self, row, session):
+        await session.draw()
+
+class Heir(Twice):
+    pass
+
+class Costly(Twice):
+    def __init__(self, price):
+        pass
+
 class NoLoop:
     pass
 
 def read_calls(text):
     if not text.startswith("CALL"):
         return []
-    return [{"name": "calculator", "arguments": json.loads(text[4:])}]
+    if text == "CALL wrong":
+        return 3
+    found = json.loads(text[4:])
+    return [found if "odd" in found else {"name": "calculator", "arguments": found}]
 """
 BY_TOOLS = {"default_agent_loop": "tool_agent", "tools": ["calculator"]}
 
@@ -96,9 +110,10 @@ async def run(made: AgentRunner, turns: list[str], **columns: Any) -> Episode:
     )
 
 
+@pytest.mark.parametrize("kind", ["Twice", "Heir"])
 @awaited
-async def test_a_loop_of_ones_own(own: Path) -> None:
-    episode = await run(runner(loops={"mine": f"{own}:Twice"}), ["a", "b"], agent_name="mine")
+async def test_a_loop_of_ones_own(own: Path, kind: str) -> None:
+    episode = await run(runner(loops={"mine": f"{own}:{kind}"}), ["a", "b"], agent_name="mine")
     assert episode.agent is not None and episode.agent.reason == "twice"
     assert [segment.text for segment in episode.segments] == ["", "a", "again, file:0", "b"]
     assert episode.turn_rewards == [0.25]
@@ -111,6 +126,12 @@ async def test_an_error_of_ones_own_loop_names_it_and_the_row(own: Path) -> None
 
 
 @awaited
+async def test_a_loop_of_ones_own_that_returns_no_episode_is_named(own: Path) -> None:
+    with pytest.raises(RolloutError, match="file:0: the agent loop mine returned NoneType"):
+        await run(runner(loops={"mine": f"{own}:Nothing"}), ["a"], agent_name="mine")
+
+
+@awaited
 async def test_a_parser_of_ones_own(own: Path) -> None:
     made = runner(tools=["calculator"], tool_parser=f"{own}:read_calls")
     episode = await run(made, ['CALL{"expression": "6 * 7"}', "CALL{", "done"], agent_name="tool_agent")
@@ -118,12 +139,30 @@ async def test_a_parser_of_ones_own(own: Path) -> None:
     assert texts[2] == "42" and texts[4].startswith("Error: The call could not be read") and texts[5] == "done"
 
 
+@pytest.mark.parametrize("written", ['CALL{"odd": 1}', 'CALL"odd"'])
+@awaited
+async def test_what_a_model_writes_does_not_end_the_run(own: Path, written: str) -> None:
+    made = runner(tools=["calculator"], tool_parser=f"{own}:read_calls")
+    episode = await run(made, [written, "done"], agent_name="tool_agent")
+    assert episode.segments[2].text.startswith("Error: The call could not be read")
+
+
+@awaited
+async def test_a_parser_of_ones_own_that_is_wrong_is_named(own: Path) -> None:
+    made = runner(tools=["calculator"], tool_parser=f"{own}:read_calls")
+    with pytest.raises(RolloutError, match=r"rollout\.agent\.tool_parser=.*own\.py:read_calls raised TypeError"):
+        await run(made, ["CALL wrong"], agent_name="tool_agent")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"default_agent_loop": "nonesuch"}, "rollout.agent.default_agent_loop=nonesuch: there is no such loop"),
         ({"loops": {"mine": "OWN:Nothing"}}, "rollout.agent.loops.mine="),
-        ({"loops": {"mine": "OWN:NoLoop"}}, "has no async def run"),
+        ({"loops": {"mine": "OWN:NoLoop"}}, "is no class with async def run"),
+        ({"loops": {"mine": "OWN:read_calls"}}, "is no class with async def run"),
+        ({"loops": {"mine": "OWN:Costly"}}, "cannot be made: TypeError"),
+        ({"loops": {"single_turn": "OWN:Twice"}}, "is the name of a built-in loop"),
         ({"loops": {"mine": "no.py:Loop"}}, "there is no Python file"),
         ({"tools": ["calculator"], "tool_parser": "OWN:absent"}, "rollout.agent.tool_parser="),
         ({"tools": ["calculator"], "tool_parser": "nonesuch"}, "vLLM has no such parser"),
@@ -156,6 +195,17 @@ def test_what_is_wrong_is_refused_with_its_key(own: Path, settings: Any, said: s
             "tools_kwargs of a",
         ),
         ({"default_agent_loop": "tool_agent", "tools": ["calculator"]}, {"tools_kwargs": {"a": None}}, ""),
+        (BY_TOOLS, {"tools_kwargs": '{"calculator": {}}'}, "tools_kwargs that is str and has no fields"),
+        (BY_TOOLS, {"tools_kwargs": {"calculator": "x"}}, "tools_kwargs.calculator that is not of the form"),
+        (BY_TOOLS, {"tools_kwargs": {"calculator": {"ground_truth": "3"}}}, "is not of the form {create_kwargs,"),
+        (BY_TOOLS, {"tools_kwargs": {"calculator": {"create_kwargs": "x"}}}, "calculator.create_kwargs that has no"),
+        (BY_TOOLS, {"tools_kwargs": {"calculator": {"create_kwargs": None, "other": None}}}, ""),
+        (
+            {},
+            {"agent_name": "interaction", "interaction_kwargs": '{"name": "gsm8k"}'},
+            "interaction_kwargs that is str",
+        ),
+        (BY_TOOLS, {"agent_name": "react", "interaction_kwargs": {"name": "gsm8k"}}, "react asks no interaction"),
         ({}, {"agent_name": "interaction"}, "has no interaction_kwargs"),
         ({}, {"agent_name": "interaction", "interaction_kwargs": {"name": "gsm8k"}}, ""),
         ({}, {"agent_name": "interaction", "extra_info": {"interaction_kwargs": {"name": "x"}}}, "the interaction x"),

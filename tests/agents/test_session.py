@@ -112,6 +112,20 @@ async def test_limits_end_with_their_names() -> None:
 
 
 @awaited
+async def test_a_loop_that_goes_on_after_a_limit_ends_the_turn_as_the_template_does() -> None:
+    tokenizer = style("qwen2.5")
+    engine = DrawnTurns(tokenizer, ["a", "bcdef", "g"])
+    one = session(engine, max_turn_tokens=3)
+    await one.draw()
+    one.append([{"role": "user", "content": "more"}])
+    with pytest.raises(EpisodeOverError):
+        await one.draw()
+    one.append([{"role": "user", "content": "more"}])
+    text = tokenizer.decode(one.episode().segments[-1].tokens)
+    assert text.startswith("<|im_end|>"), "no token of the drawn turn ends it"
+
+
+@awaited
 async def test_an_aborted_turn_ends_the_episode() -> None:
     engine = DrawnTurns(style("qwen2.5"), ["a"])
     engine.finish = FinishReason.abort

@@ -77,25 +77,27 @@ class PythonInterpreter(EpisodeTool):
         super().__init__(config, tool_schema)
         self._code = code or CodeConfig()
         self._cells: dict[str, list[str]] = {}
+        self._turns: dict[str, asyncio.Lock] = {}  # the cells of an episode run one after another, as they were written
         self._room = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """See ``EpisodeTool.create``."""
-        self._cells[instance_id] = []
+        self._cells[instance_id], self._turns[instance_id] = [], asyncio.Lock()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """See ``EpisodeTool.execute``."""
         cells = self._cells[instance_id]
         cell = program_of(str(parameters["code"]))
-        async with self._room:
+        async with self._turns[instance_id], self._room:
             result, is_kept = await asyncio.to_thread(run_cells, (*cells, cell), self._code)
-        if is_kept:
-            cells.append(cell)
+            if is_kept:
+                cells.append(cell)
         return result
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """See ``EpisodeTool.release``."""
         self._cells.pop(instance_id, None)
+        self._turns.pop(instance_id, None)
 
 
 def run_cells(cells: tuple[str, ...], code: CodeConfig) -> tuple[ToolResult, bool]:

@@ -37,8 +37,9 @@ class ResendingPool:
         """See ``RolloutEngine.generate``.  Raises DeadEngineError if the restart limit is reached."""
         unfinished = {request.key: request for request in requests}
         while unfinished:
-            num_recoveries = self._num_recoveries
-            self._num_calls += 1
+            async with self._recovering:  # an agent's next turn may begin meanwhile: nobody draws from engines that
+                num_recoveries = self._num_recoveries  # sleep, or that have no weights yet
+                self._num_calls += 1
             try:
                 async with aclosing(self._pool.generate(list(unfinished.values()), sampling)) as samples:
                     async for sample in samples:

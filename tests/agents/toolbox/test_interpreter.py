@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from mcore_rl.agents.toolbox.interpreter import NOTHING, SCHEMA, PythonInterpreter
@@ -21,6 +23,15 @@ async def test_variables_stay_and_output_is_of_the_last_cell() -> None:
         "x = 3\nprint('hi')", "x * 2", "def f(y):\n    return y + x", "f(4)", "print(x); x = 9", "x", ""
     )
     assert said == ["hi", "6", NOTHING, "7", "3", "9", NOTHING]
+
+
+@awaited
+async def test_calls_of_one_turn_run_in_their_order() -> None:
+    tool = PythonInterpreter({}, SCHEMA)
+    await tool.create("e")
+    cells = ["import time\ntime.sleep(0.5)\nx = 1", "x += 1", "x"]
+    said = await asyncio.gather(*(tool.execute("e", {"code": cell}) for cell in cells))
+    assert [each.text for each in said] == [NOTHING, NOTHING, "2"]
 
 
 @awaited

@@ -87,6 +87,29 @@ def test_one_death_that_ends_two_calls_is_answered_once() -> None:
     assert both.restarter.num_restarts == 1 and len(pool.asked) == 4
 
 
+def test_a_call_that_begins_during_a_recovery_waits_for_it() -> None:
+    """As an agent's next turn, whose tool ran while an engine died."""
+    samples, pool, both = resending([3])
+    asked_at = list[int]()
+    to_engines = both.devices.to_engines
+
+    async def run() -> list[tuple[str, int]]:
+        turn: list[asyncio.Task[list[tuple[str, int]]]] = []
+
+        async def slowly(version: int) -> None:
+            turn.append(asyncio.create_task(keys(samples, requests("turn", 1))))
+            await asyncio.sleep(0.05)
+            asked_at.append(len(pool.asked))
+            await to_engines(version)
+
+        both.devices.to_engines = slowly  # type: ignore[method-assign]
+        await keys(samples, requests("a", 8))
+        return await turn[0]
+
+    assert asyncio.run(run()) == [("turn", 0)]
+    assert asked_at == [1], "nothing is asked of engines before they have their weights"
+
+
 def test_too_many_deaths_are_raised() -> None:
     samples, _, both = resending([1, 2, 3], limit=2)
     with pytest.raises(DeadEngineError, match="engine 1 died"):
