@@ -182,7 +182,7 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
         "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "zero",
         f"{C}.lower": 0.5, f"{C}.upper": 5.0,
     },
-    # verl's k1 is log p_sampler - log p_trainer (rollout_corr_helper.py, 0.9.0), ours, and verl's to 0.7.0, p_trainer / p_sampler
+    # since 0.7.1 verl's k1 is log p_sampler - log p_trainer (rollout_corr_helper.py); ours is of p_trainer / p_sampler
     (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.8_2.0", "0.9.0"): {
         f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.5, f"{C}.reject_upper": 1.25,
     },
