@@ -126,13 +126,24 @@ def save_peft(chunks: Sequence[torch.nn.Module], table: AdapterTable, rank: int,
 
 
 def write_peft(tensors: Mapping[str, Tensor], table: AdapterTable, directory: Path, base: str) -> None:
-    """Write whole ``tensors``, by their names in PEFT's files, as the new ``directory``."""
+    """Write whole ``tensors``, by their names in PEFT's files, as the new ``directory``, which gets its name last.
+
+    CheckpointError: what was written reads back differently.
+    """
     fresh = directory.with_name(directory.name + ".incomplete")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, fresh / WEIGHTS, {"format": "pt"})
     write_adapter_config(table, fresh, base)
+    with open_adapters(fresh) as written:
+        wrong = [name for name, tensor in tensors.items() if not _same_bits(written.read(name), tensor)]
+    if wrong:
+        raise CheckpointError(str(fresh), [f"tensor {name} reads back differently. Write it again" for name in wrong])
     fresh.rename(directory)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
 
 
 def write_adapter_config(table: AdapterTable, directory: Path, base: str) -> None:

@@ -205,6 +205,17 @@ def test_a_runs_adapters_are_merged_under_its_own_config(tmp_path: Path) -> None
             convert()
 
 
+def test_what_reads_back_differently_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flawed(tensors: Weights, path: Path, metadata: dict[str, str]) -> None:
+        first = next(iter(tensors))
+        save_file(tensors | {first: tensors[first] + 1}, path, metadata)
+
+    monkeypatch.setattr("mcore_rl.checkpoints.peft.save_file", flawed)
+    with pytest.raises(CheckpointError, match="reads back differently"):
+        _written("qwen2", tmp_path)
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_a_critic_keeps_the_head_that_it_trained(tmp_path: Path) -> None:
     tiny_models.save("qwen2", tmp_path / "base")
     table = AdapterTable(Table(*model_of(read_config(tmp_path / "base")), head=Head.value), LORA)
