@@ -39,6 +39,7 @@ from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_by
 from mcore_rl.checkpoints.stacked import num_stored, unstacked, writer_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError, refuse_if_any
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
@@ -127,19 +128,27 @@ def open_run(
         demand_kept_model(directory, role / SIDECAR_FILES, model)
     if not (role / SIDECAR_FILES / ADAPTER_CONFIG).is_file():
         return RunWeights(role, family, model)
-    adapters, of_run = run_adapters(role, family, model)
-    return MergedWeights(*open_hf(base or Path(of_run["base_model_name_or_path"])), adapters, lora_of(of_run).scale)
+    adapters, of_run, head = run_adapters(role, family, model)
+    checkpoint, table = open_hf(base or Path(of_run["base_model_name_or_path"]))
+    table = Table(table.family, table.model, head=head)
+    return MergedWeights(checkpoint, table, adapters, lora_of(of_run).scale, role / SIDECAR_FILES)
 
 
-def run_adapters(role: Path, family: Family, model: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(the adapters in the directory ``role`` of a run's checkpoint, their ``adapter_config.json``)."""
+def run_adapters(role: Path, family: Family, model: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Any], Head]:
+    """(the adapters in the directory ``role`` of a run's checkpoint, their ``adapter_config.json``, the model's head).
+
+    A value head, which trains beside them, is among the adapters.  CheckpointError: as ``RunWeights``, and if a file is
+    damaged.
+    """
     config = read_adapter_config(role / SIDECAR_FILES)
     with closing(RunWeights(role, family, model, lora_of(config))) as stored:
+        if problems := stored.damage(lambda num_bytes, of: None):
+            raise CheckpointError(str(role), problems)
         adapters = {}
         for name, spec in stored.tensors.items():
             adapters[name] = torch.empty(spec.shape, dtype=torch.float32)
             stored.read_into(name, TensorSlice.whole(spec.shape), adapters[name])
-    return adapters, config
+        return adapters, config, stored.table.head
 
 
 def to_megatron(
@@ -198,9 +207,10 @@ def extract(run: Path, out: Path) -> Converted:
         problem = "is no checkpoint of a run that trained adapters. Give RUN/checkpoints/step_N of one"
         raise CheckpointError(str(run), [problem])
     _, family, model = read_model(role / SIDECAR_FILES)
-    adapters, config = run_adapters(role, family, model)
+    adapters, config, head = run_adapters(role, family, model)
+    table = AdapterTable(Table(family, model, head=head), lora_of(config))
     NewDirectory(out, sum(each.nbytes for each in adapters.values())).incomplete.rmdir()
-    write_peft(adapters, AdapterTable(Table(family, model), lora_of(config)), out, config["base_model_name_or_path"])
+    write_peft(adapters, table, out, config["base_model_name_or_path"])
     return Converted(out, family.name, len(adapters), sum(each.nbytes for each in adapters.values()))
 
 

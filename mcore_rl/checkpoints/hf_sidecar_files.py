@@ -20,6 +20,8 @@ from mcore_rl.families.decoder import PREDICTION_LAYERS
 
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja")
 INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
+# What says that a directory holds adapters: beside whole weights, transformers would load another base than these.
+OF_ADAPTERS = "adapter_config.json"
 
 
 def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: Head = Head.lm) -> None:
@@ -31,7 +33,7 @@ def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: 
     config = read_config(source)
     try:
         for path in sorted({path for pattern in PATTERNS for path in source.glob(pattern)}):
-            if path.is_file() and path.name != CONFIG and not path.name.endswith(INDEX_SUFFIX):
+            if path.is_file() and path.name not in (CONFIG, OF_ADAPTERS) and not path.name.endswith(INDEX_SUFFIX):
                 place = target / path.relative_to(source)
                 if place.parent != target:
                     place.parent.mkdir(exist_ok=True)

@@ -39,7 +39,17 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "target_parameters": (None, []),
     "megatron_config": (None,),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
+# First values of A and B for which PEFT changes the base, too: what it then saves belongs to that other base.
+OF_ANOTHER_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 def adapter_config(table: AdapterTable, base: str) -> dict[str, Any]:
@@ -69,9 +79,19 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problem = f"{CONFIG} cannot be read: {error}. Give a directory that PEFT saved"
         raise CheckpointError(str(directory), [problem]) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(str(directory), [f"{CONFIG} is no JSON object. Give a directory that PEFT saved"])
     problems = []
-    if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
+    if config.get("peft_type") != "LORA":
         problems.append(f"{CONFIG}: peft_type={config.get('peft_type')}: only LORA is read")
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if type(value) not in ((int,) if name == "r" else (int, float)) or value <= 0:
+            problems.append(f"{CONFIG}: {name}={value}: is no number over 0. Give a directory that PEFT saved")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(OF_ANOTHER_BASE):
+        remedy = "Save them with path_initial_model_for_weight_conversion, as adapters of the model's own"
+        problems.append(f"{CONFIG}: init_lora_weights={init}: the adapters are of weights that PEFT changed. {remedy}")
     for name, plain in PLAIN.items():
         if config.get(name) not in plain:
             problems.append(f"{CONFIG}: {name}={config[name]}: computes what is not computed here. Train without it")
@@ -82,7 +102,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 def lora_of(config: Mapping[str, Any]) -> LoraConfig:
     """The adapters that ``config`` (``read_adapter_config``) describes."""
-    targets = config["target_modules"]
+    targets = config.get("target_modules") or []
     return LoraConfig(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
@@ -106,13 +126,24 @@ def save_peft(chunks: Sequence[torch.nn.Module], table: AdapterTable, rank: int,
 
 
 def write_peft(tensors: Mapping[str, Tensor], table: AdapterTable, directory: Path, base: str) -> None:
-    """Write whole ``tensors``, by their names in PEFT's files, as the new ``directory``."""
+    """Write whole ``tensors``, by their names in PEFT's files, as the new ``directory``, which gets its name last.
+
+    CheckpointError: what was written reads back differently.
+    """
     fresh = directory.with_name(directory.name + ".incomplete")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, fresh / WEIGHTS, {"format": "pt"})
     write_adapter_config(table, fresh, base)
+    with open_adapters(fresh) as written:
+        wrong = [name for name, tensor in tensors.items() if not _same_bits(written.read(name), tensor)]
+    if wrong:
+        raise CheckpointError(str(fresh), [f"tensor {name} reads back differently. Write it again" for name in wrong])
     fresh.rename(directory)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
 
 
 def write_adapter_config(table: AdapterTable, directory: Path, base: str) -> None:

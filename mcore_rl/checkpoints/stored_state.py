@@ -81,6 +81,11 @@ class StoredState(OpenFiles):
         order = sorted(range(len(ranks)), key=lambda index: (ranks[index].rank != prefer, ranks[index].rank))
         return cls(directory, [ranks[index] for index in order], [tensors[index] for index in order])
 
+    @property
+    def adam_step(self) -> int | None:
+        """Adam's own count; a rank that holds no trained tensor (a stage without adapters) has counted none."""
+        return max(state.adam_step or 0 for state in self.ranks) or None
+
     def mismatches(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         """Every stored tensor that a model whose Hugging Face tensors have ``shapes`` does not have, or not so."""
         stored: dict[str, tuple[int, ...]] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import partial
 
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import SftDataConfig, data_violations
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
@@ -48,6 +50,7 @@ def sft_violations(config: SftConfig, *, planned: bool = False) -> list[Violatio
         lambda config: data_violations(config.data),
         lambda config: trainer_violations(config.trainer),
         *(partial(_role_violations, role=role) for role in config.group_rows),
+        _adapter_violations,
         _warmup_violations,
         _mode_violations,
         lambda config: schedule_violations(config, config.trainer.total_training_steps or 0),
@@ -58,6 +61,17 @@ def sft_violations(config: SftConfig, *, planned: bool = False) -> list[Violatio
 
 def _role_violations(config: SftConfig, role: Role) -> list[Violation]:
     return config.role_config(role).violations(role.name)
+
+
+def _adapter_violations(config: SftConfig) -> Iterator[Violation]:
+    """Settings of adapters that there are none of; ``train`` has this from ``config/unread_keys.py``."""
+    lora, plain = config.actor.lora, LoraConfig()
+    for each in () if lora.rank else fields(LoraConfig):
+        value = getattr(lora, each.name)
+        if value != getattr(plain, each.name):
+            shown = value.value if isinstance(value, Enum) else value
+            remedy = "Leave it out, or write actor.lora.rank=32"
+            yield Violation(f"actor.lora.{each.name}", shown, "is not read: there are no adapters", remedy)
 
 
 def _warmup_violations(config: SftConfig) -> Iterator[Violation]:

@@ -176,13 +176,15 @@ class Publisher:
         """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint."""
         sums: dict[tuple[int, str, int], int] = {}
         dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
-        for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
-            live = view_of(self._published[copy.chunk, copy.source], copy.source_slice)
-            name = dtypes[copy.target]
-            sent = live.to(self.dtype if name is None else getattr(torch, name))
-            key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
-            sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
-        self._published.forget()
+        try:
+            for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
+                live = view_of(self._published[copy.chunk, copy.source], copy.source_slice)
+                name = dtypes[copy.target]
+                sent = live.to(self.dtype if name is None else getattr(torch, name))
+                key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
+                sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
+        finally:  # the weights may change before the next use
+            self._published.forget()
         return sums
 
 

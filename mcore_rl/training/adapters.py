@@ -78,7 +78,7 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def change(self) -> Tensor:
         """``scale * B A``, what the adapters add to the rank's weight; float32."""
-        return self.scale * (self._b(torch.float32) @ self._a(torch.float32))
+        return (self._b(torch.float32) @ self._a(torch.float32)).mul_(self.scale)
 
     def _a(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([a.to(dtype) for a in self.lora_A.values()])

@@ -101,7 +101,7 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
             raise CheckpointError(str(directory), [f"holds the {first.role}; give the directory of the {engine.role}"])
         bound = bind(engine.models, table, rank)
         ranges = _ranges(engine, bound)
-        wanted = [*_wanted_weights(bound, table, stored), *_wanted_main(ranges, table, first.adam_step)]
+        wanted = [*_wanted_weights(bound, table, stored), *_wanted_main(ranges, table, stored.adam_step)]
         for name in engine.snapshots.moving():
             wanted += [(SNAPSHOT + name, piece) for each in bound for piece in table.pieces(each.local)]
         problems = list(stored.mismatches({name: info.shape for name, info in table.hf_tensors.items()}))
@@ -115,9 +115,9 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
             for each in bound:
                 _fill(stored, SNAPSHOT + name, table, each, 0, kept[id(each.tensor)].view(-1))
             engine.snapshots.loaded(name)
-        _start_adam(engine, first.adam_step)
+        _start_adam(engine, stored.adam_step)
         for held in ranges:
-            for kind, row in _rows(held, first.adam_step):
+            for kind, row in _rows(held, stored.adam_step):
                 _fill(stored, kind, table, held.bound, held.begin, row)
         engine.num_skipped = first.num_skipped
         if engine.optimizer is not None:

@@ -129,7 +129,7 @@ def target_violations(lora: LoraConfig, table: Table, prefix: str) -> Iterator[V
     known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
     for key in ("target_modules", "exclude_modules"):
         for target in getattr(lora, key):
-            if target != ALL_LINEAR and not any(_names(target, name) for name in names):
+            if (key, target) != ("target_modules", ALL_LINEAR) and not any(_names(target, name) for name in names):
                 problem = f"names {target!r}, and {table.family.name} has no such linear layer"
                 yield Violation(f"{prefix}{key}", getattr(lora, key), problem, f"Write some of {known}")
     if not any(_is_target(lora, name) for name in names):

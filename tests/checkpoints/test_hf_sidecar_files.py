@@ -23,7 +23,14 @@ KEPT = (
     "vocab.bpe",
     "additional_chat_templates/tool_use.jinja",
 )
-LEFT = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json", "README.md", "x.bin")
+LEFT = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "README.md",
+    "x.bin",
+    "adapter_config.json",  # transformers would load the base that it names
+)
 
 
 def _copied(tmp_path: Path, config: dict[str, object], **options: bool) -> dict[str, object]:

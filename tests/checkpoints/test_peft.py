@@ -15,14 +15,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.checkpoints.convert import merge
-from mcore_rl.checkpoints.peft import CONFIG, WEIGHTS, lora_of, open_peft, read_adapter_config, write_peft
+from mcore_rl.checkpoints.convert import extract, merge, to_hf
+from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.manifest import write_manifest
+from mcore_rl.checkpoints.peft import (
+    CONFIG,
+    WEIGHTS,
+    lora_of,
+    open_peft,
+    read_adapter_config,
+    write_adapter_config,
+    write_peft,
+)
+from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, RankState, StateShard, pieces_of_range, state_file
 from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.views import view_of
 from tests.support import adapters, tiny_models
 from tests.support.full_weights import Weights
 
@@ -119,6 +132,13 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
 
     assert "use_dora=True" in refusal(table, use_dora=True)
     assert "peft_type=IA3" in refusal(table, peft_type="IA3")
+    for name, value in {
+        "init_lora_weights": "pissa_niter_4", "alora_invocation_tokens": [1], "use_qalora": True, "lora_alpha": None,
+        "layer_replication": [[0, 2]], "trainable_token_indices": [3], "r": True,
+    }.items():  # fmt: skip
+        assert f"{name}={value}" in refusal(table, **{name: value})
+    with open_peft(_changed(directory, tmp_path / "same", init_lora_weights="gaussian"), table):
+        pass
     other = AdapterTable(table.base, replace(LORA, rank=8, alpha=32.0))
     said = refusal(other)
     assert "r=4, and the run has 8" in said and "lora_alpha=6.0, and the run has 32.0" in said
@@ -129,6 +149,86 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
     (directory / CONFIG).unlink()
     with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
         open_peft(directory, table)
+
+
+def _changed(directory: Path, to: Path, **fields: object) -> Path:
+    shutil.copytree(directory, to)
+    (to / CONFIG).write_text(json.dumps(json.loads((to / CONFIG).read_text()) | fields))
+    return to
+
+
+def _of_run(root: Path, table: AdapterTable, given: Weights, base: Path) -> Path:
+    """A checkpoint of one rank of a run that trains the tensors of ``table``; returns the directory of the role."""
+    role = root / "step_1" / "actor"
+    (role / SIDECAR_FILES).mkdir(parents=True)
+    shards, tensors = [], {}
+    for local in table.tensors(0):
+        tensor, name = torch.zeros(table.shape(local)), f"{local.chunk}/{local.name}"
+        for piece in table.pieces(local):
+            view_of(tensor, piece.local_region).copy_(view_of(given[piece.hf], piece.hf_region))
+        pieces = pieces_of_range(table.pieces(local), tuple(tensor.shape), 0, tensor.numel())
+        shards.append(StateShard(name, tuple(tensor.shape), 0, tensor.numel(), pieces, (MAIN,)))
+        tensors[f"{MAIN}/{name}"] = tensor.view(-1)
+    state = RankState(
+        role="actor", rank=0, world_size=1, layout="", head=table.head, dtype="float32", num_steps=1, num_skipped=0,
+        adam_step=None, shards=tuple(shards),
+    )  # fmt: skip
+    save_file(tensors, state_file(role, 0), state.metadata())
+    copy_sidecar_files(base, role / SIDECAR_FILES, torch.float32, head=table.head)
+    write_adapter_config(table, role / SIDECAR_FILES, str(base))
+    write_manifest(root / "step_1", {})
+    return role
+
+
+def test_a_runs_adapters_are_merged_under_its_own_config(tmp_path: Path) -> None:
+    """Also if ``--base`` is the model before the run's changes of config.json; a damaged file is refused."""
+    tiny_models.save("qwen2", tmp_path / "base")
+    table = AdapterTable(Table(*model_of(read_config(tmp_path / "base"))), LORA)
+    role = _of_run(tmp_path, table, adapters.drawn(table), tmp_path / "base")
+    config = json.loads((role / SIDECAR_FILES / "config.json").read_text()) | {"max_position_embeddings": 77}
+    (role / SIDECAR_FILES / "config.json").write_text(json.dumps(config))
+    write_manifest(role.parent, {})
+    to_hf(role, tmp_path / "out", base=tmp_path / "base", report=_quiet)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 77
+    assert not (tmp_path / "out" / CONFIG).exists(), "transformers would take the directory for adapters"
+    extract(role, tmp_path / "adapter")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", report=_quiet)
+    one, other = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "merged"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+    path = state_file(role, 0)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    for convert in (lambda: to_hf(role, tmp_path / "bad", report=_quiet), lambda: extract(role, tmp_path / "bad")):
+        with pytest.raises(CheckpointError, match="has other bytes than were written"):
+            convert()
+
+
+def test_what_reads_back_differently_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flawed(tensors: Weights, path: Path, metadata: dict[str, str]) -> None:
+        first = next(iter(tensors))
+        save_file(tensors | {first: tensors[first] + 1}, path, metadata)
+
+    monkeypatch.setattr("mcore_rl.checkpoints.peft.save_file", flawed)
+    with pytest.raises(CheckpointError, match="reads back differently"):
+        _written("qwen2", tmp_path)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_critic_keeps_the_head_that_it_trained(tmp_path: Path) -> None:
+    tiny_models.save("qwen2", tmp_path / "base")
+    table = AdapterTable(Table(*model_of(read_config(tmp_path / "base")), head=Head.value), LORA)
+    given = adapters.drawn(table)
+    role = _of_run(tmp_path, table, given, tmp_path / "base")
+    to_hf(role, tmp_path / "out", config=tmp_path / "base", report=_quiet)
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "out"))
+    assert torch.equal(after.pop("score.weight"), given["score.weight"])
+    assert after.keys() == before.keys() - {"lm_head.weight"}
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (given[f"{adapters.PEFT}{name}.lora_{which}.weight"] for which in "AB")
+    torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + LORA.scale * (b @ a))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_labels"] == 1
 
 
 def test_adapters_without_a_partner_are_not_merged(tmp_path: Path) -> None:

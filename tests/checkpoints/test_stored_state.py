@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.rank_state import MAIN, WEIGHT, state_file
+from mcore_rl.checkpoints.rank_state import MAIN, WEIGHT, RankState, state_file
 from mcore_rl.checkpoints.stored_state import StoredState
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
@@ -51,6 +52,19 @@ def test_boxes_are_read_from_wherever_they_are(tmp_path: Path, family: str, layo
                 cast = torch.zeros(*region.shape, 2, dtype=torch.bfloat16)[..., 0]  # with strides
                 stored.read_into(kind, name, region, cast)
                 assert torch.equal(cast, view_of(tensor, region).bfloat16())
+
+
+def test_adams_count_is_that_of_a_rank_that_trains() -> None:
+    """A pipeline stage without adapters counts none; another layout's rank may read its file first."""
+    for counts, expected in (((None, 4), 4), ((4, None), 4), ((None, None), None)):
+        ranks = [
+            RankState(
+                role="actor", rank=rank, world_size=2, layout="pp=2", head=Head.lm, dtype="float32", num_steps=4,
+                num_skipped=0, adam_step=count, shards=(),
+            )
+            for rank, count in enumerate(counts)
+        ]  # fmt: skip
+        assert StoredState(Path(), ranks, [{}, {}]).adam_step == expected
 
 
 def test_own_copies_come_first(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_unknown_targets_are_named_with_what_there_is() -> None:
     (violation,) = target_violations(nothing, base, "actor.lora.")
     assert "leave no layer" in str(violation)
     assert not list(target_violations(LoraConfig(rank=3), base, ""))
+    (violation,) = target_violations(LoraConfig(rank=3, exclude_modules=["all-linear"]), base, "actor.lora.")
+    assert violation.key == "actor.lora.exclude_modules", "it names no layer"
 
 
 def test_routers_and_gates_of_experts_are_no_targets() -> None:

@@ -12,6 +12,9 @@ def lora(verl: Verl, answer: Answer, role: str) -> None:
     group = "actor_rollout_ref.model" if role == "actor" else "critic.model"
     rank = f"{group}.lora_rank"
     if not verl[rank]:
+        if verl[f"{group}.lora_adapter_path"]:
+            text = f"its rank is in adapter_config.json: write {role}.lora.rank and {role}.lora.path"
+            answer.tell(Difference.absent, f"{group}.lora_adapter_path", text)
         return
     answer.set(f"{role}.lora.rank", verl[rank], rank)
     answer.set(f"{role}.lora.alpha", verl[f"{group}.lora_alpha"] or 16, f"{group}.lora_alpha")
@@ -25,4 +28,8 @@ def lora(verl: Verl, answer: Answer, role: str) -> None:
             continue
         answer.set(f"{role}.lora.{name}", value if isinstance(value, list) else [value], f"{group}.{name}")
     if verl[f"{group}.lora_adapter_path"]:
-        answer.set(f"{role}.lora.path", verl[f"{group}.lora_adapter_path"], f"{group}.lora_adapter_path")
+        path, ours = f"{group}.lora_adapter_path", f"{role}.lora.path"
+        answer.set(ours, verl[path], path)
+        if role == "actor":
+            text = "the KL reference is the model with these adapters, and verl's is the model without any"
+            answer.tell(Difference.changed, path, text, ours)

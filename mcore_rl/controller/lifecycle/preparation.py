@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +46,8 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.serving_checks import why_unrecorded
 from mcore_rl.runtime.placement import placement_violations
+
+A = TypeVar("A", bound=AdaptedConfig)
 
 
 @dataclass(kw_only=True)
@@ -133,12 +136,19 @@ def complete(config: RunConfig, platform: Platform) -> RunConfig:
     )
 
 
+def with_absolute_adapters(config: A) -> A:
+    """``config``, whose adapters' path means the same in every process."""
+    if config.lora.path is None:
+        return config
+    return replace(config, lora=replace(config.lora, path=str(Path(config.lora.path).resolve())))
+
+
 def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
     """longest: the most tokens of a response."""
     if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
         config = replace(config, path=str(Path(config.path).resolve()))
-    if isinstance(config, AdaptedConfig) and config.lora.path:
-        config = replace(config, lora=replace(config.lora, path=str(Path(config.lora.path).resolve())))
+    if isinstance(config, AdaptedConfig):
+        config = with_absolute_adapters(config)
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
         config = replace(config, loss_agg_constant=longest)
     return config

@@ -1,8 +1,9 @@
 """Records in each checkpoint what its run is, and checks on resume whether the run is still the same.
 
-A resume with another model, other weights (the KL reference is made of them again), another tokenizer or template,
-other training data or other roles is refused.  So are other rewards and other validation data, unless the checkpoint is
-named by ``trainer.resume_from_path``.  Every other difference is allowed, and shown to the user.
+A resume with another model, other weights or first adapters (the KL reference is made of them again), adapters of
+another rank or scale, another tokenizer or template, other training data or other roles is refused.  So are other
+rewards and other validation data, unless the checkpoint is named by ``trainer.resume_from_path``.  Every other
+difference is allowed, and shown to the user.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mcore_rl.checkpoints.manifest import sum_of
 from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import note
-from mcore_rl.controller.lifecycle.run_contents import TEMPLATE, TOKENIZER, Sums, contents_of
+from mcore_rl.controller.lifecycle.run_contents import ADAPTERS, TEMPLATE, TOKENIZER, Sums, contents_of
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.hub.names import with_names
@@ -127,7 +128,7 @@ class Identity:
             if key in JUDGES and self._is_named:
                 continue
             written = KEYS.get(key, key)
-            why = "; the KL reference would be another one" if key == "model.path" else ""
+            why = "; the KL reference would be another one" if key in ("model.path", ADAPTERS) else ""
             problem = f"{f'its {key}: ' if key in KEYS else ''}{said}{why}"
             remedy = f"{ANEW}{MEANT}{checkpoint}" if key in JUDGES else ANEW
             yield Violation(written, flat.get(written) or flat.get("model.path"), problem, remedy)
@@ -142,6 +143,7 @@ class Identity:
         if other:
             problem = f"is another model than the checkpoint's: {'; '.join(other)}"
             yield Violation("model.path", self.config["model"]["path"], problem, ANEW)
+        yield from self._other_adapters(theirs)
         if self.data and [each[1:] for each in self.data] != [each[1:] for each in theirs.data]:  # val_only needs none
             there, here = (
                 ", ".join(f"{name} of {size:,} bytes" for name, size, _ in each.data) for each in (theirs, self)
@@ -154,6 +156,20 @@ class Identity:
             estimator = self.config.get("algorithm", {}).get("adv_estimator")
             problem = f"trains {' and '.join(self.roles)}; the checkpoint has {' and '.join(theirs.roles)}"
             yield Violation(key, estimator, problem, ANEW)
+
+    def _other_adapters(self, theirs: Identity) -> Iterator[Violation]:
+        """The settings without which the checkpoint's adapters are no adapters, or compute something else."""
+        ours, before = _flat(self.config), _flat(theirs.config)
+        for rank in sorted(key for key in ours if key.endswith(".lora.rank")):
+            names, group = ["rank"], rank.removesuffix("rank")
+            if (before.get(rank) or 0) == ours[rank]:
+                names = ["alpha", "use_rslora"] if ours[rank] else []
+            for key in (group + name for name in names):
+                if before.get(key) != ours[key]:
+                    yield Violation(key, ours[key], f"was {before.get(key) or 0} when the checkpoint was made", ANEW)
+        if ours.get("actor.lora.rank") and bool(before.get(ADAPTERS)) != bool(ours.get(ADAPTERS)):
+            problem = f"was {before.get(ADAPTERS)} when the checkpoint was made; the KL reference would be another one"
+            yield Violation(ADAPTERS, ours.get(ADAPTERS), problem, ANEW)
 
 
 def note_differences(identity: Identity, checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ from mcore_rl.checkpoints.manifest import sum_of, sum_text
 Sums = dict[str, str]  # name of a file -> its length and checksum
 TOKENIZER = "tokenizer"
 TEMPLATE = "chat template"
+ADAPTERS = "actor.lora.path"
 # Of weights of hundreds of GB, this much of each file is read: the header, which says where each tensor lies, and
 # pieces at even distances.  Training changes nearly every element.
 WHOLE_BYTES, HEADER_BYTES = 64 << 20, 1 << 20
@@ -54,6 +55,8 @@ def contents_of(values: Mapping[str, Any], weights: Mapping[str, Path]) -> dict[
     """
     model = values["model"]
     contents = {key: weights_of(path) for key, path in weights.items()}
+    if adapters := ((values.get("actor") or {}).get("lora") or {}).get("path"):
+        contents[ADAPTERS] = weights_of(Path(adapters))
     contents |= _tokenizer_of(Path(model.get("tokenizer_path") or model["path"]), TOKENIZER, TEMPLATE)
     judge = values.get("reward_model") or {}
     if judge.get("enable"):

@@ -15,7 +15,12 @@ from mcore_rl.config.schedule import schedule_violations, scheduled
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
 from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_sft_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
-from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, weights_of_roles
+from mcore_rl.controller.lifecycle.preparation import (
+    PreparedRun,
+    to_resume,
+    weights_of_roles,
+    with_absolute_adapters,
+)
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_roles import start_roles
@@ -56,6 +61,7 @@ def prepare(config: SftConfig) -> PreparedSft:
     config = replace(
         config,
         model=replace(config.model, path=str(path)),
+        actor=with_absolute_adapters(config.actor),
         trainer=replace(config.trainer, default_local_dir=str(place)),
     )
     path = Path(config.model_directory)

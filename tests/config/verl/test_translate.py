@@ -262,6 +262,9 @@ def test_adapters_of_peft_are_ours() -> None:
     ours = {key: each.value for key, each in known.settings.items() if key.startswith("actor.lora.")}
     assert ours["actor.lora.rank"] == 32 and ours["actor.lora.alpha"] == 64 and ours["actor.lora.path"] == "there"
     assert ours["actor.lora.target_modules"] == ["q_proj", "v_proj"]
+    assert listed(known, f"{group}.lora_adapter_path") is Difference.changed, "verl's reference has no adapters"
+    lost = translated(f"{group}.lora_adapter_path=there")
+    assert listed(lost, f"{group}.lora_adapter_path") is Difference.absent and not lost.is_whole
     every = translated(f"{group}.lora_rank=8", f"{group}.target_modules=all-linear")
     assert every.settings["actor.lora.target_modules"].value == ["all-linear"]
     assert not any(key.startswith("actor.lora.") for key in translated(f"{group}.lora_alpha=64").settings)

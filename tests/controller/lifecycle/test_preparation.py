@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.engine import Device
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import TrainerConfig
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare, with_absolute_adapters
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
@@ -189,3 +191,10 @@ def test_a_dense_model_replays_nothing(task: Path, tmp_path: Path) -> None:
     write_dense(tmp_path / "dense", task / "model", 1)
     settings = (f"model.path={tmp_path / 'dense'}", "actor.parallel.ep=1", "actor.router_replay=r2")
     assert "actor.router_replay=r2: the model is dense" in refusal(task, tmp_path, *settings)
+
+
+def test_the_path_of_adapters_means_the_same_in_every_process() -> None:
+    """``sft`` too: its workers may begin elsewhere."""
+    made = with_absolute_adapters(AdaptedConfig(lora=LoraConfig(rank=4, path="there")))
+    assert made.lora == LoraConfig(rank=4, path=str(Path("there").resolve()))
+    assert with_absolute_adapters(AdaptedConfig()) == AdaptedConfig()

@@ -230,6 +230,45 @@ def test_what_makes_no_difference_is_none(config: dict[str, Any], checkpoint: Pa
     assert identity_of(config).check(checkpoint) == []
 
 
+ADAPTERS = {"rank": 8, "alpha": 16.0, "use_rslora": False, "path": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "keys"),
+    [
+        ({}, {}, []),
+        ({}, {"alpha": 32.0}, ["actor.lora.alpha"]),
+        ({}, {"use_rslora": True, "rank": 4}, ["actor.lora.rank"]),
+        ({}, {"rank": 0, "alpha": 32.0}, ["actor.lora.rank"]),
+        ({"rank": 0}, {"rank": 0, "alpha": 32.0}, []),
+        ({}, {"path": "first"}, ["actor.lora.path"]),
+        ({"path": "first"}, {}, ["actor.lora.path"]),
+        ({"path": "first"}, {"path": "second"}, ["actor.lora.path"]),
+        ({"path": "first"}, {"path": "copy"}, []),
+    ],
+)
+def test_other_adapters_are_refused(
+    config: dict[str, Any], tmp_path: Path, before: dict[str, Any], now: dict[str, Any], keys: list[str]
+) -> None:
+    for number, name in enumerate(("first", "second", "copy")):
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.full((2,), float(number % 2))}, tmp_path / name / "adapter_model.safetensors")
+
+    def identity(changes: dict[str, Any]) -> Identity:
+        lora = ADAPTERS | changes
+        config["actor"]["lora"] = lora | {"path": lora["path"] and str(tmp_path / lora["path"])}
+        return identity_of(config)
+
+    identity(before).keep(tmp_path)
+    resumed = identity(now)
+    if not keys:
+        resumed.check(tmp_path)
+        return
+    with pytest.raises(ConfigError) as caught:
+        resumed.check(tmp_path)
+    assert [each.key for each in caught.value.violations] == keys
+
+
 def test_a_checkpoint_of_an_older_version_is_taken(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     values = json.loads((checkpoint / RUN).read_text())
     del values["contents"]
