@@ -64,9 +64,10 @@ from mcore_rl.rewards.score import Score
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import RankAdvantages, TrainResults, TrainWorker
+from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.worker_values import RankAdvantages, TrainResults
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
 from mcore_rl.types import SequenceScores, StepResult
@@ -201,7 +202,7 @@ def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
         f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
     ]  # fmt: skip
     if algorithm == "ppo":
-        overrides += ["algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.level=token"]
+        overrides += ["algorithm.use_kl_in_reward=true", "algorithm.off_policy=decoupled"]
     return compose(RunConfig, "train", overrides)
 
 

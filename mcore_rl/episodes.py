@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import RoutesArray
 from mcore_rl.rewards.score import RewardRequest, Score
 
 if TYPE_CHECKING:
@@ -96,6 +97,25 @@ class Segment:
             assert math.isfinite(self.reward), f"the reward {self.reward} is not finite"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentCounts:
+    """What an agent's episode did beside its tokens.
+
+    reason: why it ended, a name of ``END_REASONS`` or the loop's own.
+    turns: of the model.
+    calls, failed_calls: of tools; those that failed or were wrong.
+    tool_s: seconds in which tools ran.
+    cached_tokens: tokens before a turn that the engine's prefix cache had, over all turns.
+    """
+
+    reason: str
+    turns: int
+    calls: int = 0
+    failed_calls: int = 0
+    tool_s: float = 0.0
+    cached_tokens: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
     """A prompt and all that followed it; graded once it has a score.
@@ -108,6 +128,9 @@ class Episode:
     segments: the prompt's first, with at least a token, and no other of the prompt's.
     end: why nothing follows.
     score: what the whole is worth; None before it is graded.
+    experts: [num_tokens - 1, L, K], the experts that the sampler sent each token to; it never read the last one.  None
+        where they are not repeated in training.
+    agent: what its agent did; None where one answer to the prompt is all.
     pair: key that two episodes of one group share whose loss looks at both (DPO, SPIN), and which are therefore trained
         together; None for any other.
     """
@@ -119,6 +142,8 @@ class Episode:
     segments: tuple[Segment, ...]
     end: FinishReason
     score: Score | None = None
+    experts: RoutesArray | None = None
+    agent: AgentCounts | None = None
     pair: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +151,9 @@ class Episode:
         assert authors and authors[0] is Author.prompt, f"{self.prompt_id}: the first segment is the prompt"
         assert len(self.segments[0].tokens), f"{self.prompt_id}: the prompt has no token"
         assert Author.prompt not in authors[1:], f"{self.prompt_id}: one segment is the prompt"
+        if self.experts is not None:
+            count = len(self.experts)
+            assert count == self.num_tokens - 1, f"{self.prompt_id}: experts of {count} of {self.num_tokens} tokens"
 
     @property
     def num_prompt_tokens(self) -> int:

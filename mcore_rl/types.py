@@ -35,8 +35,9 @@ class TrainBatch:
     weights_T: what the policy loss of each token is multiplied by (importance correction).
     selection_T: how far a token's key is above the least that is selected, so not negative where the token is
         (``algorithms/selection.py``).
-    routing_TLK: int16 expert choices to replay, one row per token and layer of the model; those of dense layers are
-        not read.
+    routing_TLK: expert choices to replay, one row per token and layer of the model, uint8 or int16
+        (``MoeConfig.choice_bytes``); those of dense layers are not read.
+    unrouted_T: bool, tokens whose routers choose in spite of ``routing_TLK``, because nobody recorded them; None: none.
     extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
     pairs_S: the key of each sequence's pair, None where it has none; None where no sequence has one.  A pair is trained
         by one rank, in one microbatch.
@@ -55,6 +56,7 @@ class TrainBatch:
     weights_T: Tensor | None = None
     selection_T: Tensor | None = None
     routing_TLK: Tensor | None = None
+    unrouted_T: Tensor | None = None
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)
     pairs_S: tuple[int | None, ...] | None = None
 
@@ -171,17 +173,20 @@ class LossSums:
     """What a loss returns: sums over the rows of this rank, never means so that no layout can change the result.
 
     total: scalar with gradient, connected to the graph even where no row is trained.  metrics: sums without gradient.
+    maxima: the largest values over trained rows, without gradient, -inf where no row is trained; these no layout can
+    change either.
     """
 
     total: Tensor
     metrics: dict[str, Tensor]
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
     """What one forward pass says of each token, in the order of the batch that was given; float32, on the CPU.
 
-    routing_TLK: int16, the experts chosen, in the order of their scores; only where recording was asked for.
+    routing_TLK: uint8 or int16, the experts chosen, in the order of their scores; only where recording was asked for.
     """
 
     logprobs_T: Tensor | None = None
@@ -218,8 +223,8 @@ class StepResult:
 
     loss: global loss, its sum over all ranks divided by the caller's denominator.  grad_norm: global L2 norm before
     clipping.  lr: the rate this step used.  skipped: the reason why the weights were left alone, or None.
-    metrics: the loss function's own sums and the router statistics, reduced over all ranks.  scores: of this rank's
-    batch, with the weights before the step, where the engine was asked for them.
+    metrics, maxima: the loss function's own, and among the first the router statistics, reduced over all ranks.
+    scores: of this rank's batch, with the weights before the step, where the engine was asked for them.
     """
 
     loss: float
@@ -227,4 +232,5 @@ class StepResult:
     lr: float
     skipped: str | None
     metrics: dict[str, float]
+    maxima: dict[str, float] = field(default_factory=dict)
     scores: TokenScores | None = None

@@ -1,12 +1,12 @@
-"""Importance correction of the mismatch between sampler and trainer.
+"""Importance correction of samples that the policy before the step did not draw.
 
-With the same weights, vLLM and Megatron compute slightly different log-probs, so samples come from a policy that is not
-quite the one whose gradient is taken.  The ratio ``r = p_trainer / p_sampler``, per token or as the product over a
-response, corrects this in two ways, which may be combined.  Weights multiply the loss of a token: the ratio, truncated
-(arXiv:1802.01561), set to 0 outside of the bounds (IcePop, arXiv:2510.18855), or the token is not trained there.
-Rejection removes tokens or whole responses from training, by an estimate of the distance between the two policies (Liu,
-Li et al., 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's rollout_corr_helper, 0.9.1).
-Log ratios are clamped to +-20.
+Those of an asynchronous run come from older weights; and with the same weights, vLLM and Megatron compute slightly
+different log-probs.  The ratio ``r = old / mu`` of trainer to sampler, per token, as the product over a response or as
+its geometric mean, corrects this in two ways, which may be combined.  Weights multiply the loss of a token: the ratio,
+truncated (arXiv:1802.01561), set to 0 outside of the bounds (IcePop, arXiv:2510.18855), or the token is not trained
+there.  Rejection removes tokens or whole responses from training, by an estimate of the distance between the two
+policies (Liu, Li et al., 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's
+rollout_corr_helper, 0.9.1).  Log ratios are clamped to +-20.  Neither has a gradient.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequ
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
 from mcore_rl.types import SentAsArrays
 
+MEASURE = RolloutCorrectionConfig()  # ratios of tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSums(SentAsArrays):
@@ -35,9 +37,11 @@ class CorrectionSums(SentAsArrays):
     k1_S, k3_S: sums of the estimates k1 and k3 of KL(sampler || trainer), nats.
     masked_S: how many of them are not in the loss: rejected, or outside of the bounds.
 
-    Over its units, the things that have one ratio each: tokens, the response as a whole, or none (``level``):
+    Over its units, the things that have one ratio each: tokens, or the response as a whole (``level``); tokens where
+    nothing is weighed:
     units_S: their number.
-    ratios_S, squares_S, largest_S: sum, sum of squares and maximum of the ratio.
+    ratios_S, squares_S, largest_S, smallest_S: sum, sum of squares, maximum and minimum of the ratio; the extremes are
+    0 and inf where there is no unit.
     above_S: how many ratios exceed the upper bound.
     weights_S, weighed_S: sum of the weights, and the number of units that have one.
     """
@@ -51,6 +55,7 @@ class CorrectionSums(SentAsArrays):
     ratios_S: Tensor
     squares_S: Tensor
     largest_S: Tensor
+    smallest_S: Tensor
     above_S: Tensor
     weights_S: Tensor
     weighed_S: Tensor
@@ -77,8 +82,10 @@ def correct(
     trained: Trained,
     lengths_S: Sequence[int],
     config: RolloutCorrectionConfig,
+    *,
+    weighs: bool,
 ) -> Correction:
-    """Weights and mask from the trainer's (old) and the sampler's (rollout) log-probs of the same weights.
+    """Weights, with ``weighs``, and mask from the trainer's (old) and the sampler's (rollout) log-probs.
 
     Estimate advantages with the given mask, and train with the returned one, so that a response whose last token is
     masked here keeps its score.  Bounds are inclusive; a ratio that is NaN is outside.
@@ -88,7 +95,7 @@ def correct(
     """
     counts_S = sequence_counts(trained.mask_T, lengths_S)
     log_ratio_M = trained.gather(old_logprobs_T).double() - trained.gather(rollout_logprobs_T).double()
-    weights_M, outside_M, of_units = _weights(log_ratio_M, counts_S, config)
+    weights_M, outside_M, of_units = _weights(log_ratio_M, counts_S, config if weighs else MEASURE)
     rejected_M = _rejected(log_ratio_M, counts_S, config)
     leaves_M = rejected_M | outside_M if config.mode is CorrectionMode.mask else rejected_M
     sums = CorrectionSums(
@@ -97,7 +104,7 @@ def correct(
         masked_S=sequence_sums((rejected_M | outside_M).double(), counts_S),
     )
     weights_T = None
-    if weights_M is not None:
+    if weighs:
         weights_T = trained.scatter(weights_M.masked_fill(leaves_M, 0).to(old_logprobs_T.dtype))
     mask_T = trained.scatter(~leaves_M) if bool(leaves_M.any()) else trained.mask_T
     return Correction(weights_T=weights_T, mask_T=mask_T, sums=sums)
@@ -105,30 +112,33 @@ def correct(
 
 def _weights(
     log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(weights of tokens [M], bool [M]: outside of the bounds, the sums over units of ``CorrectionSums`` by name)."""
-    nothing_S = torch.zeros(len(counts_S), dtype=torch.float64)
-    names = ("units_S", "ratios_S", "squares_S", "largest_S", "above_S", "weights_S", "weighed_S")
-    if config.level is CorrectionLevel.none:
-        return None, torch.zeros_like(log_ratio_M, dtype=torch.bool), dict.fromkeys(names, nothing_S)
-    # A unit is a token or a response; each has one ratio.
-    units_S, log_ratio_U, present_S = counts_S, log_ratio_M, counts_S > 0
-    if config.level is CorrectionLevel.sequence:
-        units_S, log_ratio_U = present_S.long(), sequence_sums(log_ratio_M, counts_S)[present_S]
+    present_S, of_responses = counts_S > 0, LEVELS[config.level]
+    units_S, log_ratio_U = counts_S, log_ratio_M
+    if of_responses is not None:
+        units_S, log_ratio_U = present_S.long(), of_responses(log_ratio_M, counts_S)[present_S]
     ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside_U = torch.ones_like(ratio_U, dtype=torch.bool)
     if config.mode is not CorrectionMode.truncate:
         inside_U = (config.lower <= ratio_U) & (ratio_U <= config.upper)
     weight_U = ratio_U.masked_fill(~inside_U, 0).clamp(max=config.upper)
     weighed_U = inside_U.double() if config.mode is CorrectionMode.mask else torch.ones_like(ratio_U)
-    largest_S = torch.segment_reduce(ratio_U, "max", lengths=units_S, unsafe=True).where(present_S, 0)
-    of_units = (units_S.double(), *(sequence_sums(x_U, units_S) for x_U in (ratio_U, ratio_U.square())), largest_S)
-    of_units += tuple(sequence_sums(x_U, units_S) for x_U in ((ratio_U > config.upper).double(), weight_U, weighed_U))
+    of_units = {
+        "units_S": units_S.double(),
+        "ratios_S": sequence_sums(ratio_U, units_S),
+        "squares_S": sequence_sums(ratio_U.square(), units_S),
+        "largest_S": torch.segment_reduce(ratio_U, "max", lengths=units_S, unsafe=True).where(present_S, 0),
+        "smallest_S": torch.segment_reduce(ratio_U, "min", lengths=units_S, unsafe=True).where(present_S, torch.inf),
+        "above_S": sequence_sums((ratio_U > config.upper).double(), units_S),
+        "weights_S": sequence_sums(weight_U, units_S),
+        "weighed_S": sequence_sums(weighed_U, units_S),
+    }
     weight_M, inside_M = weight_U, inside_U
-    if config.level is CorrectionLevel.sequence:
+    if of_responses is not None:
         lengths = counts_S[present_S].tolist()
         weight_M, inside_M = at_tokens(weight_U, lengths), at_tokens(inside_U, lengths)
-    return weight_M, ~inside_M, dict(zip(names, of_units, strict=True))
+    return weight_M, ~inside_M, of_units
 
 
 def _k1(log_ratio: Tensor) -> Tensor:
@@ -153,6 +163,12 @@ def _largest(x_M: Tensor, counts_S: Tensor) -> Tensor:
 
 TokenEstimate = Callable[[Tensor], Tensor]
 ResponseReduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, lengths of responses) -> of responses
+# How the log ratio of a response follows from those of its tokens; None: each token has its own.
+LEVELS: dict[CorrectionLevel, ResponseReduction | None] = {
+    CorrectionLevel.token: None,
+    CorrectionLevel.sequence: sequence_sums,
+    CorrectionLevel.geometric: _mean,
+}
 # (the estimate of a token, how a response reduces those of its tokens); None: each token is judged by itself.
 REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
     Rejection.token_k1: (_k1, None),
@@ -199,40 +215,40 @@ def _agreement(log_ratio_M: Tensor, counts_S: Tensor) -> dict[str, Tensor]:
 def mean_weight(sums: CorrectionSums, config: RolloutCorrectionConfig) -> float:
     """The number by which ``batch_normalize`` divides all weights of the step; 1.0 without it, or if all are 0.
 
-    It is the mean of the weights after truncation, over tokens, or at level sequence over responses.  Weights that
-    ``zero`` set to 0 count; tokens that ``mask`` removed do not.  Rejection does not affect it, as in verl.
+    It is the mean of the weights after truncation, over tokens or responses as ``level`` has it.  Weights that ``zero``
+    set to 0 count; tokens that ``mask`` removed do not.  Rejection does not affect it, as in verl.
     """
     total, count = float(sums.weights_S.sum()), float(sums.weighed_S.sum())
     return total / count if config.batch_normalize and total > 0 else 1.0
 
 
-def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig) -> dict[str, float]:
+def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig, *, weighs: bool) -> dict[str, float]:
     """The metrics of the whole step, 0 if nothing is trained; the keys are those of ``tracking.metrics``.
 
-    Over trained tokens, at every level: ``rollout/logprob_diff_mean`` and ``_max`` (absolute, nats); ``rollout/kl_k1``
-    and ``rollout/kl`` (k1 and k3 of KL(sampler || trainer), nats).
+    Over trained tokens: ``rollout/logprob_diff_mean`` and ``_max`` (absolute, nats); ``rollout/kl_k1`` and
+    ``rollout/kl`` (k1 and k3 of KL(mu || old), nats).
 
-    ``rollout/correction_*``, over tokens at level token and over responses at level sequence, of the ratio before
-    truncation: ``weight_mean``, ``weight_max``, ``effective_sample_size`` (``(sum r)^2 / (n sum r^2)``; 1 is all of
-    them), ``clip_share`` (the share above ``upper``).  ``rollout/correction_masked_share``: the share of trained tokens
-    that are not in the loss.
+    Of the ratio ``old / mu`` before any bound, over trained tokens, or with ``weighs`` over tokens or responses as
+    ``level`` has it: ``rollout/ratio_mean``, ``_max``, ``_min`` and ``rollout/effective_sample_size``, ``(sum r)^2 / (n
+    sum r^2)``: the share of samples of the policy itself that would be worth as much (L. Kish, Survey Sampling, 1965).
+
+    With ``weighs`` ``rollout/truncated_share``, the share of these ratios above ``upper``.  With ``weighs`` or a
+    rejection ``rollout/masked_share``, the share of trained tokens that are not in the loss.
     """
     count, units = max(float(sums.counts_S.sum()), 1.0), max(float(sums.units_S.sum()), 1.0)
+    total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
     metrics = {
         "rollout/logprob_diff_mean": float(sums.differences_S.sum()) / count,
         "rollout/logprob_diff_max": float(sums.highest_S.max()),
         "rollout/kl_k1": float(sums.k1_S.sum()) / count,
         "rollout/kl": float(sums.k3_S.sum()) / count,
+        "rollout/ratio_mean": total / units,
+        "rollout/ratio_max": float(sums.largest_S.max()),
+        "rollout/ratio_min": float(sums.smallest_S.min()) if total else 0.0,
+        "rollout/effective_sample_size": total**2 / (units * squares) if squares else 0.0,
     }
-    weighs = config.level is not CorrectionLevel.none
     if weighs:
-        total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
-        metrics |= {
-            "rollout/correction_weight_mean": total / units,
-            "rollout/correction_weight_max": float(sums.largest_S.max()),
-            "rollout/correction_effective_sample_size": total**2 / (units * squares) if squares else 0.0,
-            "rollout/correction_clip_share": float(sums.above_S.sum()) / units,
-        }
+        metrics["rollout/truncated_share"] = float(sums.above_S.sum()) / units
     if weighs or config.reject is not Rejection.none:
-        metrics["rollout/correction_masked_share"] = float(sums.masked_S.sum()) / count
+        metrics["rollout/masked_share"] = float(sums.masked_S.sum()) / count
     return metrics

@@ -6,7 +6,8 @@ tokens, whatever the loss's own aggregation:
 - ``actor/policy_loss``: the policy loss, importance weights included
 - ``actor/clip_fraction``, ``_low``, ``_high`` (losses with a clip range), ``_dual`` (ppo_clip)
 - ``actor/ratio``, ``actor/approx_kl`` (k3), ``actor/approx_kl_k1``: between the policy before the step (old) and the
-  current one, if there are old log-probs
+  current one, if there are old log-probs; and as maxima ``actor/log_ratio_rise`` and ``actor/log_ratio_fall``, the
+  largest ``log r`` and ``-log r``, nats
 - ``actor/entropy``: if entropies are computed
 - ``actor/kl_loss``: the KL to the reference, before its coefficient
 """
@@ -14,6 +15,7 @@ tokens, whatever the loss's own aggregation:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from mcore_rl.types import LossInputs, LossSums
 
 # The loss's name of a mean over trained tokens -> its key in metrics.jsonl.
 REPORTED = {
+    "actor/ratio": "actor/ratio_mean",
     "actor/approx_kl_k1": "actor/kl_k1",
     "actor/approx_kl": "actor/kl_k3",
     "actor/clip_fraction_low": "actor/clip_fraction_low",
@@ -78,14 +81,18 @@ class ActorLoss(RoleLoss):
             per_token["actor/kl_loss"] = kl_N
         if inputs.old_logprobs_N is not None:
             per_token |= _change(inputs)
-        metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
-        return LossSums(total=sum_token_losses(loss_N, inputs, config.loss_agg_mode), metrics=losses.metrics | metrics)
+        metrics = losses.metrics | {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
+        total = sum_token_losses(loss_N, inputs, config.loss_agg_mode)
+        return LossSums(total=total, metrics=metrics, maxima=_extremes(inputs))
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
-        """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where it must be 1."""
+        """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where ``p / old`` must be 1."""
         means = {key: sums.mean(name) for name, key in REPORTED.items()}
         means["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
         metrics = {key: value for key, value in means.items() if value is not None}
+        rise, fall = sums.largest("actor/log_ratio_rise"), sums.largest("actor/log_ratio_fall")
+        if rise is not None and fall is not None:
+            metrics |= {"actor/ratio_max": exp(rise), "actor/ratio_min": exp(-fall)}
         return metrics | ({"kl/coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {})
 
     def _kl(self, inputs: LossInputs) -> Tensor:
@@ -112,3 +119,13 @@ def _change(inputs: LossInputs) -> dict[str, Tensor]:
         "actor/approx_kl": kl_k3(zero_N, change_N),
         "actor/approx_kl_k1": kl_k1(zero_N, change_N),
     }
+
+
+@torch.no_grad()
+def _extremes(inputs: LossInputs) -> dict[str, Tensor]:
+    """The maxima of the module's list; none without old log-probs."""
+    if inputs.old_logprobs_N is None:
+        return {}
+    change_N = log_ratios(inputs)
+    changes = {"actor/log_ratio_rise": change_N, "actor/log_ratio_fall": -change_N}
+    return {name: x_N.masked_fill(~inputs.mask_N, -torch.inf).amax() for name, x_N in changes.items()}

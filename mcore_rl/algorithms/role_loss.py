@@ -15,16 +15,22 @@ class UpdateSums:
 
     minibatches: for each optimizer step, the loss's metrics, summed over its trained tokens, and the routers' metrics.
     trained: the number of trained tokens of each optimizer step.
+    maxima: for each optimizer step, the loss's maxima over its trained tokens.
     """
 
     minibatches: Sequence[Mapping[str, float]]
     trained: Sequence[int]
+    maxima: Sequence[Mapping[str, float]] = ()
 
     def mean(self, name: str, first: bool = False) -> float | None:
         """A metric per trained token; None if no minibatch has it.  first: of the first minibatch alone."""
         chosen = list(zip(self.minibatches, self.trained, strict=True))[: 1 if first else None]
         pairs = [(metrics[name], count) for metrics, count in chosen if name in metrics]
         return sum(value for value, _ in pairs) / max(1, sum(count for _, count in pairs)) if pairs else None
+
+    def largest(self, name: str) -> float | None:
+        """The largest of a maximum over all minibatches; None if no minibatch has it."""
+        return max((each[name] for each in self.maxima if name in each), default=None)
 
     def totals(self) -> dict[str, float]:
         """The sum of each metric over all minibatches."""
@@ -50,6 +56,8 @@ class RoleLoss(ABC):
         """The sums over this rank's rows; without a trained row, a zero that is connected to the graph."""
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
-        """The metrics of a step for metrics.jsonl: by default each metric of the loss, per trained token."""
+        """The metrics of a step for metrics.jsonl: by default those of the loss, per trained token, and maxima."""
         names = sorted(name for name in sums.totals() if not name.startswith("router/"))
-        return {name: value for name in names if (value := sums.mean(name)) is not None}
+        largest = {name: sums.largest(name) for name in sorted({name for each in sums.maxima for name in each})}
+        named = {name: sums.mean(name) for name in names} | largest
+        return {name: value for name, value in named.items() if value is not None}

@@ -17,7 +17,7 @@ from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct
 from mcore_rl.algorithms.kl import penalty
 from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.types import SentAsArrays, TrainBatch
 
 
@@ -54,7 +54,7 @@ class TokenAdvantages:
     advantages_T: those of an estimator of ``Scope.token``, not yet whitened; None if the estimator has another scope.
     returns_T: the critic's targets; None without a critic.
     weights_T: the factor of the policy loss, not yet divided by the mean weight; None is 1 everywhere.
-    old_logprobs_T: in bypass mode, the sampler's; None: keep those of the batch.
+    old_logprobs_T: with ``off_policy=bypass``, the sampler's; None: keep those of the batch.
     """
 
     mask_T: Tensor
@@ -77,7 +77,7 @@ class SequenceStats(SentAsArrays):
     logprobs_S: the sum of the old log-probs over ``counts_S`` tokens, float64, nats; None without old log-probs.
     advantages: statistics of the raw advantages of an estimator of ``Scope.token``; None for another scope.
     returns_S, values_S: sums over ``counts_S`` tokens, float64; None without a critic.
-    correction: for ``correction_metrics``; None without old log-probs.
+    correction: for ``correction_metrics``; None without the trainer's log-probs.
     """
 
     responses_S: Tensor
@@ -99,15 +99,17 @@ def compute_advantages(
     """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
     batch: has rollout log-probs, and if the run has them turn rewards, values and reference log-probs.  It has old
-    log-probs unless the update makes them (``config/old_logprobs.py``).
+    log-probs if the step has a pass for them (``config/old_logprobs.py``).
     outcomes: of the same sequences.
     kl_coef: the coefficient of the KL in the reward in this step.
     """
     assert batch.rollout_logprobs_T is not None
+    bypassed_T = batch.rollout_logprobs_T if algorithm.off_policy is OffPolicy.bypass else None
+    old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
     kl_T, process_T = None, batch.turn_rewards_T
     if algorithm.use_kl_in_reward:
-        assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None, "the KL in the reward needs both"
-        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
+        assert old_T is not None and batch.ref_logprobs_T is not None, "the KL in the reward needs both"
+        kl_T = penalty(algorithm.kl_penalty)(old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
     counted_T = batch.mask_T
@@ -125,13 +127,8 @@ def compute_advantages(
     trained, counts_S = inputs.trained, inputs.counts_S
     if counted_T is not inputs.mask_T:
         trained, counts_S = Trained(counted_T), sequence_counts(counted_T, batch.lengths_S)
-    config = algorithm.rollout_correction
-    correction: Correction | None = None
-    if batch.old_logprobs_T is not None:
-        correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, config)
+    correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
-    bypassed_T = batch.rollout_logprobs_T if config.bypass_mode else None
-    old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
 
     def sums(x_T: Tensor) -> Tensor:
@@ -158,3 +155,11 @@ def compute_advantages(
         old_logprobs_T=bypassed_T,
     )
     return of_tokens, stats
+
+
+def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) -> Correction | None:
+    """None without the trainer's log-probs."""
+    old_T, drawn_T, config = batch.old_logprobs_T, batch.rollout_logprobs_T, algorithm.rollout_correction
+    if old_T is None or drawn_T is None:
+        return None
+    return correct(old_T, drawn_T, trained, batch.lengths_S, config, weighs=algorithm.weighs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
@@ -26,9 +27,12 @@ from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
+from mcore_rl.checkpoints.merged import MergedWeights, read_adapters
 from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
+from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
+from mcore_rl.checkpoints.peft import lora_of, read_adapter_config, write_peft
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
@@ -40,6 +44,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 
@@ -104,10 +109,15 @@ def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckp
     return MegatronCheckpoint(stored, family, model)
 
 
-def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
+def open_run(
+    directory: Path, config: Path | None = None, base: Path | None = None
+) -> RunWeights | MergedWeights | None:
     """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None if it is not one.
 
-    config: as in ``open_megatron``.  Raises as ``read_model``, ``demand_kept_model`` and ``RunWeights`` do.
+    config: as in ``open_megatron``.  base: of a checkpoint with adapters alone, the model that they are merged with;
+    None: the one that they were trained on, where it was.
+
+    Raises as ``read_model``, ``demand_kept_model`` and ``RunWeights`` do.
     """
     role = role_directory(directory)
     if role is None:
@@ -115,7 +125,21 @@ def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
     _, family, model = read_model(role / SIDECAR_FILES if config is None else config)
     if config is not None:
         demand_kept_model(directory, role / SIDECAR_FILES, model)
-    return RunWeights(role, family, model)
+    if not (role / SIDECAR_FILES / ADAPTER_CONFIG).is_file():
+        return RunWeights(role, family, model)
+    adapters, of_run = run_adapters(role, family, model)
+    return MergedWeights(*open_hf(base or Path(of_run["base_model_name_or_path"])), adapters, lora_of(of_run).scale)
+
+
+def run_adapters(role: Path, family: Family, model: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(the adapters in the directory ``role`` of a run's checkpoint, their ``adapter_config.json``)."""
+    config = read_adapter_config(role / SIDECAR_FILES)
+    with closing(RunWeights(role, family, model, lora_of(config))) as stored:
+        adapters = {}
+        for name, spec in stored.tensors.items():
+            adapters[name] = torch.empty(spec.shape, dtype=torch.float32)
+            stored.read_into(name, TensorSlice.whole(spec.shape), adapters[name])
+    return adapters, config
 
 
 def to_megatron(
@@ -164,28 +188,68 @@ def to_megatron(
     return Converted(directory.path, table.family.name, num_stored(specs, table), total)
 
 
+def extract(run: Path, out: Path) -> Converted:
+    """Write the adapters in the checkpoint ``run`` of a run as the new PEFT directory ``out``.
+
+    Raises CheckpointError: it is none, or has no adapters.
+    """
+    role = role_directory(run)
+    if role is None or not (role / SIDECAR_FILES / ADAPTER_CONFIG).is_file():
+        problem = "is no checkpoint of a run that trained adapters. Give RUN/checkpoints/step_N of one"
+        raise CheckpointError(str(run), [problem])
+    _, family, model = read_model(role / SIDECAR_FILES)
+    adapters, config = run_adapters(role, family, model)
+    NewDirectory(out, sum(each.nbytes for each in adapters.values())).incomplete.rmdir()
+    write_peft(adapters, AdapterTable(Table(family, model), lora_of(config)), out, config["base_model_name_or_path"])
+    return Converted(out, family.name, len(adapters), sum(each.nbytes for each in adapters.values()))
+
+
+def merge(
+    hf: Path, adapter: Path, out: Path, *, dtype: torch.dtype | None = None, report: ProgressCallback
+) -> Converted:
+    """Write the Hugging Face checkpoint ``hf``, merged with PEFT's directory ``adapter``, into the new ``out``.
+
+    Raises as ``open_hf``, ``read_adapter_config`` and ``MergedWeights`` do, and as ``to_hf``.
+    """
+    scale = lora_of(read_adapter_config(adapter)).scale
+    return _write_hf(MergedWeights(*open_hf(hf), read_adapters(adapter), scale), hf, out, dtype=dtype, report=report)
+
+
 def to_hf(
-    megatron: Path, out: Path, *, config: Path | None = None, dtype: torch.dtype | None = None, report: ProgressCallback
+    megatron: Path,
+    out: Path,
+    *,
+    config: Path | None = None,
+    base: Path | None = None,
+    dtype: torch.dtype | None = None,
+    report: ProgressCallback,
 ) -> Converted:
     """Write the checkpoint ``megatron`` as a Hugging Face checkpoint into the new directory ``out``.
 
     megatron: a Megatron checkpoint, or one of a run (``open_run``).  config: the directory of config.json and
-    tokenizer; None: those saved with the checkpoint.  dtype: cast to it; None keeps each tensor's dtype.  report:
-    called as the work goes on.
+    tokenizer; None: those saved with the checkpoint.  base: see ``open_run``.  dtype: cast to it; None keeps each
+    tensor's dtype.  report: called as the work goes on.
 
     Raises as ``open_megatron``, ``open_run`` and ``ShardedWriter`` do; CheckpointError if a file is damaged, cannot be
     read or written, or reads back differently.  After an error nothing has the name ``out``.
     """
-    run = open_run(megatron, config)
+    run = open_run(megatron, config, base)
     source = open_megatron(megatron, config) if run is None else run
     sidecar_directory = config or (megatron / HF if run is None else run.sidecar_directory)
+    return _write_hf(source, sidecar_directory, out, dtype=dtype, report=report)
+
+
+def _write_hf(
+    source: MegatronCheckpoint | RunWeights | MergedWeights, sidecar_directory: Path, out: Path, *,
+    dtype: torch.dtype | None, report: ProgressCallback,
+) -> Converted:  # fmt: skip
     present = {name: spec.dtype for name, spec in source.tensors.items()}
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
     total = sum(spec.num_bytes for spec in specs.values())
     with writer_of(out, list(specs.values()), source.table) as writer:
         if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
-            raise CheckpointError(str(megatron), problems)
+            raise CheckpointError(str(sidecar_directory), problems)
         copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), head=source.table.head)
         memory = _memory()
         for spec in specs.values():

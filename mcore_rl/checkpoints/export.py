@@ -28,6 +28,7 @@ from mcore_rl.checkpoints.stacked import unstacked, writer_of
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.weights.binding import bind
+from mcore_rl.weights.published import PublishedTensors
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
@@ -38,7 +39,7 @@ Parts = dict[str, list[OwnedPart]]
 
 
 class _Source:
-    """This rank's live tensors, as parts of Hugging Face tensors."""
+    """This rank's live tensors, merged with their adapters, as parts of Hugging Face tensors."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], table: Table, rank: int, dtype: torch.dtype | None) -> None:
         bound = bind(chunks, table, rank)
@@ -46,7 +47,8 @@ class _Source:
         assert len(kept) == 1, f"the weights have several dtypes: {kept}"
         (live,) = kept
         self.device = bound[0].tensor.device
-        self._tensors = {(each.local.chunk, each.local.name): each.tensor.detach() for each in bound}
+        stored = {(each.local.chunk, each.local.name): each.tensor for each in bound}
+        self._tensors = PublishedTensors(stored)
         self.specs = {
             name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else dtype or live, info.shape)
             for name, info in table.hf_tensors.items()

@@ -17,9 +17,11 @@ from mcore_rl.checkpoints.manifest import MANIFEST, damage
 from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, state_file
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stored_state import StoredState
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.family import Family
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice
 
@@ -38,8 +40,8 @@ class RunWeights:
     tokenizer.
     """
 
-    def __init__(self, directory: Path, family: Family, model: ModelConfig) -> None:
-        """directory: of a role, as ``role_directory`` finds it.
+    def __init__(self, directory: Path, family: Family, model: ModelConfig, lora: LoraConfig | None = None) -> None:
+        """directory: of a role, as ``role_directory`` finds it.  lora: the adapters, of a run that trained these.
 
         Raises CheckpointError with every violation: a file that is missing or damaged; a tensor that is missing, that
         ``model`` does not have, or that has another shape.
@@ -47,7 +49,8 @@ class RunWeights:
         self.sidecar_directory = directory / SIDECAR_FILES
         self._stored = StoredState.open(directory)
         state = self._stored.ranks[0]
-        self.table = Table(family, model, head=state.head)
+        weights = Table(family, model, head=state.head)
+        self.table = AdapterTable(weights, lora) if lora else weights
         shapes = {name: info.shape for name, info in self.table.hf_tensors.items()}
         problems = list(self._stored.mismatches(shapes))
         specs: dict[str, TensorSpec] = {}

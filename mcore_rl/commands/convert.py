@@ -4,6 +4,8 @@
     mcore-rl convert to-hf --megatron Qwen2.5-7B-megatron --out Qwen2.5-7B-again
     mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100
     mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100 --push-to-hub OWNER/NAME --private
+    mcore-rl convert merge --hf Qwen2.5-7B-Instruct --adapter my-lora --out merged
+    mcore-rl convert extract --run runs/lora/checkpoints/step_100 --out my-lora
     mcore-rl convert inspect Qwen2.5-7B-megatron
 
 Every tensor that was written is read back and held against the source by a checksum before the output gets its name;
@@ -17,7 +19,7 @@ import argparse
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -52,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See ``mcore_rl.cli.Command``."""
     parser.description = __doc__
     parser.set_defaults(spelt=SPELT)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf | inspect")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="to-megatron | to-hf | merge | extract | inspect"
+    )
     debug = argparse.ArgumentParser(add_help=False)
     add_change_options(debug)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
@@ -77,14 +81,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = "a checkpoint of a run, RUN/checkpoints/step_N, or a role in it; --dtype fp32 gives its main weights"
     source.add_argument("--run", type=typed(InputDirectory), help=run)
     config = "directory or Hub id with the model's config.json and tokenizer; not needed for what to-megatron wrote"
+    base = "of a run with adapters: the model to merge them with, if it is no longer where the run read it"
+    back.add_argument("--base", type=typed(InputModel), help=base)
     back.add_argument("--config", type=typed(InputTokenizer), help=config)
     push = "then upload it, with a model card, as this repository of the Hub; the token is HF_TOKEN or hf auth login's"
     back.add_argument("--push-to-hub", metavar="OWNER/NAME", help=push)
     back.add_argument("--private", action="store_true", help="a repository that is made for it is private")
 
+    _add_adapters(commands, write)
+
     look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
     look.add_argument("directory", type=typed(InputModel), metavar="DIR")
     look.add_argument("--config", type=typed(InputTokenizer), help=config)
+
+
+def _add_adapters(commands: Any, write: argparse.ArgumentParser) -> None:
+    """The commands ``merge`` and ``extract``."""
+    merging = commands.add_parser("merge", parents=[write], help="merge a model with adapters that PEFT saved")
+    merging.add_argument("--hf", type=typed(InputModel), required=True, help="the model, a directory or a Hub id")
+    adapter = "directory with adapter_config.json and adapter_model.safetensors"
+    merging.add_argument("--adapter", type=typed(InputDirectory), required=True, help=adapter)
+
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+    extracting = commands.add_parser("extract", parents=[debug], help="write a run's adapters as PEFT does")
+    run = "RUN/checkpoints/step_N of a run with adapters, or a role in it"
+    extracting.add_argument("--run", type=typed(InputDirectory), required=True, help=run)
+    extracting.add_argument("--out", type=typed(OutputDirectory), required=True, help="the directory to make")
 
 
 class Bars:
@@ -107,7 +130,9 @@ def change_config(arguments: argparse.Namespace, stack: ExitStack, console: Cons
 
     Raises ConfigError where there is something to change and no directory is named that has config.json.
     """
-    option = "hf" if arguments.command == "to-megatron" else "config"
+    if arguments.command == "extract":
+        return
+    option = "hf" if arguments.command in ("to-megatron", "merge") else "config"
     if arguments.command == "inspect" and arguments.config is None:
         option = "directory"
     source, changes = getattr(arguments, option), changes_asked(arguments)
@@ -127,15 +152,21 @@ def convert(arguments: argparse.Namespace, console: Console) -> Converted:
     """Do what the command line says, behind bars."""
     import torch  # when all is checked
 
-    from mcore_rl.checkpoints.convert import to_hf, to_megatron
+    from mcore_rl.checkpoints.convert import extract, merge, to_hf, to_megatron
 
+    if arguments.command == "extract":
+        return extract(arguments.run, arguments.out)
     bars = Bars(console)
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     with bars.progress:
         if arguments.command == "to-megatron":
             return to_megatron(arguments.hf, arguments.out, parallel=arguments.layout, dtype=dtype, report=bars.report)
+        if arguments.command == "merge":
+            return merge(arguments.hf, arguments.adapter, arguments.out, dtype=dtype, report=bars.report)
         source = arguments.run or arguments.megatron
-        return to_hf(source, arguments.out, config=arguments.config, dtype=dtype, report=bars.report)
+        return to_hf(
+            source, arguments.out, config=arguments.config, base=arguments.base, dtype=dtype, report=bars.report
+        )
 
 
 def show_contents(directory: Path, config: Path | None, console: Console) -> None:

@@ -2,6 +2,7 @@
 
     mcore-rl plan recipe=mixtral_8x22b_rloo [cluster=nvidia_h200] [trainer.nnodes=16 ...]
     mcore-rl plan recipe=mixtral_8x22b_rloo --search
+    mcore-rl plan recipe=qwen3_30b_a3b_grpo trainer.nnodes=16 --modes [--lengths 512 | --lengths runs/mine]
     mcore-rl plan --config-dir my_recipes --config-name gsm8k cluster=cpu
 
 recipe, cluster: by name (mcore-rl recipes lists them), or paths of yaml files; a cluster that is left out
@@ -9,6 +10,12 @@ is the recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the
 where its config.json is there (of a Hub id that alone is downloaded), else recipe.checkpoint, by name (mcore-rl models
 lists them).
 cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured, and prints each.
+
+--modes simulates drawing and training one after another (sync) and at the same time (one_step_off, async), with the
+run's devices shared, and split between engines and trainer: a quarter, a half and three quarters of the nodes for the
+engines.  Each row has the layouts of its own with which it is fastest.  "x sync" is its speed over sync on shared
+devices; staleness is in versions of the weights.  Responses have lognormal lengths, half as long on average as
+data.max_response_length, or as --lengths says: a mean in tokens, or the directory of a run, whose groups are drawn.
 
 Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
 """
@@ -26,7 +33,10 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.planning.lengths import Lengths, Lognormal, recorded_lengths
+from mcore_rl.planning.mode_tables import mode_tables, mode_values
+from mcore_rl.planning.modes import compare_modes
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import run_model
 from mcore_rl.planning.search import Found, refusal, search
@@ -43,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=typed(PositiveInt), default=10, help="layouts that --search shows (default: 10)"
     )
+    parser.add_argument(
+        "--modes",
+        action="store_true",
+        help="sync and async over splits of the devices, simulated; train runs sync alone so far",
+    )
+    parser.add_argument("--lengths", metavar="MEAN|RUN", help="of responses for --modes: a mean, or those of a run")
     parser.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")
     parser.add_argument("--json", type=typed(OutputFile), metavar="FILE", help="write the numbers")
 
@@ -81,11 +97,52 @@ def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: C
     return 0
 
 
+def lengths_of(options: argparse.Namespace, longest: int) -> Lengths | None:
+    """``--lengths``; None where it is not given.  Raises ConfigError where it is neither a mean nor a run."""
+    written: str | None = options.lengths
+    if written is None:
+        return None
+    if not written.isdecimal():
+        return recorded_lengths(Path(written))
+    if not 1 <= int(written) <= longest:
+        remedy = "Write a mean within it, or the directory of a run"
+        raise ConfigError([Violation("--lengths", written, f"is not within 1 and {longest} tokens", remedy)])
+    return Lognormal(int(written), longest)
+
+
+def compared(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: ClusterConfig) -> int:
+    """``--modes``; 2 where no mode fits."""
+    wrong = []
+    if not isinstance(run, RunConfig):
+        wrong.append(
+            Violation("--modes", "", "compares how rollouts are drawn, and fine-tuning has none", "Leave it out")
+        )
+    if not cluster.gpus_per_node:
+        remedy = "Leave it out, or name a cluster with GPUs"
+        wrong.append(Violation("--modes", "", "searches layouts of accelerators", remedy))
+    if options.search or options.html:
+        wrong.append(Violation("--modes", "", "goes with --lengths and --json alone", "Leave out --search and --html"))
+    refuse_if_any(wrong)
+    assert isinstance(run, RunConfig)
+    lengths = lengths_of(options, run.data.max_response_length)
+    result = compare_modes(run, run_model(run), cluster, lengths)
+    if not result.rows:
+        raise ConfigError([Violation("--modes", "", "no layout fits: " + "; ".join(result.refused), "Take more nodes")])
+    Console().print(mode_tables(result))
+    if options.json:
+        options.json.write_text(json.dumps(mode_values(result), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``; 2 also where nothing was found that fits."""
     planned_run, cluster = composed(options)
     for line in measured_lines(cluster):
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    if options.modes:
+        return compared(options, planned_run, cluster)
+    if options.lengths is not None:
+        raise ConfigError([Violation("--lengths", options.lengths, "is read by --modes alone", "Write --modes, too")])
     if options.search:
         return searched(options, planned_run, cluster)
     model = run_model(planned_run)

@@ -1,6 +1,7 @@
 """Make the parquet files that runs train on and validate with, in the field's schema; or a tiny model to try them with.
 
     mcore-rl prepare arithmetic --difficulty 1 --train 4000 --val 500 --seed 1 --out data/arithmetic
+    mcore-rl prepare products --train 4000 --val 500 --out data/products
     mcore-rl prepare gsm8k --source gsm8k/ --out data/gsm8k
     mcore-rl prepare gsm8k --source openai/gsm8k --out data/gsm8k
     mcore-rl prepare gsm8k-xml --source openai/gsm8k --out data/gsm8k-xml
@@ -9,8 +10,8 @@
     mcore-rl prepare aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
 
 SOURCE is a folder or a file (jsonl, json, parquet) as its authors publish it, or a Hugging Face id, which is the only
-thing that uses the network.  --out gets one file a split, train.parquet and test.parquet (arithmetic: val.parquet);
-each replaces its predecessor only when it is complete.  Then:
+thing that uses the network.  --out gets one file a split, train.parquet and test.parquet (arithmetic and products:
+val.parquet; products also sft.parquet, conversations); each replaces its predecessor only when it is complete.  Then:
 
     mcore-rl train data.train_files=[data/gsm8k/train.parquet] data.val_files=[data/gsm8k/test.parquet] ...
 
@@ -34,16 +35,16 @@ from rich.text import Text
 from mcore_rl.config.bounds import InputDirectory, OutputDirectory, PositiveInt, Seed
 from mcore_rl.config.options import typed
 from mcore_rl.data.arithmetic import LEVELS
-from mcore_rl.data.datasets import DATASETS, DatasetRow, arithmetic_rows, published_rows, write_rows
+from mcore_rl.data.datasets import DATASETS, DatasetRow, arithmetic_rows, product_rows, published_rows, write_rows
 from mcore_rl.data.tiny_model import SIZES, write_tiny_model
 
-TINY_MODEL = "tiny-model"
+TINY_MODEL, PRODUCTS = "tiny-model", "products"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See ``mcore_rl.cli.Command``."""
     parser.description = __doc__
-    names = [*DATASETS, "arithmetic", TINY_MODEL]
+    names = [*DATASETS, "arithmetic", PRODUCTS, TINY_MODEL]
     commands = parser.add_subparsers(dest="what", required=True, metavar=" | ".join(names))
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=typed(OutputDirectory), required=True, help="the folder; made if needed")
@@ -57,13 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generated = commands.add_parser("arithmetic", parents=[shared], help="generated word problems; splits: train, val")
     levels = "1: one sum, 2: two sums, 3: a product and a sum, 4: a product and three sums (default 1)"
     generated.add_argument("--difficulty", type=typed(PositiveInt), default=1, choices=list(LEVELS), help=levels)
-    generated.add_argument(
-        "--train", type=typed(PositiveInt), default=4000, help="training problems (default %(default)s)"
+    multiplied = commands.add_parser(
+        PRODUCTS, parents=[shared], help="generated products, for a model with a calculator; splits: train, val, sft"
     )
-    generated.add_argument(
-        "--val", type=typed(PositiveInt), default=500, help="validation problems (default %(default)s)"
-    )
-    generated.add_argument("--seed", type=typed(Seed), default=1, help="of the draw (default %(default)s)")
+    for each in (generated, multiplied):
+        what = "problems (default %(default)s)"
+        each.add_argument("--train", type=typed(PositiveInt), default=4000, help=f"training {what}")
+        each.add_argument("--val", type=typed(PositiveInt), default=500, help=f"validation {what}")
+        each.add_argument("--seed", type=typed(Seed), default=1, help="of the draw (default %(default)s)")
     tiny = commands.add_parser(TINY_MODEL, parents=[shared], help="a Hugging Face checkpoint with random weights")
     tiny.add_argument("--data", type=typed(InputDirectory), required=True, help="of parquet files, for the tokenizer")
     tiny.add_argument("--family", default="mixtral", help="see mcore-rl models (default %(default)s)")
@@ -76,6 +78,8 @@ def rows_of(arguments: argparse.Namespace) -> dict[str, list[DatasetRow]]:
     """By split, what the command line asks for."""
     if arguments.what == "arithmetic":
         return arithmetic_rows(arguments.difficulty, arguments.train, arguments.val, arguments.seed)
+    if arguments.what == PRODUCTS:
+        return product_rows(arguments.train, arguments.val, arguments.seed)
     return published_rows(arguments.what, arguments.source)
 
 

@@ -61,12 +61,30 @@ class KlControlConfig:
     horizon: PositiveInt = 10000
 
 
-class CorrectionLevel(Enum):
-    """Whether the probability ratio of trainer to sampler is taken per token or per response (``sequence``)."""
+class OffPolicy(Enum):
+    """What takes care of samples that the policy before the step (``old``) did not draw, but the sampler (``mu``) did.
 
-    none = "none"
+    ``recompute``: the loss's ratio is ``pi / old``, and the difference of ``old`` and ``mu`` is measured alone.
+    ``bypass``: ``mu`` stands for ``old`` wherever it is read, so the ratio is ``pi / mu``, and the pass that computes
+    ``old`` is left out.  ``decoupled``: the ratio is ``pi / old``, and ``old / mu`` weighs each token's loss, without
+    gradient (arXiv:2110.00641, section 2; arXiv:2505.24298, section 5.2).
+    """
+
+    recompute = "recompute"
+    bypass = "bypass"
+    decoupled = "decoupled"
+
+
+class CorrectionLevel(Enum):
+    """Of what there is one weight ``old / mu``.
+
+    ``token``: of each token.  ``sequence``: of each response, the product over its tokens.  ``geometric``: of each
+    response, the geometric mean over its tokens.
+    """
+
     token = "token"
     sequence = "sequence"
+    geometric = "geometric"
 
 
 class CorrectionMode(Enum):
@@ -84,7 +102,7 @@ class CorrectionMode(Enum):
 class Rejection(Enum):
     """The measure by which tokens or whole responses are rejected; the names are verl's ``rollout_rs``.
 
-    k1, k2, k3: of a token, ``log r``, ``(log r)^2 / 2`` and ``r - 1 - log r``, with ``r = p_trainer / p_sampler``.
+    k1, k2, k3: of a token, ``log r``, ``(log r)^2 / 2`` and ``r - 1 - log r``, with ``r = old / mu``.
     ``token_*`` rejects tokens; the others reject whole responses, by the sum, mean or largest value of their tokens.
     ``seq_mean_k1`` is the geometric mean of the ratios.  Rejection does not depend on the correction's weights.
     """
@@ -110,17 +128,16 @@ class Rejection(Enum):
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance correction of the mismatch between sampler and trainer.
+    """What follows from the ratio ``old / mu`` of trainer to sampler.
 
     level, mode, upper, lower: how weights follow from ratios; ``truncate`` does not read lower.
     batch_normalize: weights are divided by their mean over the step.
     reject: the measure of rejection.
     reject_upper: the largest ratio (k1) or nats (k2, k3) that is still trained; ``reject`` requires it.
     reject_lower: the smallest ratio that is still trained, k1 only; None is ``1 / reject_upper``.
-    bypass_mode: the loss's ratio is that of the policy to the sampler, instead of to the policy before the step.
     """
 
-    level: CorrectionLevel = CorrectionLevel.none
+    level: CorrectionLevel = CorrectionLevel.token
     mode: CorrectionMode = CorrectionMode.truncate
     upper: Annotated[float, Interval("[1, inf)")] = 2.0
     lower: Share = 0.5
@@ -128,16 +145,6 @@ class RolloutCorrectionConfig:
     reject: Rejection = Rejection.none
     reject_upper: PositiveFloat | None = None
     reject_lower: PositiveFloat | None = None
-    bypass_mode: bool = False
-
-    @property
-    def reads_ratio(self) -> tuple[str, object] | None:
-        """(key, value) of the first setting that reads the ratio of trainer to sampler; None if no setting does."""
-        if self.level is not CorrectionLevel.none:
-            return "level", self.level.value
-        if self.reject is not Rejection.none:
-            return "reject", self.reject.value
-        return ("bypass_mode", True) if self.bypass_mode else None
 
 
 class FilterMetric(Enum):
@@ -167,12 +174,13 @@ class FilterGroupsConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """Advantages and KL.
+    """Advantages, KL, and samples that another policy drew.
 
     adv_estimator: the estimator's name in docs/algorithms.md, or ``FILE.py:NAME`` of a file of your own.
     gamma, lam: discount, and GAE's lambda.
     whiten_advantages: advantages get mean 0 and variance 1 over the trained tokens of the whole batch.
     use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
+    off_policy: whose log-probs the ratio of the policy loss is taken to, and whether ``rollout_correction`` weighs it.
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     masked_in_baseline: their scores stay in the mean and deviation of their group, as in that paper, which masks their
     loss; false: they leave their group.
@@ -189,6 +197,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     kl_penalty: KlPenalty = KlPenalty.k1
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    off_policy: OffPolicy = OffPolicy.recompute
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     mask_truncated: bool = False
@@ -197,6 +206,19 @@ class AlgorithmConfig:
     gdpo_reward_weights: list[float] | None = None
     pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
 
+    @property
+    def reads_sampler(self) -> tuple[str, object] | None:
+        """(key, value) of the first setting that trains with the sampler's log-probs; None if no setting does."""
+        if self.off_policy is not OffPolicy.recompute:
+            return "off_policy", self.off_policy.value
+        reject = self.rollout_correction.reject
+        return None if reject is Rejection.none else ("rollout_correction.reject", reject.value)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the ratio of trainer to sampler weighs the policy loss."""
+        return self.off_policy is OffPolicy.decoupled
+
 
 def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     """Every violation within ``algorithm``, not looking at other groups."""
@@ -204,7 +226,6 @@ def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     rules: list[CrossCheck[AlgorithmConfig]] = [
         _control_violations,
         lambda each: _penalty_violations(each.kl_penalty),
-        lambda each: _correction_violations(each.rollout_correction, key),
         lambda each: _rejection_violations(each.rollout_correction, key),
     ]
     return check(algorithm, rules, "algorithm.")
@@ -229,13 +250,6 @@ def _penalty_violations(kind: KlPenalty) -> list[Violation]:
     else:
         return []
     return [Violation("algorithm.kl_penalty", kind.value, problem, remedy)]
-
-
-def _correction_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:
-    if not correction.bypass_mode or correction.level is CorrectionLevel.none:
-        return []
-    problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
-    return [Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false")]
 
 
 def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:

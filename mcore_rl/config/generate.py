@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.bounds import AnyData, CrossCheck, OutputFile, PositiveInt, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.engine import Precision
@@ -98,9 +99,10 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
     """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
     rules: list[CrossCheck[GenerateConfig]] = [
         lambda config: rollout_config_violations(config.rollout),
-        lambda config: routing_violations(config.rollout),
+        lambda config: routing_violations(config.rollout, "false"),
         _length_violations,
         _validation_violations,
+        _agent_violations,
         _missing,
         _out_violations,
     ]
@@ -120,6 +122,12 @@ def _validation_violations(config: GenerateConfig) -> Iterator[Violation]:
         problem = "says how training validates, and nothing is validated here"
         remedy = "Write rollout.n, rollout.temperature, rollout.top_p and rollout.top_k"
         yield Violation("rollout.val_kwargs", "...", problem, remedy)
+
+
+def _agent_violations(config: GenerateConfig) -> Iterator[Violation]:
+    if config.rollout.agent != AgentConfig():
+        problem = "says how agents run in training, and one answer to each prompt is generated here"
+        yield Violation("rollout.agent", "...", problem, "Leave it out")
 
 
 def _missing(config: GenerateConfig) -> Iterator[Violation]:

@@ -146,6 +146,11 @@ class MoeConfig:
     top_k_groups: int = 1
     routed_scaling_factor: float = 1.0
 
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of a recorded choice: an expert's number, as uint8 if there are at most 256 experts, else as int16."""
+        return 1 if self.num_experts <= 256 else 2
+
 
 class LayerKind(NamedTuple):
     """What decides which tensors a layer has; see ``ModelConfig.has_experts`` and ``is_linear``."""

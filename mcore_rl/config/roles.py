@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -19,6 +20,7 @@ from mcore_rl.config.bounds import (
     check,
 )
 from mcore_rl.config.engine import EngineConfig, engine_rules
+from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
@@ -36,6 +38,18 @@ class LossAggregation(Enum):
     seq_mean_token_sum = "seq_mean_token_sum"
     seq_mean_token_mean = "seq_mean_token_mean"
     sum_over_constant = "sum_over_constant"
+
+
+class RouterReplay(Enum):
+    """Whose choice of experts the policy's updates repeat; the names of the papers.
+
+    ``off``: every pass chooses its own.  ``r2``: the trainer's, as the log-prob pass before the updates made it
+    (arXiv:2507.18071, section 5.3).  ``r3``: the sampler's, in the log-prob pass too (arXiv:2510.11370).
+    """
+
+    off = "off"
+    r2 = "r2"
+    r3 = "r3"
 
 
 @dataclass(kw_only=True)
@@ -64,7 +78,27 @@ class FrozenModelConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class TrainedConfig(RoleConfig):
+class AdaptedConfig(RoleConfig):
+    """A role that trains its weights, or adapters beside them.  lora: see ``LoraConfig``."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_lora_violations, key=key)]
+
+
+def _lora_violations(config: AdaptedConfig, key: str) -> Iterator[Violation]:
+    yield from lora_violations(config.lora, f"{key}.lora.")
+    if config.lora.rank and config.megatron.get("moe_shared_expert_overlap"):
+        problem = "calls the parts of shared experts one by one, past their adapters"
+        yield Violation(
+            f"{key}.megatron.moe_shared_expert_overlap", True, problem, f"Leave it out with {key}.lora.rank"
+        )
+
+
+@dataclass(kw_only=True)
+class TrainedConfig(AdaptedConfig):
     """A role that is trained.
 
     ppo_mini_batch_size: prompts per optimizer step; each has ``rollout.n`` sequences.
@@ -108,6 +142,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_coef: the coefficient of that KL.
     full_kl_gib: the most host memory that a process takes for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
+    router_replay: see ``RouterReplay``; of a mixture of experts alone.
     """
 
     allow_stale_updates: bool = False
@@ -128,6 +163,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: KlPenalty = KlPenalty.k3
     full_kl_gib: NonNegativeFloat = 8.0
+    router_replay: RouterReplay = RouterReplay.off
 
     @property
     def clip_low(self) -> float:

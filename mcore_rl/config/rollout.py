@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Annotated, Any
 
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.bounds import (
     Bytes,
     Interval,
@@ -180,8 +181,9 @@ class RolloutConfig(ServingConfig):
     max_prompt_length: the most tokens of a prompt.
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
     return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
-        the CPU does not have.  No command reads the record yet, see ``routing_violations``.
+        the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
     val_kwargs: how validation samples.
+    agent: agent loops, tools, and what ends an episode.
     """
 
     n: PositiveInt = 1
@@ -196,6 +198,7 @@ class RolloutConfig(ServingConfig):
     max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property
     def max_model_len(self) -> int:
@@ -203,12 +206,12 @@ class RolloutConfig(ServingConfig):
         return self.max_prompt_length + self.max_response_length
 
 
-def routing_violations(rollout: RolloutConfig) -> list[Violation]:
-    """Refuses to record routing for a command that never reads it: the trainer would route to other experts anyway."""
+def routing_violations(rollout: RolloutConfig, instead: str) -> list[Violation]:
+    """Refuses a written ``return_routed_experts``: what reads the record sets it.  instead: what to write."""
     if not rollout.return_routed_experts:
         return []
-    problem = "the experts that it records are not replayed: the trainer chooses its own"
-    return [Violation("rollout.return_routed_experts", True, problem, "Write rollout.return_routed_experts=false")]
+    problem = "nobody would read the experts that it records"
+    return [Violation("rollout.return_routed_experts", True, problem, f"Write {instead}")]
 
 
 def parse_rollout_layout(text: str) -> RolloutLayout:

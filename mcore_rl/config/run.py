@@ -7,11 +7,11 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt
 
-from mcore_rl.config.algorithm import AlgorithmConfig, algorithm_violations
+from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.bounds import CrossCheck, check
@@ -22,8 +22,9 @@ from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violati
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.roles import ActorConfig, RouterReplay
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Mode, Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
@@ -67,6 +68,11 @@ class RunConfig(RoleGroups, Composed):
         return tuple(ROLES[name] for name in self.roles)
 
     @property
+    def served_rollout(self) -> RolloutConfig:
+        """``rollout`` as engines are started with: they record experts if the updates repeat them."""
+        return replace(self.rollout, return_routed_experts=self.actor.router_replay is RouterReplay.r3)
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether each prompt is also answered greedily, for a baseline."""
         return estimator(self.algorithm.adv_estimator).greedy
@@ -82,7 +88,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: data_violations(run.data),
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),
-        lambda run: routing_violations(run.rollout),
+        lambda run: routing_violations(run.rollout, "false; actor.router_replay=r3 lets engines record"),
         lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
         lambda run: trainer_violations(run.trainer),
@@ -103,6 +109,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _loss_violations,
         _update_violations,
         _share_violations,
+        replay_violations,
     ]
     violations = check(run, rules, beside=unknown)
     absent = set() if unknown else {each.name for each in ROLES.values() if each.config} - {*run.roles}
@@ -181,11 +188,11 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
-    reads_ratio = algorithm.rollout_correction.reads_ratio
-    if reads_ratio is not None and (drawn.top_p < 1 or drawn.top_k != -1):
+    reads_sampler = algorithm.reads_sampler
+    if reads_sampler is not None and (drawn.top_p < 1 or drawn.top_k != -1):
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
-        violations.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
+        violations.append(Violation(f"algorithm.{reads_sampler[0]}", reads_sampler[1], problem, remedy))
     return violations
 
 
@@ -220,10 +227,10 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
     if "actor.clip_ratio_c" in loss.reads and most is not None and most <= 1 + actor.clip_high:
         problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
         violations.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
-    if run.algorithm.rollout_correction.bypass_mode and not loss.needs_old:
-        problem = f"actor.loss_mode={loss.name} has no ratio, and nobody would read the sampler's log-probs"
-        remedy = "Write false and level=token, or another loss"
-        violations.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
+    if run.algorithm.off_policy is OffPolicy.bypass and not loss.needs_old:
+        problem = f"actor.loss_mode={loss.name} has no ratio, and would not read the sampler's log-probs"
+        remedy = "Write decoupled, which weighs this loss too, or another loss"
+        violations.append(Violation("algorithm.off_policy", OffPolicy.bypass.value, problem, remedy))
     return violations
 
 
@@ -235,9 +242,10 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     size = run.data.train_batch_size
     reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
-    if run.trainer.mode is Mode.one_step_off:
+    if run.trainer.mode is Mode.one_step_off and not run.algorithm.weighs:
         problem = f"trains each batch an update later than it was drawn: {reason}"
-        violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, f"Write sync, {remedy}"))
+        weighed = f"Write sync, or algorithm.off_policy=decoupled, {remedy}"
+        violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, weighed))
     if actor.ppo_epochs > loss.updates_per_batch:
         violations.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
     if actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:

@@ -11,7 +11,7 @@ from mcore_rl.config.data import SftDataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
-from mcore_rl.config.roles import RoleConfig
+from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Mode, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
@@ -20,7 +20,7 @@ ACTOR = Role(
     name="actor",
     trains=True,
     weights="model.path",
-    config=RoleConfig,
+    config=AdaptedConfig,
     loss="mcore_rl.algorithms.cross_entropy:cross_entropy",
 )
 
@@ -32,7 +32,7 @@ class SftConfig(RoleGroups):
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
-    actor: RoleConfig = field(default_factory=RoleConfig)
+    actor: AdaptedConfig = field(default_factory=AdaptedConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 

@@ -96,6 +96,9 @@ class GuardConfig:
     max_logprob_diff: largest difference of log-probs between sampler and trainer, nats.
     max_kl: largest KL to the reference, nats; None is any.
     max_clip_share: largest share of responses that are cut off at their length limit.
+    min_effective_sample_size: smallest effective sample size of the ratios of trainer to sampler, as a share.
+    max_masked_share: largest share of trained tokens that corrections leave out of the loss.
+    max_update_kl: largest KL of the policy that a step's loss starts from to the updated one, nats a token (k3).
     stop: whether an alarm ends the run, after a checkpoint.
     check_weights_freq: compare every tensor of the engines with the trainer's in each weight update whose number this
     divides; 0: in the first update only.
@@ -107,6 +110,9 @@ class GuardConfig:
     max_logprob_diff: NonNegativeFloat = 0.1
     max_kl: NonNegativeFloat | None = None
     max_clip_share: Share = 0.9
+    min_effective_sample_size: Share = 0.3
+    max_masked_share: Share = 0.5
+    max_update_kl: NonNegativeFloat = 0.5
     stop: bool = False
     check_weights_freq: NonNegativeInt = 0
 

@@ -7,12 +7,12 @@ that another key switches on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, Rejection
+from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
 from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
@@ -24,9 +24,10 @@ from mcore_rl.config.algorithm_registry import (
 )
 from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.roles import AdaptedConfig, LossAggregation
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import Violation
 
@@ -113,14 +114,15 @@ SWITCHES = (
     ),
     Switch(
         (
+            "algorithm.rollout_correction.level",
             "algorithm.rollout_correction.mode",
             "algorithm.rollout_correction.upper",
             "algorithm.rollout_correction.lower",
             "algorithm.rollout_correction.batch_normalize",
         ),
-        lambda run: run.algorithm.rollout_correction.level is not CorrectionLevel.none,
-        "there are no weights",
-        "algorithm.rollout_correction.level=token",
+        lambda run: run.algorithm.weighs,
+        "nothing weighs the loss",
+        "algorithm.off_policy=decoupled",
     ),
     Switch(
         ("algorithm.rollout_correction.lower",),
@@ -179,6 +181,7 @@ def _of_role(role: Role) -> Iterator[Switch]:
         f"{name}.moe.dispatcher sends tokens without it",
         f"{name}.moe.dispatcher=flex",
     )
+    yield from _of_adapters(role)
     if not role.trains:
         trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "overlap_offload",
                   "gradient_accumulation_fusion", "tp_comm_overlap")  # fmt: skip
@@ -203,6 +206,18 @@ def _of_role(role: Role) -> Iterator[Switch]:
         "there is one pass over the samples, and the second is the first to be shuffled",
         f"{name}.ppo_epochs=2",
     )
+
+
+def _of_adapters(role: Role) -> Iterator[Switch]:
+    if role.config is None or not issubclass(role.config, AdaptedConfig):
+        return
+
+    def adapts(run: RunConfig) -> bool:
+        config = run.role_config(role)
+        return isinstance(config, AdaptedConfig) and config.lora.rank > 0
+
+    keys = tuple(f"{role.name}.lora.{each.name}" for each in fields(LoraConfig) if each.name != "rank")
+    yield Switch(keys, adapts, "there are no adapters", f"{role.name}.lora.rank=32")
 
 
 def unread_violations(run: RunConfig) -> list[Violation]:

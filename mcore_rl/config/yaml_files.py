@@ -31,6 +31,7 @@ FREE = (
     "chat_template_kwargs",
     "config_overrides",
     "engine",
+    "loops",
     "megatron",
     "reward_kwargs",
 )  # groups, by last name, whose keys no dataclass knows

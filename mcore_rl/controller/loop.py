@@ -51,7 +51,9 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         if role.publishes and not run.scores_first(step):
             continue
         with clock(role.phase):
-            scores = await updates.score_role(role, run.groups[role.group], shared, temperature)
+            scores = await updates.score_role(
+                role, run.groups[role.group], shared, temperature, config.actor.router_replay
+            )
         metrics |= score_metrics(role, scores, groups.num_trained)
 
     run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
@@ -70,7 +72,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]
     if of_policy.own is not None:
-        metrics |= own_metrics(config.policy, of_policy.own, groups.num_trained, config.algorithm.rollout_correction)
+        metrics |= own_metrics(config.policy, of_policy.own, of_policy.trained[0])
     metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
     metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}, step))

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.data.products import Product, products
 from mcore_rl.data.sources import Record, read_splits
 from mcore_rl.errors import DataError
 
@@ -44,8 +45,11 @@ SCHEMA = pa.schema(
         "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXT}),
         "extra_info": pa.struct({"split": TEXT, "index": pa.int64(), "answer": TEXT, "question": TEXT}),
         "response": TEXT,
+        "messages": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
+        "agent_name": TEXT,
     }
 )
+OPTIONAL = ("response", "messages", "agent_name")  # columns of files in which a row has a value
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,25 @@ def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[st
     return rows
 
 
+def product_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]:
+    """Generated products (``products``) for a model with a calculator: ``train`` and ``val`` of them, run by an agent.
+
+    ``sft`` has the conversations of the training questions, with the call and its result.
+    """
+    made = {"train": products(train, seed, Split.train), "val": products(val, seed, Split.validation)}
+    rows = {name: [_product_row(name, *each) for each in enumerate(of_one)] for name, of_one in made.items()}
+    conversations = []
+    for row, product in zip(rows["train"], made["train"], strict=True):
+        said = "\n".join(each["content"] for each in product.conversation[1:])
+        info = row["extra_info"] | {"split": "sft", "answer": said}
+        conversations.append(row | {"messages": product.conversation, "agent_name": None, "extra_info": info})
+    return rows | {"sft": conversations}
+
+
 def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
     """Write ``rows`` to the parquet file ``path``, replacing an older one.  DataError: it cannot be written."""
-    schema = SCHEMA if any(row["response"] is not None for row in rows) else SCHEMA.remove(len(SCHEMA) - 1)
+    absent = [name for name in OPTIONAL if all(row.get(name) is None for row in rows)]
+    schema = pa.schema([field for field in SCHEMA if field.name not in absent])
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,6 +226,11 @@ def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow
         "extra_info": {"split": split, "index": index, "answer": answer, "question": solved.question},
         "response": solved.solution,
     }
+
+
+def _product_row(split: str, index: int, product: Product) -> DatasetRow:
+    solved = Solved(product.question, product.question, product.answer, None)
+    return _row("products", split, index, solved) | {"agent_name": "tool_agent"}
 
 
 def _solved(dataset: Dataset, record: Record, problems: list[str]) -> Solved | None:

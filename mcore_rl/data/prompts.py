@@ -19,6 +19,7 @@ import pyarrow as pa
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.data.rows import (
     MESSAGES,
+    AgentRows,
     Ragged,
     SourceFile,
     clean_messages,
@@ -103,16 +104,18 @@ class PromptSet:
         max_samples: int | None,
         title: str,
         graded: bool = True,
+        agents: AgentRows | None = None,
     ) -> PromptSet:
         """The prompts of ``files``, in file order.
 
         max_samples: take only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
         title: the key that names the files, as ``data.train_files``.  graded: require a data source for every row, and
-        a ground truth unless a reward model scores it.
+        a ground truth unless a reward model scores it.  agents: read the columns of agents; None: they are refused.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without ground truth, refused by the chat template or meant
-        for tools, agents, images or videos, prompts that are too long if ``truncation`` is error, no prompt left.
+        for images, videos or agents that are not there, prompts that are too long if ``truncation`` is error, no prompt
+        left.
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
@@ -122,7 +125,7 @@ class PromptSet:
                 type_problems = list(_type_problems(file, config.prompt_key, graded))
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
-                    _take(reading, number, file, start, records, config, tokenizer, graded)
+                    _take(reading, number, file, start, records, config, tokenizer, graded, agents)
                     bar.advance(task, len(records))
         reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
@@ -233,13 +236,14 @@ def _take(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     graded: bool,
+    agents: AgentRows | None,
 ) -> None:
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
     rows, texts = [], []
     for row, record in enumerate(records, start):
-        for column in wants_more_than_text(record or {}):
+        for column in wants_more_than_text(record or {}, agents):
             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-        text, problem = _rendered(record, config, tokenizer, graded)
+        text, problem = _rendered(record, config, tokenizer, graded, agents)
         if problem:
             reading.problems.append(f"{file.row_id(row)}: {problem}")
         else:
@@ -263,7 +267,11 @@ def _take(
 
 
 def _rendered(
-    record: dict[str, Any] | None, config: DataConfig, tokenizer: PreTrainedTokenizerBase, graded: bool
+    record: dict[str, Any] | None,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    graded: bool,
+    agents: AgentRows | None,
 ) -> tuple[str, str]:
     """(text of the prompt, problem): one of the two is ""."""
     if record is None:
@@ -277,8 +285,12 @@ def _rendered(
         asked = record["reward_model"]
         if not scored_by_model(asked) and (asked is None or asked.get("ground_truth") is None):
             return "", "reward_model has no ground_truth. Write the right answer, or leave the row out"
+    if agents is not None and (problem := agents.problem_of(record)):
+        return "", problem
     try:
-        kwargs = config.chat_template_kwargs
+        kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
+        if agents is not None and (tools := agents.tools_of(record)):
+            kwargs["tools"] = tools
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
         return "", f"the chat template refuses it: {error}. Mend the messages, or use another template"

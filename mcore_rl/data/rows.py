@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ BATCH_ROWS = 1_000
 LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
 MAX_NAMED = 20
 MESSAGES = "a list of {role, content}"
-# Columns, also of extra_info, that ask for more than text, with what no command does yet.
+# Columns, also of extra_info, that ask for more than text; only a run of agents does some of it.
 MORE_THAN_TEXT = {
     "agent_name": "agents",
     "interaction_kwargs": "interactions",
@@ -35,7 +35,20 @@ MORE_THAN_TEXT = {
     "images": "images",
     "videos": "videos",
 }
+AGENT_COLUMNS = ("agent_name", "interaction_kwargs", "tools_kwargs")  # which a run of agents reads
 SINGLE_TURN = "single_turn_agent"  # verl's agent_name of what is done here: one answer to the prompt
+
+
+class AgentRows(Protocol):
+    """Reads the ``AGENT_COLUMNS`` of rows."""
+
+    def problem_of(self, record: dict[str, Any]) -> str:
+        """What keeps a row from being run as it asks, with the remedy; "" if nothing does."""
+        ...
+
+    def tools_of(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """The schemas of the tools that a row's prompt names; None: it has none."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +163,15 @@ def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
     return cleaned
 
 
-def wants_more_than_text(record: dict[str, Any]) -> list[str]:
-    """The columns of ``MORE_THAN_TEXT`` in which a row has a value; of ``extra_info``, as ``extra_info.NAME``."""
+def wants_more_than_text(record: dict[str, Any], agents: AgentRows | None = None) -> list[str]:
+    """The columns of ``MORE_THAN_TEXT`` in which a row has a value; of ``extra_info``, as ``extra_info.NAME``.
+
+    agents: read ``AGENT_COLUMNS``, which are then not among them.
+    """
     inner = record.get("extra_info")
     values = record | ({f"extra_info.{key}": each for key, each in inner.items()} if isinstance(inner, dict) else {})
-    asked = [(key, each) for key, each in values.items() if key.removeprefix("extra_info.") in MORE_THAN_TEXT]
+    unread = MORE_THAN_TEXT.keys() - (() if agents is None else AGENT_COLUMNS)
+    asked = [(key, each) for key, each in values.items() if key.removeprefix("extra_info.") in unread]
     return [key for key, each in asked if not _is_empty(each) and (key, each) != ("agent_name", SINGLE_TURN)]
 
 

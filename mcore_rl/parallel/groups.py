@@ -25,6 +25,7 @@ class ProcessGroups:
     """Process groups of this rank.
 
     dp_cp: the ranks that hold the same dense weights.  experts: the ranks that share one set of experts, by ep and etp.
+    etp: the ranks that hold shards of the same experts.
     moe_tokens: the tensor and context peers that split the tokens of one sequence at the router.
     """
 
@@ -38,6 +39,7 @@ class ProcessGroups:
     dp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup
     experts: dist.ProcessGroup
+    etp: dist.ProcessGroup
     moe_tokens: dist.ProcessGroup
 
     @property
@@ -75,6 +77,7 @@ def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: 
         dp=mpu.get_data_parallel_group(),
         dp_cp=mpu.get_data_parallel_group(with_context_parallel=True),
         experts=mpu.get_expert_tensor_and_model_parallel_group(),
+        etp=mpu.get_expert_tensor_parallel_group(),
         moe_tokens=mpu.get_tensor_and_context_parallel_group(),
     )
 

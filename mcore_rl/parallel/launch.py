@@ -236,6 +236,17 @@ def inherited_environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
         _set_environment(before)
 
 
+@contextmanager
+def kept_environment() -> Iterator[None]:
+    """Within: what changes the environment, as the import of a library, changes it until the end alone."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _set_environment(wanted: Mapping[str, str | None]) -> None:
     for name, value in wanted.items():
         if value is None:

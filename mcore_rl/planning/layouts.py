@@ -17,7 +17,7 @@ from mcore_rl.planning.memory import Site, peaks
 from mcore_rl.planning.peaks import Phase
 from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import ModelSizes, States
-from mcore_rl.planning.training import RolePlan, Work
+from mcore_rl.planning.training import RolePlan, Work, lora_of
 
 E = TypeVar("E", bound=EngineConfig)
 MAX_VPP = 4
@@ -77,6 +77,7 @@ def trainings(
             name: States(
                 sizes[name], parallel, world_size, precision,
                 overlap=engines[name].overlaps_reduction(accelerator=site.device_bytes is not None),
+                lora=lora_of(engines[name]),
             )
             for name in sizes
         }  # fmt: skip

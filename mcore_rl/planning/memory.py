@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
+from mcore_rl.config.run import RunConfig
+from mcore_rl.parallel.layout import Layout
 from mcore_rl.planning.overheads import (
     CPU_CONTROLLER_BYTES,
     CPU_PROCESS_BYTES,
@@ -45,6 +49,7 @@ class Site:
     processes: what processes take beside tensors.
     ranks_per_engine: rollout ranks of one engine.
     reward_model: the bytes that its engine may use of a device (on the CPU: of the machine); 0 without one.
+    routes: of experts that updates repeat, on the node that has most; 0 without ``actor.router_replay``.
     """
 
     device_bytes: int | None
@@ -57,6 +62,28 @@ class Site:
     processes: ProcessMemory
     ranks_per_engine: int = 1
     reward_model: int = 0
+    routes: int = 0
+
+    @property
+    def route_parts(self) -> list[Part]:
+        """``routes`` as a row of the host's memory, where there are any."""
+        return [("experts to repeat", self.routes, False)] if self.routes else []
+
+
+def route_bytes(run: RunConfig, model: ModelConfig, per_node: int) -> int:
+    """Host memory of a step's ``routing_TLK`` on the node that has most, all sequences as long as they may be.
+
+    Every process has those of its data-parallel coordinate, and the nodes' stores have all of them once.  With ``r3``
+    the controller has them twice, of episodes and assembled, and its node's store once, before they are spread.
+    """
+    mode = run.actor.router_replay
+    if mode is RouterReplay.off or model.moe is None:
+        return 0
+    sequences = run.data.train_batch_size * run.rollout.n
+    of_step = sequences * run.rollout.max_model_len * model.num_layers * model.moe.top_k * model.moe.choice_bytes
+    dp = Layout.of(run.actor.parallel, run.trainer.world_size).dp
+    copies = 3 if mode is RouterReplay.r3 else 1 / run.trainer.nnodes
+    return ceil(of_step * (per_node / dp + copies))
 
 
 def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
@@ -115,7 +142,7 @@ def checkpoint_bytes(role: RolePlan) -> int:
     """The bytes of a checkpoint of ``role``, over all ranks; every trained element is saved once."""
     layout, held = role.layout, 0
     for stage in range(layout.pp):
-        dense, experts = role.states.buckets(stage)
+        dense, experts = role.states.trained.buckets(stage)
         held += layout.tp * sum(bucket.held for bucket in dense)
         held += layout.etp * layout.ep * sum(bucket.held for bucket in experts)
     return held * role.saved_bytes
@@ -250,7 +277,7 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
     processes, trainers = site.processes, per_node * len(roles)
     needed = ("trainer", "engine") if engines else ("trainer",)
     taken = trainers * processes.trainer + engines * processes.engine
-    fixed: list[Part] = [(processes.named("processes", *needed), taken, False)]
+    fixed: list[Part] = [(processes.named("processes", *needed), taken, False), *site.route_parts]
     if room is not None and site.colocated:
         for role in roles:
             state = _worst(role, lambda each: each.weights + each.optimizer)
@@ -290,6 +317,7 @@ def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iter
     fixed: list[Part] = [
         (site.processes.named("processes", "trainer"), site.per_node * len(roles) * site.processes.trainer, False),
         ("controller and Ray", CPU_CONTROLLER_BYTES, False),
+        *site.route_parts,
         *(_engine_parts(room, site) if room is not None else ()),
     ]
     for role in roles:

@@ -19,13 +19,14 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
 from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
+from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
-from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks
+from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
@@ -83,6 +84,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         processes=processes,
         reward_model=_reward_model_bytes(run, device_bytes, processes),
+        routes=route_bytes(run, model, per_node),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
@@ -291,6 +293,7 @@ def _misfits(
     world = run.trainer.world_size
     violations = [*model_violations(model), *_cluster_misfits(run.trainer, cluster)]
     violations += rollout_violations(model, run.rollout.layout)
+    violations += replay_model_violations(run, model, None)
     for role in run.group_rows:
         parallel = run.role_config(role).parallel
         violations += _layout_misfits(others.get(role.name, model), parallel, world, role.name)

@@ -115,6 +115,22 @@ def search(run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfi
     )  # fmt: skip
 
 
+def fastest_by_rollout(run: RunConfig, model: ModelConfig, cluster: ClusterConfig) -> list[Candidate]:
+    """For every tensor-parallel size of the engines that fits, the fastest run."""
+    run, refused = with_replicas(run, on_accelerators=True), Counter[str]()
+    options, _ = _run_options(run, model, cluster, refused)
+    best: dict[int, Candidate] = {}
+    for option in sorted(options, key=lambda each: each.seconds):
+        assert isinstance(option.run, RunConfig)
+        if (size := option.run.rollout.tp) in best:
+            continue
+        planned = plan(option.run, model, cluster)
+        if planned.fits:
+            reasons = _reasons(planned, option.training, planned.step_s)
+            best[size] = Candidate(run=option.run, plan=planned, overrides=overrides_of(option.run), reasons=reasons)
+    return list(best.values())
+
+
 def nearest_that_fit(
     run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, *, count: int = 3
 ) -> list[Candidate]:

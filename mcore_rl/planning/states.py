@@ -8,28 +8,32 @@ What megatron-core 0.16.1 allocates, to the byte (tests/planning/test_states.py 
   embedding which two stages share (tied, pp > 1) is a bucket by itself, and that ``overlap_grad_reduce`` cuts those of
   the first model chunk.  Weights and float32 gradients have the length
   of the buffer.
+- Of a LoRA run the weights are tensors by themselves, and buffers hold float32 adapters, their own main weights.
 - ``DistributedOptimizer``: each of those ranks (dp * cp of dense tensors, edp of experts) has an equal part of each
   bucket, without its padding: two float32 moments, and float32 main weights if the weights are not float32.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
-from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
 from mcore_rl.families.flops import forward_flops
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.parallel.layout import Layout, place_layers
+from mcore_rl.weights.adapter_table import AdapterTable
+from mcore_rl.weights.table import Table
 
 GRADIENT_BYTES = MOMENT_BYTES = MAIN_BYTES = 4  # per element: float32, whatever the dtype of the weights
 TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
@@ -43,6 +47,9 @@ ORDER = (
     "linear_fc1.", "linear_fc2.weight", "linear_fc2.bias", "linear_fc2.post_layernorm.", "final_layernorm.",
     "output_layer.",
 )  # fmt: skip
+
+
+_ADAPTER = re.compile(r"\.lora_[AB]\.\d+$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +88,15 @@ def family_for(model: ModelConfig) -> Family:
 
 
 class ModelSizes:
-    """The numbers of elements of ``model``'s tensors under any layout.  head: the output of the model."""
+    """The numbers of elements of ``model``'s tensors under any layout.
 
-    def __init__(self, model: ModelConfig, *, head: Head = Head.lm) -> None:
-        rules = family_for(model).weights
-        if head is Head.value:
-            rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
+    head: the output of the model.  lora: of what these adapters train, instead of all weights.
+    """
+
+    def __init__(self, model: ModelConfig, *, head: Head = Head.lm, lora: LoraConfig | None = None) -> None:
+        table = Table(family_for(model), model, head=head)
         self.model, self.head = model, head
-        known = [rule for rule in rules if rule.only(model)]
-        self._rules = sorted(known, key=_module_place)
+        self._rules = sorted((AdapterTable(table, lora) if lora else table).rules, key=_module_place)
         self._elements: dict[tuple[Rule, int], int] = {}
         self._flops: dict[int, int] = {}
         self._layers: dict[tuple[LayerKind, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -139,7 +146,8 @@ class ModelSizes:
 
 def _module_place(rule: Rule) -> tuple[int, int]:
     """The place of a rule's tensor in the order of a layer's modules; shared experts come last."""
-    return int("shared_experts" in rule.name), next(i for i, part in enumerate(ORDER) if part in rule.name)
+    name = _ADAPTER.sub(".weight", rule.name)  # adapters follow their weight, all A before all B
+    return int("shared_experts" in name), next(i for i, part in enumerate(ORDER) if part in name)
 
 
 @dataclass(frozen=True)
@@ -222,16 +230,21 @@ class States:
     """The ``StateBytes`` of every rank of ``parallel`` over ``world_size`` processes.
 
     overlap: gradients are reduced in buckets, during the backward pass (``overlap_grad_reduce``).
+    lora: the adapters that train; None: all weights do.
+    trained: the states of what trains.
 
     Raises ConfigError if the layout does not divide the world or the layers.
     """
 
     def __init__(
         self, sizes: ModelSizes, parallel: ParallelConfig, world_size: int, precision: Precision, *,
-        trainable: bool = True, overlap: bool = False,
+        trainable: bool = True, overlap: bool = False, lora: LoraConfig | None = None,
     ) -> None:  # fmt: skip
         self.sizes, self.parallel, self.precision, self.trainable = sizes, parallel, precision, trainable
-        self.overlap = overlap
+        self.overlap, self.trained = overlap, self
+        if lora is not None and trainable:
+            adapters = ModelSizes(sizes.model, head=sizes.head, lora=lora)
+            self.trained = States(adapters, parallel, world_size, Precision.float32, overlap=overlap)
         self.layout = Layout.of(parallel, world_size)
         self.placement = place_layers(sizes.model.num_layers, parallel)
         self._buckets: dict[int, tuple[list[Bucket], list[Bucket]]] = {}
@@ -276,6 +289,8 @@ class States:
         """The state of ``rank``."""
         layout = self.layout
         stage = layout.coords(rank).pp
+        if self.trained is not self:
+            return self._beside(self._frozen(stage), self.trained.of_rank(rank))
         return self._bytes(stage, layout.group("dp_cp", rank).index(rank), layout.group("edp", rank).index(rank))
 
     def of_stage(self, stage: int) -> StateBytes:
@@ -284,7 +299,23 @@ class States:
             self._of_stage[stage] = self._most(stage)
         return self._of_stage[stage]
 
+    def _frozen(self, stage: int) -> StateBytes:
+        """The state of weights that do not train; a value head, which does, is counted twice."""
+        numels = sum(bucket.held for buckets in self.buckets(stage) for bucket in buckets)
+        weights = numels * BYTES[self.precision]
+        return StateBytes(num_parameters=numels, weights=weights, gradients=0, optimizer=0)
+
+    @staticmethod
+    def _beside(frozen: StateBytes, trained: StateBytes) -> StateBytes:
+        return replace(
+            trained,
+            num_parameters=frozen.num_parameters + trained.num_parameters,
+            weights=frozen.weights + trained.weights,
+        )
+
     def _most(self, stage: int) -> StateBytes:
+        if self.trained is not self:
+            return self._beside(self._frozen(stage), self.trained.of_stage(stage))
         layout, (dense, experts) = self.layout, self.buckets(stage)
         if all(bucket.aligned for bucket in (*dense, *experts)):
             return self._bytes(stage, 0, 0)
@@ -303,7 +334,7 @@ class States:
             padded += sum(bucket.padded(num_ranks) for bucket in buckets)
             parts += sum(bucket.part(num_ranks, rank) for bucket in buckets)
         if not self.trainable:
-            return StateBytes(num_parameters=numels, weights=numels * size, gradients=0, optimizer=0)
+            return self._frozen(stage)
         main = 0 if self.precision is Precision.float32 else MAIN_BYTES
         return StateBytes(
             num_parameters=numels,

@@ -179,7 +179,7 @@ def generation_s(
     together = max(1.0, min(config.max_num_seqs, max(0, room.cache) / held, sequences))
     steps = max(float(config.max_response_length), sequences * mean_response / together)
     active = sequences * mean_response / steps
-    weights = _streamed_bytes(model, config, size, active)
+    weights = streamed_bytes(model, config, size, active)
     seconds = steps * max(
         (weights + active * held) / rates.memory,
         2 * matmul_parameters(model) * active / layout.tp / rates.flops,
@@ -208,7 +208,7 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
     return NODES_LATENCY_S + 2 * num_bytes * (size - 1) / size / links
 
 
-def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
+def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
     """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
     total = rollout_weight_bytes(model, config.layout, size)
     if model.moe is None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.config.engine import EngineConfig, Recompute
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
+from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States
 
@@ -47,6 +49,11 @@ class StepBytes:
     def total(self) -> int:
         """The bytes of all three."""
         return self.activations + self.logits + self.working
+
+
+def lora_of(engine: EngineConfig) -> LoraConfig | None:
+    """The adapters that a role with these settings trains; None: it trains all its weights, or none."""
+    return engine.lora if isinstance(engine, AdaptedConfig) and engine.lora.rank else None
 
 
 class RolePlan:
@@ -83,7 +90,7 @@ class RolePlan:
         self.frozen = tuple(frozen)
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
-            overlap=engine.overlaps_reduction(accelerator=accelerator),
+            overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
         )  # fmt: skip
         self.sizes = self.states.sizes
         self.layout = self.states.layout
@@ -123,18 +130,23 @@ class RolePlan:
 
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
         """(name, bytes, exact) of the frozen weights of each of ``frozen``, on the rank of ``stage`` that has most."""
-        weights = self.state(stage).weights
-        means = weights // self.kernels.size * MAIN_BYTES if self.kernels.size < MAIN_BYTES else 0
+        weights, size = self.states.trained.of_stage(stage).weights, self._trained_size
+        means = weights // size * MAIN_BYTES if size < MAIN_BYTES else 0
         return [
             (f"{role.snapshot} weights", weights + means * isinstance(role.moves, ExponentialAverage), True)
             for role in self.frozen
         ]
 
     @property
+    def _trained_size(self) -> int:
+        """Bytes of an element of what trains: weights in their dtype, or adapters in float32."""
+        return self.kernels.size if self.states.trained is self.states else MAIN_BYTES
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes per element of a checkpoint: main weight, moments, and frozen weights that move."""
         moving = sum(
-            MAIN_BYTES if isinstance(role.moves, ExponentialAverage) else self.kernels.size
+            MAIN_BYTES if isinstance(role.moves, ExponentialAverage) else self._trained_size
             for role in self.frozen
             if not isinstance(role.moves, Never)
         )
@@ -199,15 +211,15 @@ class RolePlan:
     @cached_property
     def _head_gradient(self) -> float:
         """Bytes of the output projection's gradient in the weights' dtype, before it is added to the float32 one."""
-        if self.head is Head.value:
+        if self.head is Head.value or self.states.trained is not self.states:
             return 0.0
         return self.kernels.size * self.model.hidden_size * -(-self.model.vocab_size // self.layout.tp)
 
     def _largest_gradient(self, stage: int) -> float:
-        """Bytes of the gradient of the largest tensor of ``stage`` in the weights' dtype."""
-        dense, experts = self.states.buckets(stage)
-        largest = max(max(numels) for bucket in (*dense, *experts) for numels, _ in bucket.runs)
-        return self.kernels.size * largest
+        """Bytes of the gradient of the largest trained tensor of ``stage`` in its dtype."""
+        dense, experts = self.states.trained.buckets(stage)
+        largest = max((max(numels) for bucket in (*dense, *experts) for numels, _ in bucket.runs), default=0)
+        return self._trained_size * largest
 
     @cached_property
     def imbalance(self) -> float:

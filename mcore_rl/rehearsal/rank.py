@@ -32,12 +32,16 @@ from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.layout import Layout, layout_violations
+from mcore_rl.planning.states import family_for
+from mcore_rl.planning.training import lora_of
 from mcore_rl.rehearsal.bends import bends_of, bent
 from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
 from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+from mcore_rl.weights.adapter_table import AdapterTable
+from mcore_rl.weights.table import Table
 
 BUILD, SCORE, TRAIN, TRAIN_AGAIN = "build", "score", "train step 1", "train step 2"
 # They answer gloo and the CPU's tensors; an accelerator's libraries need none of them.
@@ -159,8 +163,14 @@ def _passes(
     config = replace(part.engine, layer_spec=LayerSpec.local)
     batch = _batch(part, groups, count)
     scored = _batch(part, groups, groups.layout.pp if groups.layout.vpp > 1 else 1)
+    adapters = None
+    if (lora := lora_of(part.engine)) is not None:
+        table = Table(family_for(part.model), part.model, part.parallel, part.world_size, head=part.head)
+        adapters = AdapterTable(table, lora)
     with _named(meter, BUILD, progress):
-        engine = Engine(part.role, part.model, part.parallel, config, groups, platform, head=part.head)
+        engine = Engine(
+            part.role, part.model, part.parallel, config, groups, platform, head=part.head, adapters=adapters
+        )
     _mark_state(meter, engine)
     with _named(meter, SCORE, progress):
         engine.score(scored)

@@ -19,6 +19,7 @@ GRADERS: dict[str, Grader] = {
     # word problems with "#### number"
     "openai/gsm8k": grade_gsm8k,
     "gsm8k": grade_gsm8k,
+    "products": grade_gsm8k,
     "arithmetic": grade_arithmetic,
     # mathematics, compared as expressions
     "lighteval/MATH": grade_math,

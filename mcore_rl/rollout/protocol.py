@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import RoutesArray
 from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
 
@@ -97,8 +98,9 @@ class Sample:
         stop: the stop string or token id that ended it; None if the model's own end token, a limit or an abort did.
         text: the response without special tokens and stop string; "" without a tokenizer.
         cached_tokens: tokens of the prompt that the prefix cache had.
-        experts: [prompt + N - 1, L, K] int16, the experts of each token that the model processed, which excludes the
-            last response token; None unless ``rollout.return_routed_experts``.
+        experts: [prompt + N - 1, L, K], the experts of each token that the model processed, which excludes the last
+            response token; None unless ``rollout.return_routed_experts``.  Of a sample that was aborted and continued,
+            a token's are those of the pass that drew the next one.
     """
 
     prompt_id: str
@@ -110,7 +112,7 @@ class Sample:
     stop: int | str | None = None
     text: str = ""
     cached_tokens: int = 0
-    experts: NDArray[np.int16] | None = None
+    experts: RoutesArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

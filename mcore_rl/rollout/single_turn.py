@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from mcore_rl.arrays import RoutesArray
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Author, Episode, Segment
 from mcore_rl.rollout.protocol import Sample
 
 
-def single_turn(row: PromptRow, prompt: Segment, sample: Sample, group: int) -> Episode:
+def single_turn(
+    row: PromptRow, prompt: Segment, sample: Sample, group: int, experts: RoutesArray | None = None
+) -> Episode:
     """The episode of ``sample``, an answer to ``row``, without scores.
 
-    prompt: ``prompt_segment(row)``, which all samples of the prompt share.  group: see ``Episode``.
+    prompt: ``prompt_segment(row)``, which all samples of the prompt share.  group, experts: see ``Episode``.
     """
     answer = Segment(
         author=Author.model,
@@ -27,4 +30,5 @@ def single_turn(row: PromptRow, prompt: Segment, sample: Sample, group: int) -> 
         index=sample.index,
         segments=(prompt, answer),
         end=sample.finish,
+        experts=experts,
     )

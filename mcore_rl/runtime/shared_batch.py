@@ -101,14 +101,17 @@ class SharedBatch:
         return refs
 
     def in_order(self, members: Sequence[Sequence[int]], parts: Sequence[T]) -> T:
-        """Joins records of tensors [S] into one record in the order of the batch.
+        """Joins records of tensors [S] into one record, of the sequences that they are of, in the order of the batch.
 
         members: the sequences of each record.  parts: dataclasses of tensors, None, or such dataclasses.
         """
-        order = torch.empty(len(self.lengths_S), dtype=torch.int64)
-        order[[index for indices in members for index in indices]] = torch.arange(len(order))
+        assert len(members) == len(parts), f"{len(parts)} records of {len(members)} lists of sequences"
+        order = torch.tensor([index for indices in members for index in indices]).argsort()
         joined: T = _in_order(parts, order)
         return joined
+
+    def __contains__(self, field: str) -> bool:
+        return field in self._columns
 
 
 def _in_order(parts: Sequence[Any], order: Tensor) -> Any:

@@ -28,15 +28,9 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
-from mcore_rl.runtime.train_worker import (
-    RankAdvantages,
-    RoleSpec,
-    SequenceAdvantages,
-    SequencesInStep,
-    TrainResults,
-    TrainWorker,
-)
+from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport
@@ -109,16 +103,18 @@ class TrainGroup:
         temperature: float,
         with_entropy: bool,
         snapshot: str | None,
+        record_routing: bool = False,
     ) -> tuple[list[SequenceScores], list[ShardRef]]:
         """Computes the log-probs or values of every token.
 
         inputs: one batch for each data-parallel rank.  field: the batch's field to fill.  temperature: that of
         sampling.
         snapshot: the name of the weights to score with; None is the live weights.
+        record_routing: the shards also hold the chosen experts, as ``routing_TLK``.
         Returns (sums over each sequence's trained tokens; references to shards, in the store, that hold ``field``).
         """
         scores_of_ranks, shards = await self.workers.map(
-            TrainWorker.score, inputs, field, temperature, with_entropy, snapshot
+            TrainWorker.score, inputs, field, temperature, with_entropy, snapshot, record_routing
         )
         return [scores for scores in scores_of_ranks if scores is not None], shards
 
@@ -164,7 +160,7 @@ class TrainGroup:
 
         inputs: for each data-parallel rank, its part of every minibatch.  denominators: one per minibatch, over all
         ranks.  with_entropy: the loss receives entropies.  kl_to: the loss receives the exact KL to this snapshot.
-        with_scores: each rank also returns the ``OwnScores`` of its only minibatch.  numbers: of the whole step.
+        with_scores: each rank also returns the ``OwnScores`` of its first minibatch.  numbers: of the whole step.
         """
         results, _ = await self.workers.map(
             TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, with_scores, numbers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
 from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
-from mcore_rl.algorithms.token_advantages import Outcomes, SequenceStats, compute_advantages
+from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adapter_config
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig, Precision
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
@@ -44,11 +46,13 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
-from mcore_rl.types import Denominators, SequenceScores, StepResult
+from mcore_rl.types import Denominators, SequenceScores
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -56,8 +60,6 @@ if TYPE_CHECKING:
     from mcore_rl.training.engine import Loss
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
-# For each minibatch, the advantages of its sequences (float32, [S]); None if the batch has one per token.
-SequenceAdvantages = Sequence[NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ class RoleSpec:
     directory: the Hugging Face checkpoint of its first weights.
     engine, parallel, head: settings of its engine, its layout, and the output of its model.
     trains: whether it has an optimizer; without one, it only scores.
+    lora: the adapters that it trains; None: it trains the weights themselves.
     shares_device: whether rollout engines use the same device by turns.
     publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
     leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
@@ -79,40 +82,10 @@ class RoleSpec:
     parallel: ParallelConfig
     head: Head = Head.lm
     trains: bool = True
+    lora: LoraConfig | None = None
     shares_device: bool = False
     publishes: bool = False
     leaves_behind: bool = False
-
-
-@dataclass(frozen=True)
-class TrainResults:
-    """results: one per optimizer step.  memories: the memory use of each rank after them.
-
-    scores: one per data-parallel rank, if they were asked for.
-    """
-
-    results: list[StepResult]
-    memories: list[Memory]
-    scores: list[OwnScores] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RankAdvantages:
-    """A rank's part of the advantages.  stats: per sequence.  fields: names of the batch's fields that it computed."""
-
-    stats: SequenceStats
-    fields: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SequencesInStep:
-    """What a rank must know of its sequences to select tokens.
-
-    advantages_S: float32, one per sequence; None if the batch has one per token.  index_S: their places in the step.
-    """
-
-    advantages_S: NDArray[np.float32] | None
-    index_S: Sequence[int]
 
 
 class TrainWorker(Answering):
@@ -148,24 +121,38 @@ class TrainWorker(Answering):
         spec = self.spec
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
+        self.adapters = adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
+        self.trained = adapters or self.table  # the tensors that train
         self.engine = Engine(
             spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
-            head=spec.head, trainable=spec.trains,
+            head=spec.head, trainable=spec.trains, adapters=adapters,
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
+        if adapters is not None and adapters.lora.path is not None:
+            with open_peft(Path(adapters.lora.path), adapters) as checkpoint:
+                self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=adapters, rank=self.rank))
 
     def score(
-        self, given: WorkerInput[None], field: str, temperature: float, with_entropy: bool, snapshot: str | None
+        self,
+        given: WorkerInput[None],
+        field: str,
+        temperature: float,
+        with_entropy: bool,
+        snapshot: str | None,
+        record_routing: bool,
     ) -> WorkerOutput[SequenceScores | None]:
         """``Engine.score``: the value is sums over trained tokens, the shard holds log-probs or values as ``field``.
 
-        Only the leader of each data-parallel coordinate returns them; its peers have the same.
+        With ``record_routing`` it also holds the chosen experts.  Only the leader of each data-parallel coordinate
+        returns them; its peers have the same.
         """
         (batch,) = given.batches
         self.onload([OffloadPart.weights])
-        scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
+        scores = self.engine.score(
+            batch, temperature=temperature, with_entropy=with_entropy, record_routing=record_routing, snapshot=snapshot
+        )
         if not self.spec.trains:
             self.rest()
         if not self._leads:
@@ -173,7 +160,7 @@ class TrainWorker(Answering):
         scored_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
         assert scored_T is not None
         sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
-        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}))
+        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}, routing_TLK=scores.routing_TLK))
 
     def compute_advantages(
         self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float
@@ -211,12 +198,13 @@ class TrainWorker(Answering):
     ) -> WorkerOutput[TrainResults | None]:
         """``Engine.train_step`` on each minibatch, in order.
 
-        Rank 0 returns the results, which are of all ranks; each leader the scores of its sequences, ``with_scores``.
+        Rank 0 returns the results, which are of all ranks; with ``with_scores``, each leader the scores of its
+        sequences of the first minibatch.
         """
         overlaps = self.spec.engine.overlaps_offload(accelerator=self.platform.is_accelerator)
         self.engine.memory.onload(behind=[OffloadPart.optimizer] if overlaps else [])
         results, scores = [], list[OwnScores]()
-        for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
+        for number, (batch, given_S, counts) in enumerate(zip(given.batches, given.payload, denominators, strict=True)):
             result = self.engine.train_step(
                 finish(batch, given_S, numbers),
                 loss,
@@ -224,7 +212,7 @@ class TrainWorker(Answering):
                 temperature=temperature,
                 with_entropy=with_entropy,
                 kl_to=kl_to,
-                with_scores=with_scores,
+                with_scores=with_scores and number == 0,
             )
             if result.scores is not None and self._leads:
                 scores.append(own_scores(batch, result.scores))
@@ -266,7 +254,7 @@ class TrainWorker(Answering):
         """The bytes that this rank's ``save_state`` writes to disk."""
         from mcore_rl.training.run_state import num_state_bytes
 
-        return num_state_bytes(self.engine, self.table)
+        return num_state_bytes(self.engine, self.trained)
 
     def save_state(self, directory: Path, behind: bool) -> None:
         """Writes the state that this rank needs to resume into the empty ``directory``; ``saved`` tells the outcome.
@@ -276,7 +264,7 @@ class TrainWorker(Answering):
         from mcore_rl.training.run_state import begin_save
 
         begin_save(
-            self.engine, self.table, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
+            self.engine, self.trained, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
         )
 
     def saved(self) -> Written | None:
@@ -288,20 +276,27 @@ class TrainWorker(Answering):
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
             copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
+            if self.adapters is not None:
+                write_adapter_config(self.adapters, directory / SIDECAR_FILES, str(self.spec.directory))
 
     def load_state(self, directory: Path) -> bool:
         """Loads what ``save_state`` of all ranks wrote.  True: in this layout, so that training resumes bit for bit."""
         from mcore_rl.training.run_state import load_run_state
 
         self.onload([OffloadPart.weights, OffloadPart.optimizer])
-        alike = load_run_state(self.engine, self.table, directory)
+        alike = load_run_state(self.engine, self.trained, directory)
         self.rest()
         return alike
 
     def save_hf(self, target: Path, source: Path) -> None:
-        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective."""
+        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective.
+
+        Adapters are merged, and also in ``target``'s folder ``ADAPTERS``, as PEFT saves them.
+        """
         self.onload([OffloadPart.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
+        if self.adapters is not None:
+            save_peft(self.engine.models, self.adapters, self.rank, target / ADAPTERS, str(source))
 
     def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
         """Makes this rank a member of the weight channel to the rollout ranks.  dtype: of vLLM's weights."""

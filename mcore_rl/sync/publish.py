@@ -25,6 +25,7 @@ from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attem
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
+from mcore_rl.weights.published import PublishedTensors
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.rounds import Round, Rounds, rounds_id
@@ -84,6 +85,7 @@ class Publisher:
             rounds = Rounds(self.plan, self.message_bytes)
             self.rounds, self._id = rounds.of(rank), rounds_id(rounds)
         self.tensors = {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
+        self._published = PublishedTensors(self.tensors)
         self._outgoing: Outgoing | RoundOutgoing | None = None
 
     @property
@@ -131,6 +133,8 @@ class Publisher:
             except BaseException as error:  # report any error to the other members
                 self.close()
                 raise outgoing.members.failed(error, f"publishing version {version}") from error
+            finally:
+                self._published.forget()
         stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
         return Published(
             version=version,
@@ -160,8 +164,8 @@ class Publisher:
             slots.flush()
 
     def live(self, part: MessagePart) -> Tensor:
-        """The current elements of ``part``, as a view."""
-        return view_of(self.tensors[part.chunk, part.source].detach(), part.source_slice)
+        """The current elements of ``part``, as a view; merged with their adapters, if they have any."""
+        return view_of(self._published[part.chunk, part.source], part.source_slice)
 
     def dtype_of(self, part: MessagePart) -> torch.dtype:
         """The dtype in which ``part`` is sent."""
@@ -173,11 +177,12 @@ class Publisher:
         sums: dict[tuple[int, str, int], int] = {}
         dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
         for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
-            live = view_of(self.tensors[copy.chunk, copy.source].detach(), copy.source_slice)
+            live = view_of(self._published[copy.chunk, copy.source], copy.source_slice)
             name = dtypes[copy.target]
             sent = live.to(self.dtype if name is None else getattr(torch, name))
             key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
             sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
+        self._published.forget()
         return sums
 
 

@@ -60,6 +60,23 @@ _SAMPLES = (
     ),
 )
 
+_AGENTS = (
+    Metric("agent/turns_mean", "turns", "mean", "of the model, of an episode that an agent ran", "turns"),
+    Metric("agent/turns_max", "turns", "max", "of the model, of an episode", "turns max"),
+    Metric("agent/calls_mean", "calls", "mean", "of tools, of an episode", "calls"),
+    Metric("agent/failed_call_share", "share", "mean", "calls that were wrong, or whose tool failed", "failed", "down"),
+    Metric("agent/tool_s_mean", "s", "mean", "in which tools of an episode ran", "tool s"),
+    Metric("agent/tool_s_max", "s", "max", "in which tools of an episode ran", "tool s max"),
+    Metric("agent/trained_share", "share", "mean", "tokens after the prompt that the model drew", "trained"),
+    Metric(
+        "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"
+    ),
+    Metric(
+        "agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by tools and interactions", "turns"
+    ),
+    Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason", "ends"),
+)
+
 _AGREEMENT = (
     Metric(
         "rollout/staleness_mean", "versions", "mean", "of the weights, from a trained token's to the step's", "stale"
@@ -71,20 +88,19 @@ _AGREEMENT = (
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
     Metric("rollout/kl_k1", "nats", "mean", "KL(sampler || trainer) of a trained token, k1", "sampler KL k1"),
-    Metric("rollout/correction_weight_mean", "1", "mean", "trainer / sampler, of a token or response", "weight"),
-    Metric("rollout/correction_weight_max", "1", "max", "trainer / sampler, of a token or response", "weight max"),
+    Metric("rollout/ratio_mean", "1", "mean", "trainer / sampler, of a token, or what level weighs", "IS ratio"),
+    Metric("rollout/ratio_max", "1", "max", "trainer / sampler, of a token, or what level weighs", "IS ratio max"),
+    Metric("rollout/ratio_min", "1", "min", "trainer / sampler, of a token, or what level weighs", "IS ratio min"),
     Metric(
-        "rollout/correction_effective_sample_size",
+        "rollout/effective_sample_size",
         "share",
         "mean",
         "(sum r)^2 / (n sum r^2) of these ratios; 1 is all samples",
         "ESS",
         "up",
     ),
-    Metric("rollout/correction_clip_share", "share", "mean", "of these ratios, those above upper", "truncated"),
-    Metric(
-        "rollout/correction_masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"
-    ),
+    Metric("rollout/truncated_share", "share", "mean", "of these ratios, those above upper", "truncated", "down"),
+    Metric("rollout/masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"),
 )
 
 _ADVANTAGES = (
@@ -131,17 +147,21 @@ _UPDATES = (
     Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
     Metric("actor/selected_fraction", "share", "mean", "trained tokens that clip_cov or kl_cov selected", "selected"),
+    Metric("actor/ratio_mean", "1", "mean", "new to old probability of a trained token, all minibatches", "ratio mean"),
+    Metric("actor/ratio_max", "1", "max", "new to old probability of a trained token, all minibatches", "ratio max"),
+    Metric("actor/ratio_min", "1", "min", "new to old probability of a trained token, all minibatches", "ratio min"),
     Metric(
         "actor/ratio_first",
         "1",
         "mean",
-        "new to old probability, first minibatch; 1 if all is well, but with bypass_mode",
+        "new to old probability, first minibatch; 1 if all is well, but with off_policy=bypass",
         "ratio",
     ),
     Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),
     Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
     Metric("router/load_min", "1", "min", "load of an expert over its fair share, over layers", "load min", "up"),
     Metric("router/load_entropy", "nats", "mean", "of the experts' loads, over layers", "load entropy", "up"),
+    Metric("router/difference", "share", "mean", "replayed choices that the router would not make", "routes", "down"),
     Metric("router/{name}", "1", "mean", "another statistic of the routers (training/routing.py)", "router"),
 )
 
@@ -200,7 +220,8 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_SUPERVISED, *_VALIDATION, *_SAMPLES, *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME
+    *_REWARD, *_SUPERVISED, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE,
+    *_TIME,
 )  # fmt: skip
 
 

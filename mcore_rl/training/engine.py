@@ -31,6 +31,7 @@ from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
+from mcore_rl.training.adapters import attach, start, sum_expert_replicas
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
@@ -46,6 +47,7 @@ from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
 from mcore_rl.training.step_outputs import RunningSums, TokenOutputs, keep_scores
 from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
+from mcore_rl.weights.adapter_table import AdapterTable
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Engine:
     """The model of one role on this rank.
 
     head: a value head gives values instead of log-probs.  trainable: with gradients and an optimizer.
+    adapters: train these tensors and freeze all others; None trains all.
     Raises ConfigError with every violation of model, layout, engine and optimizer settings at once.
     """
 
@@ -71,6 +74,7 @@ class Engine:
         *,
         head: Head = Head.lm,
         trainable: bool = True,
+        adapters: AdapterTable | None = None,
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
@@ -89,11 +93,15 @@ class Engine:
             if fusions.tp_comm_overlap:
                 share_buffers(rows_per_context_rank(config.microbatch_tokens, groups), model, groups.layout, platform)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
+            if adapters is not None:
+                attach(self.models, adapters, groups)
+                start(self.models, adapters, groups.rank, config.seed)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
             if trainable:
                 self.chunks = self._wrap(settings, overlap=fusions.overlap_grad_reduce)
-                self.optimizer = Optimizer(config.optim, self.chunks, self.dtype)
+                main = self.dtype if adapters is None else torch.float32  # adapters are their own main weights
+                self.optimizer = Optimizer(config.optim, self.chunks, main)
         self.snapshots = Snapshots(self.models, platform)
         self.memory = Offload(self.models, self.chunks, self.optimizer, platform)
         self.routing: Routing | None = None
@@ -123,8 +131,12 @@ class Engine:
             quiet = [chunk.no_sync for chunk in wrapped]  # during all microbatches but the last
             settings.no_sync_func = quiet if len(quiet) > 1 else quiet[0]
         # Megatron passes a token count to divide by; our losses are divided already.
-        settings.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(chunks, **kwargs)
+        settings.finalize_model_grads_func = self._finalize
         return wrapped
+
+    def _finalize(self, chunks: list[DistributedDataParallel], num_tokens: object, **kwargs: Any) -> None:
+        finalize_model_grads(chunks, **kwargs)
+        sum_expert_replicas(chunks, self.groups)
 
     def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
         """Let ``load`` write this rank's weights in place, then update the optimizer's main weights from them."""
@@ -147,7 +159,8 @@ class Engine:
         """Log-probs and entropy of every token (values, of a value head), without gradient; the same on every peer.
 
         temperature: of the distribution the tokens were sampled from.  record_routing: also return the experts chosen.
-        snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
+        snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed, but where
+        ``batch.unrouted_T`` is set.
         """
         self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
@@ -183,7 +196,8 @@ class Engine:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
-        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.
+        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.  A
+        ``batch.routing_TLK`` is replayed, recomputation included, but not in the snapshot's pass.
         with_scores: also return what ``score`` says of ``batch`` before the step, entropies included, from the step's
         own forward pass; if ``batch`` has no old log-probs, the loss gets these.
         A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
@@ -207,7 +221,7 @@ class Engine:
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
             self._watch.loss(total, microbatch.index)
-            sums.add(total, loss_sums.metrics)
+            sums.add(total, loss_sums)
             return total
 
         with phase("train_step", role=self.role):
@@ -224,7 +238,7 @@ class Engine:
             self._watch.begin()
             run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
             self._watch.end()
-            loss_value, metrics = sums.over_ranks()
+            loss_value, metrics, maxima = sums.over_ranks()
             scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 self.memory.require(OffloadPart.optimizer)
@@ -233,8 +247,9 @@ class Engine:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
         return StepResult(
-            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, scores=scores
-        )
+            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, maxima=maxima,
+            scores=scores,
+        )  # fmt: skip
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
         """Run a forward-only pass in which the routers count the choices of the whole global batch."""
@@ -271,6 +286,7 @@ class Engine:
         snapshot: str | None,
         *,
         record_routing: bool = False,
+        replay: bool = True,
     ) -> None:
         """Run all microbatches through the model, without gradient."""
 
@@ -282,7 +298,7 @@ class Engine:
             for model in self.models:
                 model.eval()
             if self.routing is not None:
-                self.routing.begin(Purpose.score, batch, record=record_routing)
+                self.routing.begin(Purpose.score, batch, record=record_routing, replay=replay)
             run_schedule(self.models, microbatches, self._announce, finish, forward_only=True)
 
     def _logits_of(self, snapshot: str, batch: TrainBatch, microbatches: list[Microbatch]) -> dict[int, Tensor]:
@@ -295,7 +311,7 @@ class Engine:
             kept[microbatch.index] = pinned_empty_like(self.platform, logits_MV).copy_(logits_MV)
 
         with phase("reference"):
-            self._forward(batch, microbatches, keep, snapshot)
+            self._forward(batch, microbatches, keep, snapshot, replay=False)
         return kept
 
     def _weights(self, snapshot: str | None) -> AbstractContextManager[None]:

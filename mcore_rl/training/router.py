@@ -47,12 +47,14 @@ class RoutedMicrobatch:
 
     sequence_M: index in the microbatch of a row's sequence, -1 for padding.  lengths: tokens of each sequence.
     replay_MLK: expert choices to repeat, for this rank's layers with experts; None to choose freely.
+    free_M: bool, rows that choose freely in spite of it: padding, and tokens without a recorded choice.
     """
 
     index: int
     sequence_M: Tensor
     lengths: tuple[int, ...]
     replay_MLK: Tensor | None = None
+    free_M: Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -63,7 +65,8 @@ class RouterState:
     counts of the whole global batch.  batch_counts_LE: (token, choice) pairs of each expert in the whole global batch;
     only for ``AuxLoss.batch``.
     counts_LE, aux_L, z_L: sums over this rank's real tokens since ``reset``; aux and z include their coefficients.
-    recorded_MLK: the choices of each microbatch by its index, while ``record`` is set.
+    replayed_L2: replayed choices, and those of them that the router would not have made; sums as above.
+    recorded_MLK: the choices of each microbatch by its index, while ``record`` is set, in ``choice_dtype``.
     """
 
     terms: MoeTrainConfig
@@ -72,6 +75,7 @@ class RouterState:
     top_k: int
     split: dist.ProcessGroup
     device: torch.device
+    choice_dtype: torch.dtype
     purpose: Purpose = Purpose.score
     tokens: int = 1
     sequences: int = 1
@@ -81,6 +85,7 @@ class RouterState:
     counts_LE: Tensor = field(init=False)
     aux_L: Tensor = field(init=False)
     z_L: Tensor = field(init=False)
+    replayed_L2: Tensor = field(init=False)
     recorded_MLK: dict[int, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,14 +96,24 @@ class RouterState:
         self.counts_LE = torch.zeros(self.num_layers, self.num_experts, device=self.device)
         self.aux_L = torch.zeros(self.num_layers, device=self.device)
         self.z_L = torch.zeros(self.num_layers, device=self.device)
+        self.replayed_L2 = torch.zeros(self.num_layers, 2, device=self.device)
         self.recorded_MLK = {}
 
     def record_choices(self, layer: int, microbatch: RoutedMicrobatch, choices_MK: Tensor) -> None:
         """Keep one layer's choices of one microbatch."""
         if microbatch.index not in self.recorded_MLK:
             shape = (choices_MK.shape[0], self.num_layers, self.top_k)
-            self.recorded_MLK[microbatch.index] = torch.zeros(shape, dtype=torch.int16, device=self.device)
-        self.recorded_MLK[microbatch.index][:, layer] = choices_MK.to(torch.int16)
+            self.recorded_MLK[microbatch.index] = torch.zeros(shape, dtype=self.choice_dtype, device=self.device)
+        self.recorded_MLK[microbatch.index][:, layer] = choices_MK.to(self.choice_dtype)
+
+    def count_replayed(self, layer: int, is_replayed_M: Tensor, replayed_MK: Tensor, own_MK: Tensor) -> None:
+        """Add one layer's replayed choices, and how many of them are not among the router's own.
+
+        is_replayed_M: the rows that count.  own_MK: what the router would have chosen.
+        """
+        is_own_MK = (replayed_MK[:, :, None] == own_MK[:, None, :]).any(-1)
+        differing = (~is_own_MK & is_replayed_M[:, None]).sum()
+        self.replayed_L2[layer] += torch.stack([is_replayed_M.sum() * self.top_k, differing])
 
 
 class Router(TopKRouter):
@@ -140,14 +155,20 @@ class Router(TopKRouter):
         is_real_M = microbatch.sequence_M >= 0
         attach = self.state.purpose is Purpose.train and torch.is_grad_enabled()
 
-        replay_MK = None if microbatch.replay_MLK is None else microbatch.replay_MLK[:, self.layer].long()
-        weights_MK, choices_MK = self._choose(logits_ME, replay_MK)
+        scores_ME = self._scores(logits_ME)
+        choices_MK = own_MK = self._own_choices(scores_ME.detach())
+        if microbatch.replay_MLK is not None:
+            assert microbatch.free_M is not None, "who replays also says which rows choose freely"
+            choices_MK = torch.where(microbatch.free_M[:, None], own_MK, microbatch.replay_MLK[:, self.layer].long())
+        weights_MK = self._weights(scores_ME, choices_MK)
         probs_ME = torch.zeros_like(logits_ME).scatter(1, choices_MK, weights_MK.to(logits_ME.dtype))
         map_ME = torch.zeros_like(logits_ME, dtype=torch.bool).scatter(1, choices_MK, True)
         if not recomputing:
             self.state.counts_LE[self.layer] += (map_ME & is_real_M[:, None]).sum(0)
             if self.state.record:
                 self.state.record_choices(self.layer, microbatch, choices_MK)
+            if microbatch.free_M is not None:
+                self.state.count_replayed(self.layer, ~microbatch.free_M, choices_MK, own_MK)
         if attach:
             logits_ME = logits_ME.float()
             probs_ME = self._attach_aux_loss(probs_ME, logits_ME, map_ME, is_real_M, microbatch)
@@ -167,27 +188,26 @@ class Router(TopKRouter):
         logits_ME = logits_ME.float()
         return torch.sigmoid(logits_ME) if self.score_function == "sigmoid" else torch.softmax(logits_ME, dim=-1)
 
-    def _choose(self, logits_ME: Tensor, replay_MK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(weights [M, K] float32, experts [M, K] int64): the experts of ``replay_MK``, or the best by score."""
+    def _own_choices(self, ranked_ME: Tensor) -> Tensor:
+        """The K best experts of each row by score, [M, K] int64, best first."""
         config = self.config
-        scores_ME = self._scores(logits_ME)
-        choices_MK = replay_MK
-        if choices_MK is None:
-            ranked_ME = scores_ME.detach()
-            if self.expert_bias is not None:
-                ranked_ME = ranked_ME + self.expert_bias
-            if config.moe_router_group_topk is not None:
-                ranked_ME = within_best_groups(
-                    ranked_ME,
-                    config.moe_router_num_groups,
-                    config.moe_router_group_topk,
-                    num_best=1 if self.expert_bias is None else 2,
-                )
-            choices_MK = ranked_ME.topk(self.topk).indices
+        if self.expert_bias is not None:
+            ranked_ME = ranked_ME + self.expert_bias
+        if config.moe_router_group_topk is not None:
+            ranked_ME = within_best_groups(
+                ranked_ME,
+                config.moe_router_num_groups,
+                config.moe_router_group_topk,
+                num_best=1 if self.expert_bias is None else 2,
+            )
+        return ranked_ME.topk(self.topk).indices
+
+    def _weights(self, scores_ME: Tensor, choices_MK: Tensor) -> Tensor:
+        """The weights of the chosen experts, [M, K] float32, from the current scores: replayed ones have gradients."""
         weights_MK = scores_ME.gather(1, choices_MK)
-        if not config.moe_router_pre_softmax:
+        if not self.config.moe_router_pre_softmax:
             weights_MK = weights_MK / (weights_MK.sum(dim=-1, keepdim=True) + TINY)
-        return weights_MK * config.moe_router_topk_scaling_factor, choices_MK
+        return weights_MK * self.config.moe_router_topk_scaling_factor
 
     def _attach_aux_loss(
         self, probs_ME: Tensor, logits_ME: Tensor, map_ME: Tensor, is_real_M: Tensor, microbatch: RoutedMicrobatch

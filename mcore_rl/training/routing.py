@@ -35,6 +35,7 @@ class Routing:
         groups: ProcessGroups,
     ) -> None:
         self.groups, self.num_layers, self.top_k = groups, num_layers, moe.top_k
+        self.choice_dtype = torch.uint8 if moe.choice_bytes == 1 else torch.int16
         self.routers = routers_of(models)
         layers = [router.layer_number - 1 for router in self.routers]  # none in a stage of dense layers
         self.layers = torch.tensor(layers, dtype=torch.int64, device=groups.device)
@@ -46,18 +47,31 @@ class Routing:
             top_k=moe.top_k,
             split=groups.moe_tokens,
             device=groups.device,
+            choice_dtype=self.choice_dtype,
         )
         for layer, router in enumerate(self.routers):
             router.connect(self.state, layer)
-        self._batch: TrainBatch | None = None
+        self._routing_TLK: Tensor | None = None
+        self._unrouted_T: Tensor | None = None
 
     def begin(
-        self, purpose: Purpose, batch: TrainBatch, *, denominators: Denominators | None = None, record: bool = False
+        self,
+        purpose: Purpose,
+        batch: TrainBatch,
+        *,
+        denominators: Denominators | None = None,
+        record: bool = False,
+        replay: bool = True,
     ) -> None:
-        """Start a pass over ``batch``.  denominators: counts of the global batch, for ``Purpose.train`` only."""
+        """Start a pass over ``batch``.
+
+        denominators: counts of the global batch, for ``Purpose.train`` only.  record: keep the choices.  replay: those
+        that ``batch`` has.
+        """
         assert (purpose is Purpose.train) == (denominators is not None), "only training divides by the global counts"
         self.state.reset()
-        self.state.purpose, self.state.record, self._batch = purpose, record, batch
+        self.state.purpose, self.state.record = purpose, record
+        self._routing_TLK, self._unrouted_T = (batch.routing_TLK, batch.unrouted_T) if replay else (None, None)
         if denominators is not None:
             self.state.tokens, self.state.sequences = denominators.tokens, denominators.sequences
         for router in self.routers:
@@ -66,45 +80,52 @@ class Routing:
     def announce(self, microbatch: Microbatch) -> None:
         """Tell the routers which microbatch comes next."""
         rows_M = microbatch.router_rows_M
+        replay_MLK, free_M = self._replay(microbatch.sources_N[rows_M])
         self.state.microbatch = RoutedMicrobatch(
             index=microbatch.index,
             sequence_M=microbatch.sequence_N[rows_M],
             lengths=microbatch.lengths,
-            replay_MLK=self._replay(microbatch.sources_N[rows_M]),
+            replay_MLK=replay_MLK,
+            free_M=free_M,
         )
 
-    def _replay(self, sources_M: Tensor) -> Tensor | None:
-        assert self._batch is not None
-        routing_TLK = self._batch.routing_TLK
-        if routing_TLK is None:
-            return None
-        chosen_MLK = routing_TLK[sources_M.clamp(min=0)][:, self.layers]
-        # Padding chooses the first experts: any K different ones do, nothing reads the result.
-        padding_K = torch.arange(self.top_k, dtype=chosen_MLK.dtype, device=chosen_MLK.device)
-        return torch.where((sources_M == NOWHERE)[:, None, None], padding_K, chosen_MLK)
+    def _replay(self, sources_M: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(choices for the rows that read these tokens, rows that choose freely); None where the batch has no choices.
+
+        Padding chooses freely, as in a pass that records: a replay has that pass's rows for each expert, and its bits.
+        """
+        if self._routing_TLK is None:
+            return None, None
+        places_M, free_M = sources_M.clamp(min=0), sources_M == NOWHERE
+        if self._unrouted_T is not None:
+            free_M = free_M | self._unrouted_T[places_M]
+        return self._routing_TLK[places_M][:, self.layers], free_M
 
     def keep_batch_counts(self) -> None:
         """After a ``count`` pass: give the routers the counts of the whole global batch.  Collective over the world."""
         self.state.batch_counts_LE = self._over_world(self.state.counts_LE)[self.layers]
 
     def choices(self, microbatches: Sequence[Microbatch], num_tokens: int) -> Tensor:
-        """The recorded choices, [T, L, K] int16 on the CPU, the same on every peer.  Collective over the replica."""
-        choices_TLK = torch.zeros(num_tokens, self.num_layers, self.top_k, dtype=torch.int32, device=self.groups.device)
+        """The recorded choices, [T, L, K] on the CPU, the same on every peer.  Collective over the replica."""
+        # Peers add: of each choice all but one have 0.  NCCL adds bytes and int32, but not int16.
+        dtype = torch.uint8 if self.choice_dtype is torch.uint8 else torch.int32
+        choices_TLK = torch.zeros(num_tokens, self.num_layers, self.top_k, dtype=dtype, device=self.groups.device)
         for microbatch in microbatches:
             sources_M = microbatch.sources_N[microbatch.router_rows_M]
             is_real_M = sources_M != NOWHERE
-            recorded_MLK = self.state.recorded_MLK[microbatch.index].int()
+            recorded_MLK = self.state.recorded_MLK[microbatch.index].to(dtype)
             choices_TLK[sources_M[is_real_M][:, None], self.layers] = recorded_MLK[is_real_M]
         for group in (self.groups.tp, self.groups.cp, self.groups.pp):
             dist.all_reduce(choices_TLK, group=group)
-        return choices_TLK.to(torch.int16).cpu()
+        return choices_TLK.to(self.choice_dtype).cpu()
 
     def metrics(self, denominators: Denominators) -> dict[str, float]:
         """Router statistics of the last pass over the whole global batch.  Collective over the world.
 
         load_max, load_min: the busiest and the idlest expert of any layer, as multiples of a fair share.
         load_entropy: entropy of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums
-        over layers.  Dense layers do not count.
+        over layers.  difference: of the replayed choices, the share that the router would not have made; only where the
+        pass replays.  Dense layers do not count.
         """
         counts_LE = self._over_world(self.state.counts_LE)[self.expert_layers]
         losses_L2 = self._over_world(torch.stack([self.state.aux_L, self.state.z_L], dim=1))
@@ -118,6 +139,9 @@ class Routing:
             "router/aux_loss": losses_L2[:, 0].sum(),
             "router/z_loss": losses_L2[:, 1].sum(),
         }
+        if self._routing_TLK is not None:
+            num_replayed, num_differing = self._over_world(self.state.replayed_L2).sum(0)
+            numbers["router/difference"] = num_differing / num_replayed.clamp(min=1)
         return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))  # read once
 
     def _over_world(self, local: Tensor) -> Tensor:

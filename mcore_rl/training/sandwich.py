@@ -31,4 +31,6 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megat
         """input_: [s, b, input_size / tp].  Returns ([s, b, output_size], None); s / tp under sequence parallelism."""
         output, bias = super().forward(input_)
         assert bias is None, "a bias that is added later would come behind the norm"
+        if (lora := self._modules.get("lora")) is not None:  # adapters come before the norm
+            output = lora(input_, output)
         return self.post_layernorm(output), None

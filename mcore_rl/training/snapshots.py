@@ -1,8 +1,8 @@
 """Named copies of the model's weights in host memory, swapped in for a pass and out again.
 
 The reference policy is such a snapshot of the actor, not a second model.  Some snapshots follow the live weights
-(``Moves``).  A snapshot holds only the weights that the forward pass reads; a swap leaves the optimizer's main weights,
-moments and gradients alone, so no step may run in it.
+(``Moves``).  A snapshot holds only the weights that the forward pass reads and that train: of a LoRA run the adapters.
+A swap leaves the optimizer's main weights, moments and gradients alone, so no step may run in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Snapshots:
     """The snapshots of one engine's model chunks on this rank."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
-        self._live = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        frozen = {id(each) for chunk in chunks for each in chunk.parameters() if not each.requires_grad}
+        tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        self._live = [tensor for tensor in tensors if id(tensor) not in frozen]
         self._platform = platform
         self._kept: dict[str, list[Tensor]] = {}
         self._moves: dict[str, Moves] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.microbatch import Microbatch
-from mcore_rl.types import LossInputs, TokenScores
+from mcore_rl.types import LossInputs, LossSums, TokenScores
 
 
 class TokenOutputs:
@@ -47,27 +47,33 @@ def keep_scores(out: TokenOutputs, microbatch: Microbatch, inputs: LossInputs, *
 
 
 class RunningSums:
-    """Adds up the loss and the metrics of a step's microbatches, then over the ranks."""
+    """Adds up the loss and the metrics of a step's microbatches, then over the ranks; keeps the largest of maxima."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
 
-    def add(self, total: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Adds the loss and the metrics of a microbatch."""
-        for name, value in {"": total, **metrics}.items():
+    def add(self, loss: Tensor, sums: LossSums) -> None:
+        """Adds a microbatch.  loss: its part of the minibatch's; the other numbers are those of ``sums``."""
+        for name, value in {"": loss, **sums.metrics}.items():
             value = value.detach().float()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+        for name, value in sums.maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def over_ranks(self) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of the global minibatch, on every rank.  Collective over the world."""
-        sums: list[dict[str, float]] = [{}]
+    def over_ranks(self) -> tuple[float, dict[str, float], dict[str, float]]:
+        """(loss, metrics, maxima) of the global minibatch, on every rank.  Collective over the world."""
+        joined: list[dict[str, float]] = [{}, {}]
         if self.groups.is_last_stage:
-            names = sorted(self._sums)
-            stacked = torch.stack([self._sums[name] for name in names])
-            dist.all_reduce(stacked, group=self.groups.dp_cp)
-            sums = [dict(zip(names, stacked.tolist(), strict=True))]
+            reductions = ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX))
+            for place, (named, operation) in enumerate(reductions):
+                if names := sorted(named):
+                    stacked = torch.stack([named[name] for name in names])
+                    dist.all_reduce(stacked, operation, group=self.groups.dp_cp)
+                    joined[place] = dict(zip(names, stacked.tolist(), strict=True))
         if self.groups.layout.pp > 1:
             last = dist.get_global_rank(self.groups.pp, self.groups.layout.pp - 1)
-            dist.broadcast_object_list(sums, src=last, group=self.groups.pp)
-        return sums[0].pop(""), sums[0]
+            dist.broadcast_object_list(joined, src=last, group=self.groups.pp)
+        sums, maxima = joined
+        return sums.pop(""), sums, maxima

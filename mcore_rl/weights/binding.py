@@ -1,6 +1,6 @@
 """Pairs the tensors of this rank's modules with their rows in the family's table.
 
-Nothing is read, moved or guessed: names are compared through ``names.canonical``, and one without a partner is an
+Nothing is read, moved or guessed: names are compared through ``Table.canonical``, and one without a partner is an
 error.
 
 Invariant: every parameter and persistent buffer that holds a weight of the base model is bound once, and every tensor
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import WeightMapError
-from mcore_rl.weights.names import canonical
 from mcore_rl.weights.table import LocalTensor, Table
 
 
@@ -48,7 +47,7 @@ def bind_states(states: Sequence[Mapping[str, Tensor]], table: Table, rank: int)
     problems = []
     for chunk, state in enumerate(states):
         for key, tensor in state.items():
-            name = canonical(key)
+            name = table.canonical(key)
             if name is None:
                 continue
             if (chunk, name) in modules:

@@ -19,6 +19,7 @@ from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
 from mcore_rl.parallel.layout import Coords, Layout, place_layers
+from mcore_rl.weights.names import canonical
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 
@@ -121,6 +122,10 @@ class Table:
         for rule in self.rules:
             assert rule.turn == (0, 1), f"{rule.name}: Megatron has the gate before the other half"
         self._shards: dict[tuple[Rule, int, int], ShardRanges] = {}
+
+    def canonical(self, key: str) -> str | None:
+        """The name in this table of a state dict's ``key``; None if the table does not speak of it."""
+        return canonical(key)
 
     def tensors(self, rank: int) -> list[LocalTensor]:
         """Every tensor of ``rank``, in the order of its chunks and layers."""

@@ -150,7 +150,8 @@ def over_context(loss: Loss, minibatch: Minibatch, seed: int) -> LossSums:
 def _added(parts: list[LossSums]) -> LossSums:
     assert all(part.metrics.keys() == parts[0].metrics.keys() for part in parts)
     metrics = {name: torch.stack([part.metrics[name] for part in parts]).sum() for name in parts[0].metrics}
-    return LossSums(total=torch.stack([part.total for part in parts]).sum(), metrics=metrics)
+    maxima = {name: torch.stack([part.maxima[name] for part in parts]).max() for name in parts[0].maxima}
+    return LossSums(total=torch.stack([part.total for part in parts]).sum(), metrics=metrics, maxima=maxima)
 
 
 def assert_same(minibatch: Minibatch, first: LossSums, second: LossSums) -> None:
@@ -160,6 +161,9 @@ def assert_same(minibatch: Minibatch, first: LossSums, second: LossSums) -> None
     assert first.metrics.keys() == second.metrics.keys()
     for name, value in first.metrics.items():
         torch.testing.assert_close(value, second.metrics[name], **close, msg=name)
+    assert first.maxima.keys() == second.maxima.keys()
+    for name, value in first.maxima.items():
+        assert torch.equal(value, second.maxima[name]), name
     one, other = minibatch.gradients(first.total), minibatch.gradients(second.total)
     for mine, theirs in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, **close)

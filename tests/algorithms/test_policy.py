@@ -167,10 +167,26 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregati
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
         assert all(gradient[~batch.mask].eq(0).all() for gradient in gradients)
         assert {name: float(value) for name, value in sums.metrics.items()} == pytest.approx(metrics)
-        assert not any(value.requires_grad for value in sums.metrics.values())
+        changes = (batch.fields["logprobs"] - batch.fields["old_logprobs"]).detach()[batch.mask].tolist()
+        extremes = {"actor/log_ratio_rise": max(changes), "actor/log_ratio_fall": -min(changes)}
+        assert {name: float(value) for name, value in sums.maxima.items()} == extremes
+        assert not any(value.requires_grad for value in (*sums.metrics.values(), *sums.maxima.values()))
         met = {name: met.get(name, 0) + value for name, value in metrics.items()}
     clips = [value for name, value in met.items() if "clip" in name]
     assert all(clips) or mode == "gspo"  # else the cases prove nothing; its means of many ratios clip elsewhere
+
+
+def test_extremes_are_those_of_trained_tokens() -> None:
+    """Where all of them became likelier, by 0.25 at least; without one there is no extreme."""
+    batch = drawn(3)
+    up_T = 0.25 + torch.arange(len(batch.mask)) / 8
+    batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach() - up_T})
+    loss, expected = policy_loss(actor("ppo_clip")), up_T[batch.mask]
+    maxima = loss(whole(batch)).maxima
+    assert float(maxima["actor/log_ratio_rise"]) == pytest.approx(float(expected.max()))
+    assert float(maxima["actor/log_ratio_fall"]) == pytest.approx(-float(expected.min()))
+    nothing = loss(whole(replace(batch, mask=torch.zeros_like(batch.mask)))).maxima
+    assert all(value == -torch.inf for value in nothing.values())
 
 
 def test_gspo_clips() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.tracking.samples import write_samples
 from tests.house.source import ROOT
 from tests.support import published
 
@@ -101,3 +102,34 @@ def test_no_torch_is_loaded() -> None:
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_modes_are_compared_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = tmp_path / "modes.json"
+    words = ["plan", "recipe=qwen25_05b_ppo", "--modes", "--json", str(values)]
+    assert main([*words, "--lengths", "100"]) == 0
+    assert "no mode pays" in capsys.readouterr().out, "one node cannot be split"
+    written = json.loads(values.read_text())
+    assert [row["mode"] for row in written["rows"]] == ["sync, colocated"] and written["mean_length"] == 100
+    for number, prompt in enumerate("ab"):
+        write_samples(tmp_path, number, "rollouts", [{"prompt_id": prompt, "num_tokens": 100 + number}])
+    assert main([*words, "--lengths", str(tmp_path)]) == 0
+    assert json.loads(values.read_text())["mean_length"] == 100.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recipe=gemma2_2b_sft", "--modes", "--search"], ["fine-tuning has none", "goes with --lengths"]),
+        (["recipe=qwen25_05b_ppo", "cluster=cpu", "--modes"], ["searches layouts of accelerators"]),
+        (["recipe=qwen25_05b_ppo", "--modes", "--lengths", "9999"], ["is not within 1 and 512 tokens"]),
+        (["recipe=qwen25_05b_ppo", "--modes", "--lengths", "nowhere"], ["has no rollouts/step_N.parquet"]),
+        (["recipe=qwen25_05b_ppo", "--lengths", "9"], ["is read by --modes alone"]),
+    ],
+)
+def test_modes_refuse_what_they_cannot_compare(
+    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert all(each in text for each in said), text

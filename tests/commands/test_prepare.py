@@ -23,6 +23,16 @@ def test_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "20" in said and "Howmany" in said
 
 
+def test_products(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "products", "--train", "20", "--val", "5", "--out", str(tmp_path)]) == 0
+    assert {path.stem: pq.read_table(path).num_rows for path in tmp_path.iterdir()} == {
+        "train": 20,
+        "val": 5,
+        "sft": 20,
+    }
+    assert "tool_agent" in capsys.readouterr().out
+
+
 def test_published_files_are_read_and_squared_brackets_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

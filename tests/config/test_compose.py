@@ -110,7 +110,7 @@ def test_sft_has_a_schema_of_its_own() -> None:
         ("data.train_files={a:1}", "data.train_files={a:1}: "),
         ("trainer.logger=[console,disk]", "trainer.logger=[console,disk]: Invalid value 'disk'"),
         ("actor=5", "actor=5: "),
-        ("algorithm=grop", "algorithm=grop: there is none of that name. Choose one of cispo, clip_cov"),
+        ("algorithm=grop", "algorithm=grop: there is none of that name. Choose one of best_of_n, cispo, clip_cov"),
         ("rollout.n", "rollout.n=: is no override. Write key=value"),
         ("data.train_files=[a", "data.train_files=[a: "),
         ("trainer.default_local_dir=${nothing.there}", "trainer.default_local_dir=${nothing.there}: "),

@@ -17,7 +17,7 @@ from mcore_rl.algorithms.selection import num_selected
 from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import value_loss
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, KlUnit
+from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, KlUnit, OffPolicy
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
 from mcore_rl.config.run import RunConfig
@@ -36,14 +36,14 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "algorithm.kl_ctrl.target_kl": (9.0,),
     "algorithm.kl_ctrl.target_kl_per": (KlUnit.response,),
     "algorithm.kl_ctrl.horizon": (50,),
-    "algorithm.rollout_correction.level": (CorrectionLevel.token,),
+    "algorithm.off_policy": (OffPolicy.bypass, OffPolicy.decoupled),
+    "algorithm.rollout_correction.level": (CorrectionLevel.sequence, CorrectionLevel.geometric),
     "algorithm.rollout_correction.mode": (CorrectionMode.zero,),
     "algorithm.rollout_correction.upper": (1.05,),
     "algorithm.rollout_correction.lower": (0.95,),
     "algorithm.rollout_correction.batch_normalize": (True, False),
     "algorithm.rollout_correction.reject_upper": (50.0,),
     "algorithm.rollout_correction.reject_lower": (0.001,),
-    "algorithm.rollout_correction.bypass_mode": (True, False),
     "algorithm.mask_truncated": (True, False),
     "algorithm.masked_in_baseline": (False, True),
     "algorithm.gdpo_reward_keys": (["format", "score"],),
@@ -179,13 +179,11 @@ def test_the_words_for_it() -> None:
     assert readers_text("critic.optim.lr") == "`ppo`"
     assert readers_text("critic.shuffle") == "`ppo` with `critic.ppo_epochs=2`, say"
     assert readers_text("actor.kl_loss_coef").endswith("; the others with `actor.use_kl_loss=true`")
-    assert readers_text("algorithm.rollout_correction.lower").startswith(
-        "all with `algorithm.rollout_correction.level`"
-    )
+    assert readers_text("algorithm.rollout_correction.lower").startswith("all with `algorithm.off_policy=decoupled`")
     assert "gdpo" not in readers("algorithm.kl_penalty"), "it refuses a KL in the reward"
     assert readers("algorithm.masked_in_baseline")["remax"] == (
         "algorithm.mask_truncated=true", "algorithm.filter_groups.enable=true",
     ), "its baseline is no group's"  # fmt: skip
-    level = as_condition("algorithm.rollout_correction.level=token", "algorithm.rollout_correction.mode")
-    assert level == "`algorithm.rollout_correction.level` other than `none`"
+    weighs = as_condition("algorithm.off_policy=decoupled", "algorithm.rollout_correction.mode")
+    assert weighs == "`algorithm.off_policy=decoupled`"
     assert named(["a", "b"], "abc", "all") == "all but `c`" and named(["a"], "abc", "all") == "`a`"

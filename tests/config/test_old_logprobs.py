@@ -25,12 +25,15 @@ def composed(*more: str) -> RunConfig:
         ("actor.use_kl_loss=false",),
         ("actor.loss_mode=gspo", "actor.loss_agg_mode=seq_mean_token_mean"),
         ("actor.entropy_coeff=0.01",),
-        ("algorithm.rollout_correction.bypass_mode=true",),  # the loss reads the sampler's
+        ("algorithm.off_policy=bypass",),  # the sampler's stand for them, for whatever reads them
+        ("algorithm.off_policy=bypass", "actor.ppo_epochs=2", "actor.ppo_mini_batch_size=4"),
+        ("algorithm.off_policy=bypass", "algorithm.use_kl_in_reward=true"),
+        ("algorithm.off_policy=bypass", "actor.loss_mode=clip_cov", "algorithm.mask_truncated=true"),
         ("algorithm.adv_estimator=gae",),
         ("algorithm.filter_groups.enable=true",),
     ],
 )
-def test_one_update_of_a_batch_scores_itself(more: tuple[str, ...]) -> None:
+def test_one_update_of_a_batch_scores_itself_and_bypass_needs_no_scores(more: tuple[str, ...]) -> None:
     assert why_scored(composed(*more)) is None
 
 
@@ -39,10 +42,17 @@ def test_one_update_of_a_batch_scores_itself(more: tuple[str, ...]) -> None:
     [
         (("actor.ppo_mini_batch_size=8",), "several updates"),
         (("actor.ppo_epochs=2",), "several updates"),
-        (("actor.ppo_epochs=2", "algorithm.rollout_correction.bypass_mode=true"), "several updates"),
         (("algorithm.use_kl_in_reward=true",), "in the reward"),
-        (("algorithm.rollout_correction.level=token",), "ratio"),
-        (("algorithm.rollout_correction.level=sequence", "algorithm.rollout_correction.mode=mask"), "ratio"),
+        (("algorithm.off_policy=decoupled",), "weighs the loss"),
+        (("algorithm.off_policy=decoupled", "algorithm.rollout_correction.level=geometric"), "weighs the loss"),
+        (
+            (
+                "algorithm.off_policy=bypass",
+                "algorithm.rollout_correction.reject=seq_max_k3",
+                "algorithm.rollout_correction.reject_upper=1",
+            ),
+            "reject",
+        ),
         (
             ("algorithm.rollout_correction.reject=seq_mean_k1", "algorithm.rollout_correction.reject_upper=1.001"),
             "ratio",

@@ -109,8 +109,8 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ("rollout.max_response_length=9", "rollout.max_response_length=9: differs from data.max_response_length=512"),
         (
             "rollout.return_routed_experts=true",
-            "rollout.return_routed_experts=True: the experts that it records are not replayed: the trainer chooses its "
-            "own. Write rollout.return_routed_experts=false",
+            "rollout.return_routed_experts=True: nobody would read the experts that it records. Write false; "
+            "actor.router_replay=r3 lets engines record",
         ),
         # the reward model
         ("reward_model.enable=true", "reward_model.model.path=: is not set. Write reward_model.model.path=DIR"),
@@ -131,8 +131,8 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ),
         ("algorithm=ppo rollout.temperature=0", "rollout.temperature=0: greedy samples are of no distribution"),
         (
-            "algorithm.rollout_correction.level=token rollout.top_p=0.9",
-            "algorithm.rollout_correction.level=token: with top_p or top_k",
+            "algorithm.off_policy=decoupled rollout.top_p=0.9",
+            "algorithm.off_policy=decoupled: with top_p or top_k",
         ),
         (
             "algorithm.rollout_correction.reject=seq_mean_k1 algorithm.rollout_correction.reject_upper=1.1 "
@@ -140,20 +140,20 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm.rollout_correction.reject=seq_mean_k1: with top_p or top_k",
         ),
         (
-            "algorithm.rollout_correction.bypass_mode=true rollout.top_p=0.9",
-            "algorithm.rollout_correction.bypass_mode=True: with top_p or top_k",
+            "algorithm.off_policy=bypass rollout.top_k=5",
+            "algorithm.off_policy=bypass: with top_p or top_k",
         ),
         (
-            "algorithm=gpg algorithm.rollout_correction.bypass_mode=true",
-            "algorithm.rollout_correction.bypass_mode=True: actor.loss_mode=gpg has no ratio",
+            "algorithm=gpg algorithm.off_policy=bypass",
+            "algorithm.off_policy=bypass: actor.loss_mode=gpg has no ratio",
         ),
         (
-            "algorithm.rollout_correction.level=token algorithm.rollout_correction.bypass_mode=true",
-            "algorithm.rollout_correction.bypass_mode=True: with level=token corrects twice",
+            "algorithm.off_policy=bypass algorithm.rollout_correction.level=sequence",
+            "algorithm.rollout_correction.level=sequence: is not read: nothing weighs the loss",
         ),
         (
             "algorithm.rollout_correction.batch_normalize=true",
-            "algorithm.rollout_correction.batch_normalize=True: is not read: there are no weights",
+            "algorithm.rollout_correction.batch_normalize=True: is not read: nothing weighs the loss",
         ),
         (
             "algorithm.rollout_correction.reject=seq_mean_k1",
@@ -193,7 +193,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ),
         ("algorithm=gdpo algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=True: gdpo reads the parts"),
         (
-            "algorithm.rollout_correction.level=token algorithm.rollout_correction.mode=mask "
+            "algorithm.off_policy=decoupled algorithm.rollout_correction.mode=mask "
             "algorithm.rollout_correction.lower=1.5",
             "algorithm.rollout_correction.lower=1.5: must lie in [0, 1]",
         ),
@@ -286,6 +286,9 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     assert refusals("algorithm=gpg", "actor.ppo_mini_batch_size=256", "actor.ppo_epochs=2", asked) == []
     apart = ("trainer.mode=one_step_off", "trainer.placement=separate")
     assert refusals("algorithm=gpg", *apart, asked) == refusals(*apart) == []
+    assert refusals("algorithm=gpg", *apart, "algorithm.off_policy=decoupled") == [], (
+        "weights correct the sampler's age"
+    )
 
 
 @pytest.mark.parametrize(

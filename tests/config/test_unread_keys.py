@@ -64,9 +64,12 @@ CASES = {
     "actor.tau_pos=2": ("actor.loss_mode=ppo_clip has no use for it", "algorithm=sapo"),
     "algorithm=kl_cov actor.clip_ratio=0.3": ("actor.loss_mode=kl_cov has no use for it", "actor.loss_mode=ppo_clip"),
     "algorithm=clip_cov actor.ppo_kl_coef=2": ("clip_cov has no use for it", "algorithm=kl_cov"),
-    "algorithm.rollout_correction.upper=3": ("there are no weights", "algorithm.rollout_correction.level=token"),
+    "algorithm.rollout_correction.upper=3": ("nothing weighs the loss", "algorithm.off_policy=decoupled"),
+    "algorithm.off_policy=bypass algorithm.rollout_correction.level=token": (
+        "nothing weighs the loss", "algorithm.off_policy=decoupled",
+    ),
     "algorithm.rollout_correction.batch_normalize=true": (
-        "there are no weights", "algorithm.rollout_correction.level=token",
+        "nothing weighs the loss", "algorithm.off_policy=decoupled",
     ),
     "algorithm.rollout_correction.reject_upper=1.1": (
         "nothing is rejected", "algorithm.rollout_correction.reject=seq_mean_k1",
@@ -75,7 +78,7 @@ CASES = {
     "algorithm.rollout_correction.reject_lower=0.1": (
         "bounded from above alone", "algorithm.rollout_correction.reject=token_k1",
     ),
-    "algorithm.rollout_correction.level=token algorithm.rollout_correction.lower=0.1": (
+    "algorithm.off_policy=decoupled algorithm.rollout_correction.lower=0.1": (
         "truncation has no lower bound", "algorithm.rollout_correction.mode=mask",
     ),
     "reward.overlong.length=9": ("long responses are not punished", "reward.overlong.enable=true"),

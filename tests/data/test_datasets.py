@@ -12,7 +12,14 @@ import pytest
 
 from mcore_rl.config.data import DataConfig, SftDataConfig
 from mcore_rl.data.conversations import ConversationSet
-from mcore_rl.data.datasets import DAPO_PROMPT, arithmetic_rows, last_boxed, published_rows, write_rows
+from mcore_rl.data.datasets import (
+    DAPO_PROMPT,
+    arithmetic_rows,
+    last_boxed,
+    product_rows,
+    published_rows,
+    write_rows,
+)
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.errors import DataError
 from tests.support import prompt_files
@@ -206,3 +213,16 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         write_rows(arithmetic_rows(1, 4, 1, 0)["train"], path)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["train.parquet"]
+
+
+def test_products_serve_an_agent_and_its_warm_up(tmp_path: Path) -> None:
+    rows = product_rows(12, 4, seed=2)
+    assert {name: len(of_one) for name, of_one in rows.items()} == {"train": 12, "val": 4, "sft": 12}
+    for name, of_one in rows.items():
+        write_rows(of_one, tmp_path / f"{name}.parquet")
+    columns = {name: set(pq.read_table(tmp_path / f"{name}.parquet").column_names) for name in rows}
+    shared = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert columns == {"train": shared | {"agent_name"}, "val": shared | {"agent_name"}, "sft": shared | {"messages"}}
+    for warm, row in zip(rows["sft"], rows["train"], strict=True):
+        assert warm["prompt"] == row["prompt"] == warm["messages"][:1] and row["agent_name"] == "tool_agent"
+        assert warm["messages"][2]["content"] == row["reward_model"]["ground_truth"]

@@ -127,6 +127,35 @@ def test_rows_that_ask_for_more_than_text_are_refused(tmp_path: Path, column: st
     assert len(load(empty)) == 1, "a column without values, and verl's name of one answer to a prompt"
 
 
+class OfAgents:
+    """Reads the columns of agents: rows of ``tool_agent`` name their tools, rows of ``other`` cannot be run."""
+
+    def problem_of(self, record: dict[str, Any]) -> str:
+        return "there is no such loop" if record.get("agent_name") == "other" else ""
+
+    def tools_of(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
+        return [{"name": "calc"}] if record.get("agent_name") == "tool_agent" else None
+
+
+def test_rows_of_agents_name_their_tools_and_keep_their_columns(tmp_path: Path) -> None:
+    kwargs = {"calc": {"create_kwargs": {"truth": 0}}}
+    rows = [row(agent_name="tool_agent", tools_kwargs=kwargs), row(agent_name=None, tools_kwargs=None)]
+    naming = prompt_files.tokenizer("{{ 'tools ' + tools[0].name if tools else 'none' }}")
+    path, title = write(tmp_path / "x.parquet", rows), TITLE
+    prompts = PromptSet.load([path], DataConfig(), naming, max_samples=None, title=title, agents=OfAgents())
+    assert [TOKENIZER.decode(prompts[place].tokens) for place in (0, 1)] == ["tools calc", "none"]
+    assert prompts[0].columns["agent_name"] == "tool_agent" and prompts[0].columns["tools_kwargs"] == kwargs
+
+
+def test_rows_of_agents_that_cannot_be_run_are_named(tmp_path: Path) -> None:
+    rows = [row(agent_name="tool_agent", images=None), row(agent_name="other", images=IMAGE)]
+    path = write(tmp_path / "x.parquet", rows)
+    with pytest.raises(DataError) as caught:
+        PromptSet.load([path], DataConfig(), TOKENIZER, max_samples=None, title=TITLE, agents=OfAgents())
+    assert "x.parquet:1: there is no such loop" in str(caught.value)
+    assert "images: images are not supported" in str(caught.value) and "agent_name:" not in str(caught.value)
+
+
 def test_the_template_is_given_its_arguments_and_its_refusals_name_the_row(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [row(), row(prompt=[{"role": "system", "content": "Add."}])])
     thinking = prompt_files.tokenizer("{{ 'think' if enable_thinking else 'answer' }}")

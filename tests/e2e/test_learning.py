@@ -52,7 +52,7 @@ CASES = {
     # Tokens are selected over the step, and weights are divided by their mean over the step.
     "kl_cov": (
         "algorithm=grpo", "rollout.n=8", "actor.loss_mode=kl_cov", "actor.kl_cov_ratio=0.02",
-        "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.batch_normalize=true",
+        "algorithm.off_policy=decoupled", "algorithm.rollout_correction.batch_normalize=true",
     ),
     "gspo": (
         "algorithm=gspo", "rollout.n=8", "actor.loss_mode=gspo", "actor.loss_agg_mode=seq_mean_token_mean",

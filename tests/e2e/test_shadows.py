@@ -28,7 +28,7 @@ from mcore_rl.planning.recipes import recipe_config_json
 from mcore_rl.runtime.cluster import ray_cluster
 from tests.support import shadows
 
-NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]
+NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
 # In the tier `test`: of each family and each kind of layout one.  The others are of the tier `full`.
 QUICK = (
     "deepseek_7b_ppo",

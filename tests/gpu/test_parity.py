@@ -29,7 +29,7 @@ from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.sequences import PackedSequences
-from tests.invariance.cases import MODELS
+from tests.invariance.problems import MODELS
 from tests.support.engine_parity import (
     SETTINGS,
     Found,

@@ -17,7 +17,7 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from tests.gpu.two_memories import HOST, THERE, TwoMemories
-from tests.invariance.cases import MODELS, Case, Problem
+from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights
 from tests.support.engine_runs import engine_config, global_batch, starting_weights
 

@@ -2,127 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
+from mcore_rl.config.algorithm import CorrectionLevel
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
-from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.role import Head
-from tests.support import models
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What is computed; its single-process result is the reference of all its cases.
-
-    model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
-    replay: experts are dictated, at random.
-    """
-
-    model: str
-    aux: AuxLoss = AuxLoss.none
-    z: float = 0.0
-    temperature: float = 1.0
-    head: Head = Head.lm
-    replay: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many.
-
-    filled: microbatches are padded to their budget.
-    overlap: gradients are reduced during the backward pass, in small buckets, and the optimizer's state comes back from
-    host memory during the second step.  megatron: fields that are passed on.
-    sabotage: a deliberate mistake (tests/support/sabotage.py), to see that the gate sees it.
-    """
-
-    problem: Problem
-    layout: str = ""
-    world_size: int = 1
-    microbatch_tokens: int | None = 64
-    microbatch_sequences: int | None = None
-    recompute: Recompute = Recompute.none
-    dispatcher: Dispatcher = Dispatcher.alltoall
-    pipeline_layers: tuple[int, ...] | None = None
-    overlap: bool = False
-    filled: bool = False
-    megatron: tuple[tuple[str, Any], ...] = ()
-    sabotage: str | None = None
-
-    def __str__(self) -> str:
-        problem, parts = self.problem, [self.problem.model, f"w{self.world_size}"]
-        parts += [self.layout.replace(",", "-")] if self.layout else []
-        parts.append("whole" if self.microbatch_tokens == WHOLE else f"packed{self.microbatch_tokens}")
-        if self.microbatch_sequences is not None:
-            parts[-1] = f"unpacked{self.microbatch_sequences}"
-        parts += [self.recompute.value] if self.recompute is not Recompute.none else []
-        parts += ["allgather"] if self.dispatcher is Dispatcher.allgather else []
-        parts += ["overlap"] if self.overlap else []
-        parts += ["filled"] if self.filled else []
-        parts += [name for name, _ in self.megatron]
-        parts += [f"aux-{problem.aux.value}"] if problem.aux is not AuxLoss.none else []
-        parts += ["z"] if problem.z else []
-        parts += ["critic"] if problem.head is Head.value else []
-        parts += ["replay"] if problem.replay else []
-        parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
-        parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
-        return "-".join(parts).replace("=", "")
-
-
-WHOLE = 4096  # a budget that takes the whole batch in one microbatch
-
-MODELS: dict[str, ModelConfig] = {
-    "dense": models.dense(),
-    "tied": models.dense(tie_output=True, qkv_bias=True),
-    "qk_norm": models.dense(qk_norm=True),
-    "moe": models.moe(),
-    # With tp beyond the key/value heads, ranks hold parts of heads; biases too.
-    "one_key_head": models.dense(num_query_groups=1, qkv_bias=True),
-    "qwen_moe": models.moe(norm_topk_prob=False, qk_norm=True),
-    "qwen2_moe": models.qwen2_moe(),
-    "qwen2_moe_norm": models.qwen2_moe((1,), norm_topk_prob=True),
-    "deepseek_v3": models.deepseek_v3(),
-    "deepseek_v3_yarn": models.deepseek_v3(q_lora_rank=None, yarn=True),
-    "deepseek_v3_halves": models.deepseek_v3(interleaved=False, yarn=True),
-    "deepseek_v2": models.deepseek_v2(),
-    # Moonlight's epsilon is not the 1e-6 that transformers has for latents; one so large shows where it is.
-    "moonlight": models.deepseek_v3(q_lora_rank=None, norm_epsilon=1e-2),
-    "glm4_moe": models.glm4_moe(),
-    "windowed": models.windowed(),
-    "gemma2": models.gemma2(),
-    "gemma3": models.gemma3(),
-    "olmoe": models.olmoe(),
-    "qwen3_next": models.qwen3_next(),
-    "phi3": models.phi3(),
-    "gpt_oss": models.gpt_oss(),
-    # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
-    "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
-    "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),
-    "rope_yarn": models.with_rope(
-        RopeConfig(type=RopeType.yarn, factor=4.0, original_max_position_embeddings=64, attention_factor=1.1386)
-    ),
-    "qwen2_yarn": models.with_rope(
-        RopeConfig(
-            type=RopeType.yarn,
-            factor=2.5,
-            original_max_position_embeddings=64,
-            beta_fast=4.0,
-            truncate=False,
-            attention_factor=0.9,
-        ),
-        qkv_bias=True,
-    ),
-}
+from tests.invariance.problems import WHOLE, Case, Problem
 
 DENSE, MOE = Problem(model="dense", temperature=0.7), Problem(model="moe")
 SEQUENCE_AUX = Problem(model="moe", aux=AuxLoss.sequence, z=1e-2)
 BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch)
 REPLAY = Problem(model="moe", replay=True)
+REPLAY_BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch, replay=True)
 GEMMA2 = Problem(model="gemma2", temperature=0.7)
 QWEN2_MOE = Problem(model="qwen2_moe")
 ONE_KEY_HEAD = Problem(model="one_key_head")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
+REPLAY_DEEPSEEK = replace(DEEPSEEK, replay=True)
 DEEPSEEK_V2 = Problem(model="deepseek_v2", aux=AuxLoss.sequence)
 GLM4_MOE = Problem(model="glm4_moe")
 QWEN3_NEXT = Problem(model="qwen3_next")
@@ -233,6 +129,37 @@ def _shared_key_head_cases() -> list[Case]:
     return cases
 
 
+QUICK_ADAPTERS = {
+    ("dense", "tp=2"), ("dense", "pp=2"), ("moe", "tp=2,etp=2"), ("moe", "ep=2"), ("deepseek_v3", "tp=2,etp=1"),
+    ("one_key_head", "tp=2"), ("gemma2", "tp=2"),
+}  # fmt: skip
+
+
+def _adapter_cases() -> list[Case]:
+    """Adapters on every linear: dense, with experts, with latent attention, and where ranks hold parts of heads."""
+    layouts = {
+        "dense": (("tp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("", 2), ("tp=2,pp=2", 4), ("tp=2", 4),
+                  ("tp=2,cp=2", 4)),
+        "moe": (("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("etp=2", 2), ("ep=2", 2), ("cp=2", 2), ("ep=2,tp=2,etp=1", 4),
+                ("ep=2,tp=2,etp=2", 4), ("ep=2,etp=2", 4), ("tp=2,pp=2,ep=2,etp=1", 4)),
+        "deepseek_v3": (("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("pp=2", 2), ("ep=2", 2), ("cp=2", 2),
+                        ("tp=2,cp=2,ep=2,etp=2", 4), ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4)),
+        "one_key_head": (("tp=2", 2), ("tp=4", 4)), "gemma2": (("tp=2", 2),), "qwen3_next": (("tp=2,etp=1", 2),),
+        "phi3": (("tp=2", 2),), "gpt_oss": (("tp=2,etp=1", 2),), "tied": (("pp=2", 2),),
+    }  # fmt: skip
+    cases: list[Case] = []
+    for name, of_model in layouts.items():
+        problem = Problem(model=name, lora=True)
+        cases += [Case(problem=problem, layout=layout, world_size=size) for layout, size in of_model]
+    for name, layout in (("dense", "tp=2"), ("moe", "tp=2,etp=2"), ("deepseek_v3", "tp=2,etp=1")):
+        case = Case(problem=Problem(model=name, lora=True), layout=layout, world_size=2, recompute=Recompute.full)
+        cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
+        cases.append(replace(case, layout=layout, overlap=True, recompute=Recompute.none))
+    critic = Problem(model="tied", head=Head.value, lora=True)
+    cases += [Case(problem=critic, layout=layout, world_size=2) for layout in ("tp=2", "pp=2")]
+    return cases
+
+
 def _overlap_cases() -> list[Case]:
     """Gradients that are reduced during the backward pass, and what is passed on to Megatron by name."""
     cases = [
@@ -254,6 +181,23 @@ def _overlap_cases() -> list[Case]:
     return cases
 
 
+def _replay_cases() -> list[Case]:
+    """Experts that are dictated to most tokens: packed, and unpacked with the whole layer recomputed."""
+    cases: list[Case] = []
+    for layout, world_size in (
+        ("", 2), ("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("ep=2", 2),
+        ("tp=2,cp=2,ep=2,etp=2", 4), ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4),
+    ):  # fmt: skip
+        packed = Case(problem=REPLAY, layout=layout, world_size=world_size)
+        unpacked = replace(packed, microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full)
+        cases += [packed, unpacked, replace(packed, recompute=Recompute.full)]
+    for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2,ep=2,etp=1", 4)):
+        cases.append(Case(problem=REPLAY_DEEPSEEK, layout=layout, world_size=world_size))
+    cases.append(Case(problem=REPLAY, layout="ep=2", world_size=2, dispatcher=Dispatcher.allgather))
+    cases.append(Case(problem=REPLAY_BATCH_AUX, layout="tp=2,etp=1", world_size=2, recompute=Recompute.full))
+    return cases
+
+
 def _feature_cases() -> list[Case]:
     """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases, sinks."""
     layouts = dict.fromkeys(("phi3", "gemma3"), ("tp=2", "cp=2", "pp=2")) | {"olmoe": ("tp=2,etp=1", "ep=2", "cp=2")}
@@ -267,6 +211,14 @@ def _feature_cases() -> list[Case]:
     cases.append(replace(sinks, layout="tp=4,ep=2", world_size=4, recompute=Recompute.selective))
     cases.append(replace(sinks, microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full))
     return cases
+
+
+def _weighed_cases() -> list[Case]:
+    """Weights of whole responses, of which a context rank has a part."""
+    weighed = Problem(model="dense", weighed=CorrectionLevel.sequence)
+    layouts = (("", 2), ("cp=2", 2), ("cp=2,pp=2", 4))
+    cases = [Case(problem=weighed, layout=layout, world_size=size) for layout, size in layouts]
+    return [*cases, Case(problem=replace(weighed, weighed=CorrectionLevel.geometric), layout="cp=2", world_size=4)]
 
 
 def all_cases() -> list[Case]:
@@ -316,6 +268,8 @@ def all_cases() -> list[Case]:
     cases += _shared_key_head_cases()
     cases += _overlap_cases()
     cases += _feature_cases()
+    cases += _adapter_cases()
+    cases += _weighed_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -324,9 +278,7 @@ def all_cases() -> list[Case]:
         cases.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
     cases.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
-    for layout in ("tp=2,etp=1", "pp=2", "cp=2", "ep=2"):
-        cases.append(Case(problem=REPLAY, layout=layout, world_size=2))
-        cases.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
+    cases += _replay_cases()
     return list(dict.fromkeys(cases))
 
 
@@ -337,6 +289,8 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
     """
     first: dict[tuple[object, ...], Case] = {}
     for case in cases:
+        if case.problem.lora and (case.problem.model, case.layout) not in QUICK_ADAPTERS:
+            continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
         packed = case.microbatch_sequences is None
@@ -358,6 +312,8 @@ SABOTAGED = [
     Case(problem=DENSE, layout="cp=2", world_size=2, sabotage="attention_across_borders"),
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
+    Case(problem=REPLAY, layout="tp=2,etp=1", world_size=2, sabotage="replayed_a_row_late"),
+    Case(problem=REPLAY, layout="pp=2", world_size=2, recompute=Recompute.full, sabotage="recomputed_freely"),
     Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
     Case(problem=ONE_KEY_HEAD, layout="tp=2", world_size=2, sabotage="unsummed_key_heads"),
 ]

@@ -19,7 +19,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.invariance.cases import SABOTAGED, Case, Problem, all_cases, once_packed_once_unpacked, single_process
+from tests.invariance.cases import SABOTAGED, all_cases, once_packed_once_unpacked, single_process
+from tests.invariance.problems import Case, Problem
 from tests.support.engine_runs import Result, run_cases, starting_weights
 from tests.support.forked import run_ranks
 
@@ -47,13 +48,17 @@ def differences(result: Result, reference: Result, start: dict[str, torch.Tensor
             compare(
                 f"{name} of step {step}", abs(result.metrics[step][name] - expected) / max(abs(expected), 1e-6), 1e-4
             )
+    for key, expected in reference.gradients.items():
+        error = float((result.gradients[key] - expected).norm())
+        size = float(expected.norm()) or 1.0  # of an expert that no token took: nothing
+        compare(f"gradient of {key}", error / size, RELATIVE)
     for key, expected in reference.weights.items():
         error = float((result.weights[key] - expected).norm())
         compare(key, error / float(expected.norm()), RELATIVE)
         update = float((expected - start[key]).norm())
         if update > 0:
             compare(f"update of {key}", error / update, UPDATE_RELATIVE)
-        else:  # a buffer, which training leaves alone
+        else:  # a buffer or a frozen weight, which training leaves alone
             compare(f"change of {key}", error, 0.0)
     return [text for _, text in sorted(excesses, reverse=True)]
 

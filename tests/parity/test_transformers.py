@@ -21,7 +21,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.statements import STATEMENTS, Holder, stated
 from mcore_rl.training.engine import Engine
-from tests.invariance.cases import MODELS, Case, Problem
+from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config
 from tests.support.forked import run_ranks
@@ -94,23 +94,7 @@ def _reference(name: str) -> tuple[torch.Tensor, torch.Tensor, float, Weights]:
     model = MODELS[name]
     reference = hf_reference.build(model)
     batch = batches.ragged(model.vocab_size)
-    logprobs, entropies = [], []
-    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
-        tokens = batch.tokens_T[start : start + length]
-        logits = torch.log_softmax(reference(tokens[None]).logits[0].float(), dim=-1)
-        zero = torch.zeros(1)
-        logprobs.append(torch.cat([zero, logits[:-1].gather(1, tokens[1:, None])[:, 0]]))
-        entropies.append(torch.cat([zero, -(logits.exp() * logits).sum(-1)[:-1]]))
-    logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
-    assert batch.old_logprobs_T is not None and batch.advantages_T is not None
-    change_T = (logprobs_T - batch.old_logprobs_T) * batch.mask_T
-    total = torch.zeros(())
-    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
-        part = slice(start, start + length)
-        size = batch.mask_T[part].sum().clamp(min=1)
-        ratio = torch.exp(change_T[part]).clamp(max=3.0) * torch.exp(change_T[part].sum() / size)
-        total = total + ((-batch.advantages_T[part] * ratio - 0.05 * entropy_T[part]) * batch.mask_T[part]).sum()
-    loss = total / batch.mask_T.sum()
+    logprobs_T, entropy_T, loss = batches.whole_loss(lambda tokens: reference(tokens).logits, batch)
     loss.backward()
     gradients = hf_reference.full_weights(reference, model, gradients=True)
     return logprobs_T.detach(), entropy_T.detach(), float(loss.detach()), gradients

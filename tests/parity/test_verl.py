@@ -343,14 +343,15 @@ def policies(step: Padded, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("mode", "threshold"), [(CorrectionMode.truncate, 1.4), (CorrectionMode.zero, "0.6_1.4")])
-@pytest.mark.parametrize("level", [CorrectionLevel.token, CorrectionLevel.sequence])
+@pytest.mark.parametrize("level", [CorrectionLevel.token, CorrectionLevel.sequence])  # verl has no other
 def test_importance_weights_are_verl_s(
     helper: Any, level: CorrectionLevel, mode: CorrectionMode, threshold: Any, normalize: bool
 ) -> None:
     config = RolloutCorrectionConfig(level=level, mode=mode, upper=1.4, lower=0.6, batch_normalize=normalize)
     for seed, step in enumerate(steps(least=1)):
         old, rollout = policies(step, seed)
-        mine = correct(step.flat(old), step.flat(rollout), step.case.inputs().trained, step.case.lengths, config)
+        trained = step.case.inputs().trained
+        mine = correct(step.flat(old), step.flat(rollout), trained, step.case.lengths, config, weighs=True)
         assert mine.weights_T is not None and torch.equal(mine.mask_T, step.flat(step.mask).bool())
         if not mine.weights_T.any():  # zeros alone
             continue
@@ -371,7 +372,8 @@ def test_rejections_are_verl_s(helper: Any, reject: Rejection) -> None:
     for seed, step in enumerate(steps(least=1)):
         old, rollout = policies(step, seed)
         theirs, _ = helper.compute_rollout_rejection_mask(old - rollout, step.mask, reject.value, bound)
-        mine = correct(step.flat(old), step.flat(rollout), step.case.inputs().trained, step.case.lengths, config)
+        trained = step.case.inputs().trained
+        mine = correct(step.flat(old), step.flat(rollout), trained, step.case.lengths, config, weighs=False)
         assert torch.equal(mine.mask_T, step.flat(theirs).bool())
         met |= set(mine.mask_T[step.flat(step.mask).bool()].tolist())
     assert met == {False, True}
@@ -381,9 +383,8 @@ def test_divergences_to_the_sampler_are_verl_s(helper: Any) -> None:
     for seed, step in enumerate(steps(least=1)):
         old, rollout = policies(step, seed)
         theirs = helper.compute_offpolicy_metrics(old, rollout, step.mask)
-        sums = correct(
-            step.flat(old), step.flat(rollout), step.case.inputs().trained, step.case.lengths, RolloutCorrectionConfig()
-        ).sums
-        mine = correction_metrics(sums, RolloutCorrectionConfig())
+        trained, config = step.case.inputs().trained, RolloutCorrectionConfig()
+        sums = correct(step.flat(old), step.flat(rollout), trained, step.case.lengths, config, weighs=False).sums
+        mine = correction_metrics(sums, config, weighs=False)
         assert mine["rollout/kl_k1"] == pytest.approx(theirs["kl"], abs=1e-7)
         assert mine["rollout/kl"] == pytest.approx(theirs["k3_kl"], abs=1e-7)

@@ -10,6 +10,7 @@ from mcore_rl.config.cluster import ClusterConfig, ResidualMemory
 from mcore_rl.config.engine import Precision, Recompute
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -370,3 +371,19 @@ def test_a_reward_model_takes_its_share_of_each_device() -> None:
 def test_the_model_may_be_any() -> None:
     model: ModelConfig = models.gemma2()
     assert plan(cpu_run(), model, CPU).num_parameters > 0
+
+
+def test_experts_that_are_repeated_are_counted_on_the_host() -> None:
+    """Qwen3-30B-A3B: 48 layers of 8 choices, a byte each; eight processes of four data-parallel coordinates."""
+    mixture, run = model_of(published.FACTS["Qwen/Qwen3-30B-A3B"])[1], run_of()
+    run.actor.parallel.ep = 8
+    of_step = run.data.train_batch_size * run.rollout.n * (512 + 512) * 48 * 8
+    for mode, copies in ((RouterReplay.r2, 8 / 4 + 1), (RouterReplay.r3, 8 / 4 + 3)):
+        run.actor.router_replay = mode
+        assert part(plan(run, mixture, H100), Phase.rollout, "experts to repeat", Place.host) == of_step * copies
+    run.actor.router_replay = RouterReplay.off
+    host = plan(run, mixture, H100).peak(Phase.rollout, Place.host)
+    assert host is not None and "experts to repeat" not in [row.part for row in host.rows]
+    run.actor.router_replay = RouterReplay.r2
+    with pytest.raises(ConfigError, match=r"actor\.router_replay=r2: the model is dense"):
+        plan(run, QWEN, H100)

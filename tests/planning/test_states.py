@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
@@ -21,7 +22,7 @@ from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.states import Bucket, ModelSizes, States, family_for
 from mcore_rl.training.meta import meta_chunks
-from tests.support import engines, models, published
+from tests.support import adapters, batches, engines, models, published
 from tests.support.forked import run_ranks
 
 MIXTRAL = "mistralai/Mixtral-8x22B-Instruct-v0.1"
@@ -184,3 +185,69 @@ def test_a_model_that_only_scores_has_weights_alone() -> None:
     states = States(ModelSizes(models.dense()), parse_layout(""), 1, Precision.bfloat16, trainable=False)
     state = states.of_rank(0)
     assert (state.weights, state.gradients, state.optimizer) == (2 * state.num_parameters, 0, 0)
+
+
+LORA = LoraConfig(rank=3)
+OF_ADAPTERS = [
+    ("pp=2", models.dense(tie_output=True, qk_norm=True), Precision.bfloat16),
+    ("tp=2,ep=2", models.moe(), Precision.bfloat16),
+    ("tp=2,etp=2", models.deepseek_v3(), Precision.float32),
+]
+
+
+def adapter_bytes(rank: Rank) -> list[tuple[int, ...]]:
+    """As ``real_bytes``, of engines that train adapters; the weights are those of buffers and of frozen tensors."""
+    sizes = []
+    with engines.world(rank):
+        for layout, model, precision in OF_ADAPTERS:
+            with engines.groups_of(layout) as groups:
+                settings, table = engines.config(precision=precision), adapters.adapter_table
+                made = table(model, LORA, parse_layout(layout), groups.layout.world_size)
+                engine = engines.build(groups, model, settings, layout=layout, adapters=made)
+                assert engine.optimizer is not None
+                step = engine.train_step(
+                    engines.share_of(batches.ragged(101), groups), batches.policy_loss,
+                    batches.denominators(batches.ragged(101)), with_entropy=True,
+                )  # fmt: skip
+                assert step.skipped is None
+                parameters = [each for chunk in engine.models for each in chunk.parameters()]
+                storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in parameters}
+                buffers = [each for chunk in engine.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+                state = engine.optimizer.state_tensors()
+                sizes.append(
+                    (
+                        sum(each.numel() for each in parameters),
+                        sum(storages.values()),
+                        sum(buffer.grad_data.nbytes for buffer in buffers),
+                        sum(x.nbytes for x in state if x.untyped_storage().data_ptr() not in storages),
+                    )
+                )
+                del engine
+    return sizes
+
+
+def test_adapters_hold_what_real_processes_do(processes: None) -> None:
+    real = run_ranks(adapter_bytes, 4, (), timeout_s=240)
+    for index, (layout, model, precision) in enumerate(OF_ADAPTERS):
+        states = States(ModelSizes(model), parse_layout(layout), 4, precision, lora=LORA)
+        for rank in range(4):
+            state = states.of_rank(rank)
+            ours = (state.num_parameters, state.weights, state.gradients, state.optimizer)
+            assert ours == real[rank][index], f"{layout} {precision} rank {rank}"
+        for stage in range(states.layout.pp):
+            ranks = [rank for rank in range(4) if states.layout.coords(rank).pp == stage]
+            assert states.of_stage(stage).total == max(states.of_rank(rank).total for rank in ranks)
+
+
+def test_qwen_72b_with_adapters_by_hand() -> None:
+    """Rank 32 on all linears over tp=8: A's of rows whole, B's of columns whole, all else an eighth."""
+    model = published_model(QWEN_72B)
+    hidden, ffn, key = 8192, 29568, 1024
+    whole = 32 * (3 * hidden + 2 * hidden) + 32 * (hidden + hidden)  # A of q, k, v, gate, up; B of o, down
+    split = 32 * (hidden + 2 * key + 2 * ffn) + 32 * (hidden + ffn)  # B of these; A of those
+    sizes = ModelSizes(model, lora=LoraConfig(rank=32))
+    (kind,) = {model.kind(layer) for layer in range(model.num_layers)}
+    assert sum(sizes.layer(kind, 8, 1)[0]) == whole + split // 8
+    assert sizes.num_parameters == 80 * (whole + split)
+    state = States(ModelSizes(model), parse_layout("tp=8"), 8, Precision.bfloat16, lora=LoraConfig(rank=32)).of_rank(0)
+    assert state.gradients < 1.2 * 2**30 and state.optimizer < 2.4 * 2**30 and 17 < state.weights / 2**30 < 19

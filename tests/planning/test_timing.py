@@ -201,8 +201,8 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     config = rollout()
     whole = rollout_weight_bytes(EXPERTS, config.layout, 2)
     experts = 4 * 8 * 3 * 64 * 32 * 2
-    assert timing._streamed_bytes(EXPERTS, config, 2, 1) == pytest.approx(whole - 0.75 * experts)
-    assert timing._streamed_bytes(EXPERTS, config, 2, 100) == pytest.approx(whole)
+    assert timing.streamed_bytes(EXPERTS, config, 2, 1) == pytest.approx(whole - 0.75 * experts)
+    assert timing.streamed_bytes(EXPERTS, config, 2, 100) == pytest.approx(whole)
 
 
 def test_weights_cross_the_slow_link_only_where_a_node_lacks_them() -> None:

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.flops import visible_pairs
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.planning.training import lora_of
 from mcore_rl.rehearsal.host_reads import refused
 from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
 from mcore_rl.rehearsal.rank import (
@@ -31,6 +34,7 @@ from mcore_rl.rehearsal.rank import (
 from mcore_rl.rehearsal.stages import ranks_of_stages
 from mcore_rl.types import Denominators, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.adapters import adapter_table
 from tests.support.forked import run_ranks
 
 WIDE = models.dense(
@@ -91,7 +95,9 @@ def allocated(rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]]) -> list
                     old_logprobs_T=zeros, advantages_T=zeros + 1,
                 )  # fmt: skip
                 counts = Denominators(loss=float(size), tokens=size, sequences=len(lengths))
-                engine = engines.build(groups, model, settings)
+                lora = lora_of(settings)
+                table = None if lora is None else adapter_table(model, lora)
+                engine = engines.build(groups, model, settings, adapters=table)
                 step = partial(engine.train_step, batch, batches.policy_loss, counts, with_entropy=True)
                 peaks.append([highest(memory_events(step)) for _ in range(2)])
                 del engine, step
@@ -119,6 +125,7 @@ CASES = [
     for model in (WIDE, replace(WIDE, moe=replace(MOE, top_k=4)))  # all experts: as many rows for each
     for recompute in (Recompute.none, Recompute.full)
 ]
+CASES.append((WIDE, AdaptedConfig(precision=Precision.float32, microbatch_tokens=MANY_TOKENS, lora=LoraConfig(rank=8))))
 
 
 @pytest.mark.tier("full")

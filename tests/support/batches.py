@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
 
@@ -30,6 +36,14 @@ def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -
     )
 
 
+def routes(batch: TrainBatch, model: ModelConfig, seed: int = 9) -> torch.Tensor:
+    """[T, L, K]: experts at random for every token of ``batch`` and every layer."""
+    assert model.moe is not None and model.moe.choice_bytes == 1
+    shape = (batch.tokens_T.numel(), model.num_layers, model.moe.num_experts)
+    choices = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).topk(model.moe.top_k, dim=-1).indices
+    return choices.to(torch.uint8)
+
+
 def denominators(batch: TrainBatch) -> Denominators:
     """Counts of a whole global batch."""
     return Denominators(loss=float(batch.mask_T.sum()), tokens=batch.tokens_T.numel(), sequences=len(batch.lengths_S))
@@ -50,7 +64,35 @@ def policy_loss(inputs: LossInputs) -> LossSums:
     if inputs.selection_N is not None:
         per_token_N = per_token_N + 0.5 * change_N.abs() * (inputs.selection_N >= 0)
     total = (per_token_N * inputs.mask_N).sum()
-    return LossSums(total=total, metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()})
+    return LossSums(
+        total=total,
+        metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()},
+        maxima={"highest": inputs.logprobs_N.detach().masked_fill(~inputs.mask_N, -torch.inf).amax()},
+    )
+
+
+def whole_loss(logits_of: Callable[[torch.Tensor], torch.Tensor], batch: TrainBatch) -> tuple[torch.Tensor, ...]:
+    """(log-probs [T], entropies [T], mean of ``policy_loss`` without selected tokens), one sequence at a time.
+
+    logits_of: tokens [1, t] to logits [1, t, V]; no packing, no padding, and autograd all the way.
+    """
+    logprobs, entropies = [], []
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        tokens = batch.tokens_T[start : start + length]
+        logits = torch.log_softmax(logits_of(tokens[None])[0].float(), dim=-1)
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, logits[:-1].gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([zero, -(logits.exp() * logits).sum(-1)[:-1]]))
+    logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
+    assert batch.old_logprobs_T is not None and batch.advantages_T is not None
+    change_T = (logprobs_T - batch.old_logprobs_T) * batch.mask_T
+    total = torch.zeros(())
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        part = slice(start, start + length)
+        size = batch.mask_T[part].sum().clamp(min=1)
+        ratio = torch.exp(change_T[part]).clamp(max=3.0) * torch.exp(change_T[part].sum() / size)
+        total = total + ((-batch.advantages_T[part] * ratio - 0.05 * entropy_T[part]) * batch.mask_T[part]).sum()
+    return logprobs_T, entropy_T, total / batch.mask_T.sum()
 
 
 def value_loss(inputs: LossInputs) -> LossSums:
@@ -58,3 +100,19 @@ def value_loss(inputs: LossInputs) -> LossSums:
     assert inputs.values_N is not None and inputs.returns_N is not None
     error_N = (inputs.values_N - inputs.returns_N) * inputs.mask_N
     return LossSums(total=0.5 * error_N.square().sum(), metrics={})
+
+
+def weighed(batch: TrainBatch, scores: TokenScores, level: CorrectionLevel) -> TrainBatch:
+    """``batch`` as decoupled PPO trains it: a rank's own scores are the old log-probs, and give its weights."""
+    number = len(batch.lengths_S)
+    algorithm = AlgorithmConfig(
+        adv_estimator="remax",
+        off_policy=OffPolicy.decoupled,
+        rollout_correction=RolloutCorrectionConfig(level=level, upper=1.2),
+    )
+    nothing_S = torch.zeros(number)
+    outcomes = Outcomes(scores_S=nothing_S, truncated_S=nothing_S.bool(), greedy_S=nothing_S)
+    batch = replace(batch, old_logprobs_T=scores.logprobs_T)
+    tokens, _ = compute_advantages(batch, outcomes, algorithm, 0.0)
+    assert tokens.weights_T is not None
+    return replace(batch, weights_T=tokens.weights_T)

@@ -21,7 +21,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.types import LossInputs, TrainBatch
-from tests.invariance.cases import MODELS, Case, Problem
+from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config
 from tests.support.full_weights import Weights

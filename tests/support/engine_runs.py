@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training import engine as engine_module
-from mcore_rl.training.engine import Engine
+from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.types import TokenScores, TrainBatch
-from tests.invariance.cases import MODELS, Case, Problem
-from tests.support import batches, full_weights, hf_reference
+from tests.invariance.problems import MODELS, Case, Problem
+from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.full_weights import Weights
 from tests.support.late_copies import LateCopies
 from tests.support.sabotage import SABOTAGE
@@ -40,6 +43,7 @@ class Result:
     grad_norm: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     weights: Weights = field(default_factory=dict)
+    gradients: Weights = field(default_factory=dict)  # of adapters, in the first step
 
 
 def starting_weights(problem: Problem) -> Weights:
@@ -50,6 +54,10 @@ def starting_weights(problem: Problem) -> Weights:
         weights["output_layer.weight"] = 0.1 * torch.randn(
             1, model.hidden_size, generator=torch.Generator().manual_seed(3)
         )
+    if problem.lora:
+        of_adapters = adapters.drawn(adapters.adapter_table(model, head=problem.head))
+        of_adapters.pop(adapters.SCORE, None)  # under Megatron's name it is there already
+        weights |= of_adapters
     return weights
 
 
@@ -79,23 +87,23 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
 
 
 def global_batch(problem: Problem) -> TrainBatch:
-    """The one batch of all cases; with replay, experts at random for every token."""
+    """The one batch of all cases; with replay, experts at random for all tokens but the last of each and a fifth."""
     model = MODELS[problem.model]
     batch = batches.ragged(model.vocab_size)
     if problem.head is Head.lm:
         # Numbers of a fifth of all tokens are not negative, and of untrained ones as much: nothing may come of these.
         selection_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(8)) - 0.8
         batch = replace(batch, selection_T=selection_T)
+    if problem.weighed is not None:
+        # The log-probs of these weights are about those of an even choice; so some responses weigh more than 1.
+        noise_T = torch.randn(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10))
+        batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
     if not problem.replay:
         return batch
     assert model.moe is not None
-    shape = (batch.tokens_T.numel(), model.num_layers, model.moe.num_experts)
-    choices = torch.rand(shape, generator=torch.Generator().manual_seed(9)).topk(model.moe.top_k, dim=-1).indices
-    return TrainBatch(
-        lengths_S=batch.lengths_S,
-        **dict(batch.token_fields()),
-        routing_TLK=choices.to(torch.int16),
-    )
+    unrouted_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10)) < 0.2
+    unrouted_T[torch.tensor(batch.lengths_S).cumsum(0) - 1] = True
+    return replace(batch, routing_TLK=batches.routes(batch, model), unrouted_T=unrouted_T)
 
 
 def members_of(batch: TrainBatch, groups: ProcessGroups) -> list[int]:
@@ -144,13 +152,21 @@ def _run_in_groups(
 ) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
     engine_module.BUCKET_ELEMENTS = SMALL_BUCKET if case.overlap else None
+    table = None
+    if problem.lora:
+        table = adapters.adapter_table(model, parallel=parallel, world_size=groups.layout.world_size, head=problem.head)
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
-        model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head,
+        model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head, adapters=table,
     )  # fmt: skip
     engine.fills_microbatches = case.filled
-    full_weights.gather_full(engine.models, start)  # fails where ranks start from different weights
-    engine.load_weights(lambda models: full_weights.load_full(models, start))
+    base = {name: tensor for name, tensor in start.items() if not name.startswith(adapters.PEFT)}
+    full_weights.gather_full(engine.models, base)  # fails where ranks start from different weights
+    engine.load_weights(lambda models: full_weights.load_full(models, base))
+    if table is not None:
+        adapters.gather(engine, table)
+        of_adapters = start | {adapters.SCORE: start.get("output_layer.weight")}
+        engine.load_weights(lambda models: adapters.load(models, table, groups.rank, of_adapters))
     if case.sabotage is not None:
         SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
@@ -160,7 +176,9 @@ def _run_in_groups(
         assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
+    loss: Loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
+    if problem.weighed is not None:
+        mine, loss = batches.weighed(mine, scores, problem.weighed), policy_loss(ActorConfig())
     for number in range(STEPS):
         step = engine.train_step(
             mine,
@@ -175,12 +193,16 @@ def _run_in_groups(
                 own_T, scored_T = getattr(step.scores, name), getattr(scores, name)
                 assert torch.equal(own_T, scored_T), f"an update's own {name} are others than its replica of score's"
         assert step.skipped is None
+        if table is not None and number == 0:
+            result.gradients = adapters.gather_gradients(engine, table)
         if case.overlap and number == 0:
             _leave_and_return(engine)
         result.loss.append(step.loss)
         result.grad_norm.append(step.grad_norm)
-        result.metrics.append(step.metrics)
-    result.weights = full_weights.gather_full(engine.models, start)
+        result.metrics.append(step.metrics | step.maxima)
+    result.weights = full_weights.gather_full(engine.models, base)
+    if table is not None:
+        result.weights |= {name: each for name, each in adapters.gather(engine, table).items() if name in start}
     return result
 
 

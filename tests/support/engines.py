@@ -19,6 +19,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TrainBatch
+from mcore_rl.weights.adapter_table import AdapterTable
 
 CPU = detect(Device.cpu)
 
@@ -61,6 +62,8 @@ def seed_weights(models: Sequence[torch.nn.Module]) -> None:
     """Weights that depend on a parameter's name alone, large enough that a mistake shows; the same on all replicas."""
     for chunk in models:
         for name, parameter in chunk.named_parameters():
+            if ".lora." in name:
+                continue  # adapters keep the values that they start with
             random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = 0.1 * torch.randn(parameter.shape, generator=random)
             parameter.copy_(noise + 1 if parameter.dim() == 1 and not name.endswith("bias") else noise)
@@ -77,11 +80,13 @@ def build(
     trainable: bool = True,
     load: Callable[[Sequence[torch.nn.Module]], None] = seed_weights,
     platform: Platform = CPU,
+    adapters: AdapterTable | None = None,
 ) -> Engine:
     """An engine over ``groups``, which were made for ``layout``."""
     engine = Engine(
-        role, model, parse_layout(layout), settings or config(), groups, platform, head=head, trainable=trainable
-    )
+        role, model, parse_layout(layout), settings or config(), groups, platform, head=head, trainable=trainable,
+        adapters=adapters,
+    )  # fmt: skip
     engine.load_weights(load)
     return engine
 

@@ -19,7 +19,7 @@ Weights = dict[str, Tensor]
 
 
 def shards(models: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
-    """Every parameter shard of this rank; their ``data`` are views of the live parameters."""
+    """Every parameter shard of this rank, but for adapters; their ``data`` are views of the live parameters."""
     metadata = {
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -27,7 +27,7 @@ def shards(models: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
     for model in models:
         state = model.sharded_state_dict(metadata=metadata)
         apply_factories(state)
-        yield from _tensors(state)
+        yield from (shard for shard in _tensors(state) if ".lora." not in shard.key)
 
 
 def _tensors(state: object) -> Iterator[ShardedTensor]:
@@ -62,7 +62,7 @@ def load_full(models: Sequence[torch.nn.Module], weights: Weights) -> None:
         where, target = _real(shard, weights[shard.key])
         shard.data.fill_(7.0)
         target.copy_(weights[shard.key][where])
-    parameters = sum(1 for model in models for _ in model.parameters())
+    parameters = sum(".lora." not in name for model in models for name, _ in model.named_parameters())
     assert parameters <= sum(1 for _ in shards(models)), "a parameter is missing from Megatron's own description"
 
 

@@ -12,7 +12,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import ShardRefs
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import RankAdvantages
+from mcore_rl.runtime.worker_values import RankAdvantages
 
 
 class InProcessGroup(TrainGroup):

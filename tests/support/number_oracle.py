@@ -52,7 +52,8 @@ ROLE = {
     "parallel.vpp": RANKS,
     "seed": SEED,
 }  # fmt: skip
-TRAINED = {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
+ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE}
+TRAINED = ADAPTED | {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
 SERVING = {
     "dp": RANKS,
     "ep": RANKS,
@@ -122,6 +123,14 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reward.xml.strict_format": ANY,
     "reward.xml.tag_count": ANY,
     "reward_model.max_length": COUNT,
+    "rollout.agent.max_calls_per_turn": COUNT,
+    "rollout.agent.max_parallel_calls": COUNT,
+    "rollout.agent.max_tool_response_length": COUNT,
+    "rollout.agent.max_tool_s": SECONDS,
+    "rollout.agent.max_turn_tokens": COUNT,
+    "rollout.agent.max_turns": COUNT,
+    "rollout.agent.tool_reward_coef": COEFFICIENT,
+    "rollout.agent.tool_timeout_s": SECONDS,
     "rollout.max_prompt_length": COUNT,
     "rollout.max_response_length": COUNT,
     "rollout.n": COUNT,
@@ -140,6 +149,9 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.guards.entropy_share": SHARE,
     "trainer.guards.max_clip_share": SHARE,
     "trainer.guards.max_kl": COEFFICIENT,
+    "trainer.guards.max_masked_share": SHARE,
+    "trainer.guards.max_update_kl": COEFFICIENT,
+    "trainer.guards.min_effective_sample_size": SHARE,
     "trainer.guards.max_logprob_diff": COEFFICIENT,
     "trainer.guards.reward_drop": (("-0.1",), ("0", "0.5", "1.5")),
     "trainer.guards.window": (("-1", "1"), ("0", "2", "10")),

@@ -19,7 +19,10 @@ from tests.support.vllm_device import ON_VLLM_DEVICE
 
 SPEED = ("time/", "perf/")  # metrics that no two runs share
 # Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
-AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
+AGREEMENT = (
+    "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl", "rollout/kl_k1",
+    "rollout/ratio_mean", "rollout/ratio_max", "rollout/ratio_min", "rollout/effective_sample_size",
+)  # fmt: skip
 GONE_S = 60.0  # for processes that were told to end, on a busy machine
 SIZES = MixtureSizes(hidden=64, ffn=96, head_dim=32, kv_heads=1)
 

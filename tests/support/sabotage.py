@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.latent_attention import ReplicatedLinear
+from mcore_rl.training.router import RoutedMicrobatch
 from mcore_rl.types import LossInputs
 
 
@@ -95,6 +97,30 @@ def _shifted_expert(engine: Engine) -> None:
                 second.copy_(kept)
 
 
+def _replayed_a_row_late(engine: Engine) -> None:
+    """A tensor rank's routers repeat the experts of the tokens before."""
+    assert engine.routing is not None
+    replay = engine.routing._replay
+
+    def late(sources_M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if each is None else each.roll(dist.get_rank(), dims=0) for each in replay(sources_M))
+
+    engine.routing._replay = late  # type: ignore[method-assign, assignment]
+
+
+def _recomputed_freely(engine: Engine) -> None:
+    """The recomputation of a layer chooses its experts itself."""
+    assert engine.routing is not None
+    for router in engine.routing.routers:
+        current = router._current_microbatch
+
+        def freely(recomputing: bool, current: Callable = current) -> RoutedMicrobatch:
+            microbatch: RoutedMicrobatch = current(recomputing)
+            return replace(microbatch, replay_MLK=None, free_M=None) if recomputing else microbatch
+
+        router._current_microbatch = freely  # type: ignore[method-assign]
+
+
 SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "unsummed_norms": _unsummed_norms,
     "unsummed_replicas": _unsummed_replicas,
@@ -104,4 +130,6 @@ SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "experts_reduced_as_dense": _experts_reduced_as_dense,
     "attention_across_borders": _attention_across_borders,
     "shifted_expert": _shifted_expert,
+    "replayed_a_row_late": _replayed_a_row_late,
+    "recomputed_freely": _recomputed_freely,
 }

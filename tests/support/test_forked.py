@@ -26,7 +26,7 @@ from mcore_rl.errors import WorkerError
 from mcore_rl.parallel import cpu, launch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.rollout.engine import process
-from tests.invariance.cases import MODELS
+from tests.invariance.problems import MODELS
 from tests.support import batches, engines, forked, process_state, rollouts
 from tests.support.forked import run_ranks
 

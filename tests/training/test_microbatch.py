@@ -39,7 +39,8 @@ def ranks_of(layout: str) -> Iterator[ProcessGroups]:
     for rank in range(shape.world_size):
         yield ProcessGroups(
             layout=shape, rank=rank, coords=shape.coords(rank), device=torch.device("cpu"),
-            tp=itself, pp=itself, cp=itself, dp=itself, dp_cp=itself, experts=itself, moe_tokens=itself,
+            tp=itself, pp=itself, cp=itself, dp=itself, dp_cp=itself, experts=itself, etp=itself,
+            moe_tokens=itself,
         )  # fmt: skip
 
 

@@ -63,6 +63,8 @@ class Observed:
     weights: list[Tensor] = field(default_factory=list)
     by_term: dict[tuple[str, str], Trained] = field(default_factory=dict)
     by_recompute: dict[Recompute, dict[str, Tensor]] = field(default_factory=dict)
+    dictated_LTH: list[Tensor] = field(default_factory=list)
+    by_dictated: dict[str, float] = field(default_factory=dict)
     unused: dict[str, float] = field(default_factory=dict)
     num_registered: int = -1
 
@@ -92,9 +94,7 @@ def _train(groups: ProcessGroups, batch: TrainBatch, settings: EngineConfig) -> 
 
 def dictated(batch: TrainBatch) -> TrainBatch:
     """The same batch with experts at random for every token."""
-    shape = (batch.tokens_T.numel(), MODEL.num_layers, MOE.num_experts)
-    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(9)).topk(MOE.top_k).indices
-    return replace(batch, routing_TLK=chosen.to(torch.int16))
+    return replace(batch, routing_TLK=batches.routes(batch, MODEL))
 
 
 def _observe(rank: Rank) -> Observed:
@@ -106,6 +106,10 @@ def _observe(rank: Rank) -> Observed:
         for term, terms in TERMS.items():
             for cut, sizes in CUTS.items():
                 seen.by_term[term, cut] = _train(groups, batch, at_rest(moe=terms, **sizes))
+        seen.dictated_LTH = _router_inputs(engine, dictated(batch))
+        for term in ("sequence", "batch"):
+            told = _train(groups, dictated(batch), at_rest(moe=TERMS[term], microbatch_tokens=48))
+            seen.by_dictated[term] = told.metrics["router/aux_loss"]
         seen.unused = _train(groups, batch, at_rest()).metrics
         for recompute in Recompute:
             engine = engines.build(groups, MODEL, at_rest(recompute=recompute, microbatch_tokens=32))
@@ -125,14 +129,19 @@ def observed(processes: None) -> Observed:
 # ---- by hand, in float64 ----
 
 
-def balance(inputs_TH: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Mean over ``lengths`` of ``E/K sum_e f_e P_e`` (arXiv:2101.03961, eq. 4; arXiv:2412.19437, eq. 17)."""
+def balance(inputs_TH: Tensor, weight: Tensor, lengths: tuple[int, ...], choices_TK: Tensor | None = None) -> Tensor:
+    """Mean over ``lengths`` of ``E/K sum_e f_e P_e`` (arXiv:2101.03961, eq. 4; arXiv:2412.19437, eq. 17).
+
+    choices_TK: the experts that tokens went to; None: the best.
+    """
     losses = []
-    for part_TH in inputs_TH.split(list(lengths)):
+    if choices_TK is None:
+        choices_TK = (inputs_TH @ weight.t()).topk(MOE.top_k).indices
+    for part_TH, taken_TK in zip(inputs_TH.split(list(lengths)), choices_TK.split(list(lengths)), strict=True):
         probs_TE = torch.softmax(part_TH @ weight.t(), dim=-1)
         loss = torch.zeros((), dtype=torch.float64)
         for expert in range(MOE.num_experts):
-            chosen = sum(expert in choices for choices in probs_TE.topk(MOE.top_k).indices.tolist())
+            chosen = sum(expert in choices for choices in taken_TK.tolist())
             share = chosen / len(part_TH)
             loss = loss + MOE.num_experts / MOE.top_k * share * probs_TE[:, expert].mean()
         losses.append(loss)
@@ -154,6 +163,16 @@ def test_the_value_is_that_of_the_formula(term: str, cut: str, observed: Observe
     named, other = ("router/z_loss", "router/aux_loss") if term == "z" else ("router/aux_loss", "router/z_loss")
     assert metrics[named] == pytest.approx(expected, rel=TOLERANCE)
     assert metrics[other] == 0
+
+
+@pytest.mark.parametrize("term", ["sequence", "batch"])
+def test_the_loads_are_those_of_dictated_experts(term: str, observed: Observed) -> None:
+    routing_TLK = dictated(batches.ragged(MODEL.vocab_size)).routing_TLK
+    assert routing_TLK is not None
+    lengths = batches.LENGTHS if term == "sequence" else (sum(batches.LENGTHS),)
+    layers = enumerate(zip(observed.dictated_LTH, observed.weights, strict=True))
+    expected = sum(AUX * float(balance(*each, lengths, routing_TLK[:, layer])) for layer, each in layers)
+    assert observed.by_dictated[term] == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -45,6 +45,25 @@ def observed(processes: None) -> Observed:
     return run_ranks(_observe, 1)[0]
 
 
+def _of_many(rank: Rank) -> tuple[Tensor, bool]:
+    """The record of a model with 300 experts, and whether its replay is recorded as it was."""
+    moe = replace(MOE, num_experts=300, dense_layers=[0, 1, 2], ffn_hidden_size=4)
+    model = replace(MODEL, moe=moe)
+    batch = batches.ragged(model.vocab_size)
+    with engines.world(rank), engines.groups_of() as groups:
+        engine = engines.build(groups, model)
+        routing_TLK = engine.score(batch, record_routing=True).routing_TLK
+        again_TLK = engine.score(replace(batch, routing_TLK=routing_TLK), record_routing=True).routing_TLK
+    assert routing_TLK is not None and again_TLK is not None
+    return routing_TLK, torch.equal(again_TLK, routing_TLK)
+
+
+def test_more_than_256_experts_are_recorded_in_two_bytes(processes: None) -> None:
+    routing_TLK, same = run_ranks(_of_many, 1)[0]
+    assert routing_TLK.dtype == torch.int16 and same
+    assert 255 < routing_TLK.max() < 300 and routing_TLK.min() >= 0
+
+
 def test_records_of_dense_layers_are_empty(observed: Observed) -> None:
     assert not observed.routing_TLK[:, DENSE].any()
     assert observed.routing_TLK[:, WITH_EXPERTS].sum(-1).all()

@@ -50,6 +50,6 @@ def test_the_loss_gets_its_own_log_probs_detached_as_old_ones(with_entropy: bool
 
 
 def test_old_log_probs_that_are_there_stay() -> None:
-    sampled_N = torch.tensor([-1.5, 0.0, -2.5])  # the sampler's, with bypass_mode
+    sampled_N = torch.tensor([-1.5, 0.0, -2.5])  # the sampler's, with off_policy=bypass
     given = keep_scores(outputs(), microbatch(), inputs(old_logprobs_N=sampled_N), with_entropy=False)
     assert given.old_logprobs_N is sampled_N

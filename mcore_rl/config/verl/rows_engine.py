@@ -5,10 +5,10 @@ from __future__ import annotations
 from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
 
 FILES = "the Hugging Face files are read in any layout"
+ACTOR = "actor_rollout_ref.actor"
 PACKED = "always packed, without padding"
 BY_ITSELF = "weights, gradients and optimizer states leave the devices by themselves while engines have them"
 QAT = "not yet: nothing is quantised in training"
-ROUTING = "not yet in a run"
 MUON = "AdamW alone is here"
 FLOAT32 = "main weights, gradients and Adam's moments are float32"
 FSDP = "Megatron shards by `parallel`: mcore-rl plan --search finds a layout"
@@ -135,11 +135,12 @@ def quantisation(verl: str) -> list[KeyRow]:
 
 
 def router_replay(verl: str) -> list[KeyRow]:
-    """The rows of a group ``router_replay``."""
-    mode = of_names({"disabled": None}, f"router replay is {ROUTING}")
+    """The rows of a group ``router_replay``: the actor's is a key here, no other role replays."""
+    mode = f"{verl}.router_replay.mode"
+    modes = of_names({"disabled": "off", "R2": "r2", "R3": "r3"}, "disabled, R2 and R3 are here")
     return [
-        KeyRow(f"{verl}.router_replay.mode", (), f"router replay is {ROUTING}", mode, absent=True),
-        gone(f"{verl}.router_replay.{{record_file,replay_file}}", "read with router_replay.mode alone"),
+        to(mode, "actor.router_replay", modes) if verl.startswith(ACTOR) else gone(mode, "its routers choose freely"),
+        gone(f"{verl}.router_replay.{{record_file,replay_file}}", "choices go from pass to pass in memory"),
     ]
 
 

@@ -17,7 +17,10 @@ from mcore_rl.config.verl.rows_engine import (
 )
 
 RESUME = "a checkpoint has everything that a bitwise resume needs"
-LORA = "not yet: all weights are trained"
+LORA = (
+    "Megatron-Bridge's adapters, which queries, keys and values share, and the experts of a rank: not PEFT's. Write "
+    "actor.lora.rank for those"
+)
 VISION = "not yet: text alone is trained"
 MTP = "not yet: layers for more than the next token are left out"
 REMOTE = "code of a checkpoint is never run: families are written here (docs/models.md)"
@@ -69,12 +72,17 @@ def trained(verl: str, ours: str) -> list[KeyRow]:
     ]
 
 
-def adapters(verl: str) -> list[KeyRow]:
+def adapters(verl: str, ours: str) -> list[KeyRow]:
     """The rows of adapters and of layers for more tokens."""
+    keys = " ".join(f"{ours}.lora.{name}" for name in ("rank", "alpha", "target_modules", "exclude_modules", "path"))
     return [
-        absent(f"{verl}.{{lora_rank,lora_adapter_path}}", LORA),
+        part(
+            f"{verl}.{{lora_rank,lora_alpha,target_modules,exclude_modules,lora_adapter_path}}",
+            keys,
+            "lora",
+            "PEFT's, as with verl's FSDP; engines get merged weights",
+        ),
         absent(f"{verl}.lora.{{rank,adapter_path}}", LORA),
-        gone(f"{verl}.{{lora_alpha,target_modules,exclude_modules}}", "read with lora_rank alone"),
         gone(
             f"{verl}.lora.{{a2a_experimental,alpha,dropout,dropout_position,dtype,exclude_modules,freeze_language_model,"
             "freeze_vision_model,freeze_vision_projection,lora_A_init_method,lora_B_init_method,merge,target_modules,type}",
@@ -92,7 +100,7 @@ def adapters(verl: str) -> list[KeyRow]:
 def model(verl: str, ours: str) -> list[KeyRow]:
     """The rows of a group ``model``.  ours: the role that recomputes."""
     return [
-        *adapters(verl),
+        *adapters(verl, ours),
         part(
             f"{verl}.enable_gradient_checkpointing",
             f"{ours}.recompute",

@@ -9,7 +9,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MICROBATCHES = "the actor's microbatches"
 LENGTHS = "data.max_prompt_length plus data.max_response_length"
 VLLM = "vLLM, in engines that answer as soon as each response is done"
-AGENTS = "not yet: one answer to one prompt"
+AGENTS = "not translated: agents are rollout.agent (docs/agents.md)"
 OBSERVERS = "the run directory has metrics and samples; Ray's dashboard has its own"
 OWN_DEVICES = "trainer.placement=separate gives engines devices of their own"
 BFLOAT16 = "bfloat16 and float32 are here"
@@ -78,7 +78,7 @@ ROLLOUT_ROWS = [
         "log_prob_use_dynamic_bsz}",
         MICROBATCHES,
     ),
-    absent(f"{ROLLOUT}.enable_rollout_routing_replay", "router replay is not yet in a run"),
+    gone(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from actor.router_replay=r3"),
     absent(f"{ROLLOUT}.{{quantization,quantization_config_file}}", "not yet: engines compute in rollout.dtype"),
     gone(f"{ROLLOUT}.{{qat,mtp}}", "follow from the model's group"),
     absent(f"{ROLLOUT}.over_sample_rate", "every response is waited for"),
@@ -89,7 +89,7 @@ ROLLOUT_ROWS = [
         f"{ROLLOUT}.multi_turn.{{completion_callback,format,function_tool_path,interaction_config_path,max_assistant_turns,"
         "max_parallel_calls,max_tool_response_length,max_turns,max_user_turns,num_repeat_rollouts,"
         "tokenization_sanity_check_mode,tool_config_path,tool_response_truncate_side,use_inference_chat_template}",
-        "read with multi_turn.enable alone, which is not here yet",
+        "read with multi_turn.enable alone, which is not translated",
     ),
     absent(f"{ROLLOUT}.agent.{{agent_loop_config_path,default_agent_loop}}", AGENTS),
     absent(f"{ROLLOUT}.agent.custom_async_server.{{name,path}}", "engines are vLLM's"),

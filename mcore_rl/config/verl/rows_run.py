@@ -101,12 +101,12 @@ ALGORITHM_ROWS = [
         differs=True,
     ),
     part(
-        f"{CORRECTION}.{{rollout_is,rollout_is_threshold}}",
-        f"{CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower",
+        f"{CORRECTION}.{{rollout_is,rollout_is_threshold,rollout_is_batch_normalize}}",
+        f"algorithm.off_policy {CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower "
+        f"{CORRECTION}.batch_normalize",
         "correction",
-        'a threshold `"0.5_5.0"` (IcePop) is `mode=zero lower=0.5 upper=5.0`',
+        '`off_policy=decoupled`; a threshold `"0.5_5.0"` (IcePop) is `mode=zero lower=0.5 upper=5.0`',
     ),
-    to(f"{CORRECTION}.rollout_is_batch_normalize", f"{CORRECTION}.batch_normalize"),
     part(
         f"{CORRECTION}.{{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower}}",
         f"{CORRECTION}.reject {CORRECTION}.reject_lower {CORRECTION}.reject_upper",
@@ -118,18 +118,18 @@ ALGORITHM_ROWS = [
     ),
     part(
         "algorithm.{rollout_is,rollout_is_level,rollout_is_mode,rollout_is_threshold,rollout_is_threshold_lower}",
-        f"{CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower",
+        f"algorithm.off_policy {CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower",
         "correction",
-        "verl's in 0.6.0",
+        "verl's in 0.6.0: `off_policy=decoupled`",
     ),
     absent("algorithm.rollout_is_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
     absent(f"{CORRECTION}.rollout_token_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
     part(
         f"{CORRECTION}.{{bypass_mode,loss_type,use_policy_gradient}}",
-        f"{CORRECTION}.bypass_mode actor.loss_mode",
+        "algorithm.off_policy actor.loss_mode",
         "correction",
-        "the trainer's log-probs are computed all the same, by the update itself if it is the only one of a step. "
-        "`loss_type=reinforce` is `actor.loss_mode=policy_gradient`, without bypass",
+        "`off_policy=bypass`; `rollout_rs` measures the policy before the step, not that of each update, and keeps the "
+        "pass that bypass leaves out. `loss_type=reinforce` is `actor.loss_mode=policy_gradient`, without bypass",
         differs=True,
     ),
     absent("algorithm.use_pf_ppo", PF_PPO),

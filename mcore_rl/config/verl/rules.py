@@ -14,6 +14,7 @@ from mcore_rl.config.trainer import Logger
 from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry
 from mcore_rl.config.verl.facts import versions
 from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
+from mcore_rl.config.verl.rules_adapters import lora
 from mcore_rl.config.verl.rules_megatron import (
     balance,
     chunks,
@@ -213,18 +214,16 @@ def correction(verl: Verl, answer: Answer) -> None:
     if any(f"algorithm.{name}" in verl.keys for name in ("rollout_is_level", "rollout_is_mode")):
         _correction_of_0_6_0(verl, answer)
         return
-    level, bounds, bypass = (f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "bypass_mode"))
-    if verl[level]:
-        lower, _, upper = str(verl[bounds]).rpartition("_")
-        answer.set(f"{OURS}.level", verl[level], level)
-        answer.set(f"{OURS}.mode", "zero" if lower else "truncate", level, bounds)
-        answer.set(f"{OURS}.upper", float(upper), level, bounds)
-        if lower:
-            answer.set(f"{OURS}.lower", float(lower), bounds)
-    _rejection(verl, answer)
-    kind, early = f"{CORRECTION}.loss_type", f"{CORRECTION}.use_policy_gradient"
+    level, bypass, kind, early = (
+        f"{CORRECTION}.{name}" for name in ("rollout_is", "bypass_mode", "loss_type", "use_policy_gradient")
+    )
     reinforce = verl[kind] == "reinforce" or bool(verl[early])
-    if verl[bypass] and reinforce:
+    if verl[level]:
+        _weights(verl, answer, level)
+    _rejection(verl, answer)
+    if verl[bypass] and not reinforce:  # verl measures weights then, and leaves them out of the loss
+        answer.set("algorithm.off_policy", "bypass", bypass)
+    elif verl[bypass]:
         answer.set("actor.loss_mode", "policy_gradient", kind, early, bypass)
         answer.set("actor.ppo_mini_batch_size", verl["data.train_batch_size"], kind, early, bypass)
         answer.entries.append(
@@ -236,8 +235,19 @@ def correction(verl: Verl, answer: Answer) -> None:
                 "it has no ratio, and takes one update of a batch",
             )
         )
-    elif verl[bypass]:
-        answer.set(f"{OURS}.bypass_mode", True, bypass)
+
+
+def _weights(verl: Verl, answer: Answer, level: str) -> None:
+    bounds, normalize = f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is_batch_normalize"
+    lower, _, upper = str(verl[bounds]).rpartition("_")
+    answer.set("algorithm.off_policy", "decoupled", level)
+    answer.set(f"{OURS}.level", verl[level], level)
+    answer.set(f"{OURS}.mode", "zero" if lower else "truncate", level, bounds)
+    answer.set(f"{OURS}.upper", float(upper), level, bounds)
+    if lower:
+        answer.set(f"{OURS}.lower", float(lower), bounds)
+    if verl[normalize]:
+        answer.set(f"{OURS}.batch_normalize", True, normalize)
 
 
 def _rejection(verl: Verl, answer: Answer) -> None:
@@ -271,9 +281,7 @@ def _correction_of_0_6_0(verl: Verl, answer: Answer) -> None:
     )
     if not verl[switch] or verl[upper] is None:
         return
-    if verl[level] == "geometric":
-        answer.tell(Difference.absent, level, "weights are of tokens or of sequences")
-        return
+    answer.set("algorithm.off_policy", "decoupled", switch)
     answer.set(f"{OURS}.level", verl[level], switch, level)
     answer.set(f"{OURS}.mode", verl[mode], switch, mode)
     answer.set(f"{OURS}.upper", verl[upper], switch, upper)
@@ -364,6 +372,7 @@ PER_ROLE: dict[str, Callable[[Verl, Answer, str], None]] = {
         dispatcher,
         balance,
         transformer_field,
+        lora,
     )
 }
 RULES: dict[str, Callable[[Verl, Answer], None]] = {

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
+from mcore_rl.checkpoints.peft import open_peft
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
-from mcore_rl.config.roles import RoleConfig
+from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -20,6 +21,7 @@ from mcore_rl.errors import Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_violations
+from mcore_rl.weights.adapter_table import AdapterTable, target_violations
 from mcore_rl.weights.table import Table
 
 
@@ -28,6 +30,23 @@ def demand_weights(directory: Path, head: Head) -> None:
     family, model = model_of(read_config(directory))
     with HfCheckpoint.open(directory) as checkpoint:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
+
+
+def adapter_violations(config: RunConfig | SftConfig) -> Iterator[Violation]:
+    """Adapters of layers that the models of the roles do not have.
+
+    Raises CheckpointError as ``open_peft`` does for the adapters that a role begins with.
+    """
+    for role in config.group_rows:
+        of_role = config.role_config(role)
+        if isinstance(of_role, AdaptedConfig) and of_role.lora.rank:
+            family, model = model_of(read_config(Path(config.weights_of(role))))
+            table, prefix = Table(family, model, head=role.head), f"{role.name}.lora."
+            wrong = list(target_violations(of_role.lora, table, prefix))
+            yield from wrong
+            if of_role.lora.path and not wrong:
+                with open_peft(Path(of_role.lora.path), AdapterTable(table, of_role.lora)):
+                    pass
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:

@@ -8,19 +8,29 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
+from mcore_rl.config.roles import (
+    AdaptedConfig,
+    FrozenModelConfig,
+    RoleConfig,
+    RouterReplay,
+    TrainedConfig,
+    TrainedModelConfig,
+)
+from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_run_violations
+from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
@@ -33,6 +43,7 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.serving_checks import why_unrecorded
 from mcore_rl.runtime.placement import placement_violations
 
 
@@ -61,6 +72,7 @@ class Prepared(PreparedRun):
     """What ``train`` knows besides.
 
     encoder: of the reward model; None without one.
+    agents: run the rows that ask for an agent.
     data_sources: those of the prompts that graders grade.
     """
 
@@ -69,6 +81,7 @@ class Prepared(PreparedRun):
     validation: PromptSet | None
     kl: KlController
     encoder: Encoder | None
+    agents: AgentRunner
     data_sources: frozenset[str]
 
 
@@ -124,6 +137,8 @@ def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
     """longest: the most tokens of a response."""
     if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
         config = replace(config, path=str(Path(config.path).resolve()))
+    if isinstance(config, AdaptedConfig) and config.lora.path:
+        config = replace(config, lora=replace(config.lora, path=str(Path(config.lora.path).resolve())))
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
         config = replace(config, loss_agg_constant=longest)
     return config
@@ -142,8 +157,9 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]
         for role in config.group_rows
     }
-    violations = model_run_violations(config, models)
+    violations = [*model_run_violations(config, models), *adapter_violations(config)]
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
+    violations += replay_model_violations(config, policy, why_unrecorded(platform))
     encoder = None
     if config.reward_model.enable:
         violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
@@ -155,7 +171,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    train, validation = _prompts(config, tokenizer)
+    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    train, validation = _prompts(config, tokenizer, agents)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0
@@ -184,19 +201,38 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         identity=identity,
         kl=kl,
         encoder=encoder,
+        agents=agents,
         data_sources=data_sources,
     )
 
 
-def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet | None, PromptSet | None]:
-    """The prompts for training and those for validation; None if there are none."""
+def _prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner
+) -> tuple[PromptSet | None, PromptSet | None]:
+    """The prompts for training and those for validation; None if there are none.
+
+    Warns of what the chat template does with more than one turn, if a row has an agent.
+    """
     data, train, validation = config.data, None, None
     if not config.trainer.val_only:
         files, title = data.train_files, "data.train_files"
-        train = PromptSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)
+        limit = data.train_max_samples
+        train = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
     if data.val_files:
         files, title = data.val_files, "data.val_files"
-        validation = PromptSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
+        limit = data.val_max_samples
+        validation = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
+    sets = [each for each in (train, validation) if each is not None]
+    if any(agents.runs(each[index]) for each in sets for index in range(len(each))):
+        if config.actor.router_replay is RouterReplay.r3:
+            problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
+            refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
+        for line in agents.check_template():
+            warn(line)
+    elif config.rollout.agent != AgentConfig():
+        problem = "says how agents run, and no row asks for one"
+        remedy = "Write rollout.agent.default_agent_loop=tool_agent, say, or agent_name in the rows; or leave it out"
+        refuse_if_any([Violation("rollout.agent", "...", problem, remedy)])
     return train, validation
 
 

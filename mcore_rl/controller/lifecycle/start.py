@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
@@ -72,7 +73,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         directory = Path(config.model_directory)
         watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         starting_engines = partial(
-            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True,
+            start_engines, directory, config.served_rollout, places.rollout, platform, logs, stack, awaits_weights=True,
             watchdog=watchdog,
         )  # fmt: skip
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
@@ -95,10 +96,12 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
-        collector = RolloutCollector(samples, scorer, config, reward_model)
+        recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
+        stack.callback(prepared.agents.close)
+        collector = RolloutCollector(samples, scorer, config, reward_model, recorded, prepared.agents)
         ahead = None
         if trainer.mode is Mode.one_step_off:
-            bare = RolloutCollector(pool, scorer, config, reward_model)
+            bare = RolloutCollector(pool, scorer, config, reward_model, recorded, prepared.agents)
             ahead = Ahead(collector=bare, restart_dead=restarter.restart_dead)
         begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead)

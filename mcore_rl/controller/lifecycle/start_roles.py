@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from mcore_rl.config.role import Role
+from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
@@ -63,6 +64,7 @@ async def _start_role(
         parallel=engine.parallel,
         head=role.head,
         trains=role.trains,
+        lora=engine.lora if isinstance(engine, AdaptedConfig) and engine.lora.rank else None,
         shares_device=shares_device,
         publishes=role.publishes,
         leaves_behind=leaves_behind,

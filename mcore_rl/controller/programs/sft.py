@@ -13,7 +13,7 @@ from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.schedule import schedule_violations, scheduled
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
-from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_sft_violations
+from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_sft_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, weights_of_roles
 from mcore_rl.controller.lifecycle.resume_check import Identity
@@ -61,7 +61,7 @@ def prepare(config: SftConfig) -> PreparedSft:
     path = Path(config.model_directory)
     prepare_model(config.model, path)
     _, model = model_of(read_config(path))
-    refuse_if_any(model_sft_violations(config, model))
+    refuse_if_any([*model_sft_violations(config, model), *adapter_violations(config)])
     demand_weights(path, ACTOR.head)
     tokenizer, data, trainer = load_tokenizer(config.model.tokenizer_path or path), config.data, config.trainer
     files, title = data.train_files, "data.train_files"

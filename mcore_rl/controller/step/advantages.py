@@ -80,7 +80,7 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
     )  # fmt: skip
     correction, config = stats.correction, algorithm.rollout_correction
     if correction is not None:
-        metrics |= correction_metrics(correction, config)
+        metrics |= correction_metrics(correction, config, weighs=algorithm.weighs)
     if (spread := estimated.spread) is not None:
         metrics |= {
             "advantage/mean": spread.mean,

@@ -54,12 +54,15 @@ def assemble(
         start, end = end, end + len(segment.tokens)
         if segment.trained:
             mask_T[start:end], logprobs_T[start:end] = True, segment.logprobs
+    routing_TLK, unrouted_T = _routes(episodes)
     batch = TrainBatch(
         lengths_S=tuple(episode.num_tokens for episode in episodes),
         tokens_T=torch.from_numpy(tokens_T),
         mask_T=torch.from_numpy(mask_T),
         rollout_logprobs_T=torch.from_numpy(logprobs_T),
         turn_rewards_T=_turn_rewards(segments),
+        routing_TLK=routing_TLK,
+        unrouted_T=unrouted_T,
         pairs_S=_pairs(episodes),
     )
     groups = [episode.group for episode in episodes]
@@ -94,6 +97,21 @@ def _parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
     scores = [each.graded for each in episodes]
     rows = [[score.value if score.error else score.named(name) for name in names] for score in scores]
     return torch.tensor(rows, dtype=torch.float32)
+
+
+def _routes(episodes: Sequence[Episode]) -> tuple[Tensor | None, Tensor | None]:
+    """(experts to repeat [T, L, K]; the tokens [T] without any, the last of each episode); None: there are none."""
+    first = episodes[0].experts
+    if first is None:
+        return None, None
+    num_tokens = sum(episode.num_tokens for episode in episodes)
+    routing_TLK, unrouted_T = np.zeros((num_tokens, *first.shape[1:]), first.dtype), np.zeros(num_tokens, dtype=bool)
+    end = 0
+    for episode in episodes:
+        assert episode.experts is not None, f"{episode.prompt_id} has no experts, and others have"
+        start, end = end, end + episode.num_tokens
+        routing_TLK[start : end - 1], unrouted_T[end - 1] = episode.experts, True
+    return torch.from_numpy(routing_TLK), torch.from_numpy(unrouted_T)
 
 
 def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:

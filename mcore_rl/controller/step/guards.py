@@ -100,8 +100,38 @@ def _agreement(history: History, config: GuardConfig) -> str | None:
     if history.last <= config.max_logprob_diff:
         return None
     return (
-        f"sampler and trainer differ by {history.last:.3g} nats a token. Set trainer.guards.check_weights_freq=1 for a "
-        "step; where weights agree, use algorithm.rollout_correction, or find out why with mcore-rl compare"
+        f"sampler and trainer differ by {history.last:.3g} nats a token. Where samples are of older weights, lower "
+        "async.max_staleness, or write algorithm.off_policy=decoupled; else set trainer.guards.check_weights_freq=1 "
+        "for a step, and where weights agree, find out why with mcore-rl compare"
+    )
+
+
+def _sample_size(history: History, config: GuardConfig) -> str | None:
+    if history.last >= config.min_effective_sample_size:
+        return None
+    return (
+        f"the effective sample size is {history.last:.0%}: few samples are of the policy that is trained, and outweigh "
+        "the others. Lower async.max_staleness, or write algorithm.off_policy=decoupled with "
+        "algorithm.rollout_correction.level=token or geometric"
+    )
+
+
+def _masked(history: History, config: GuardConfig) -> str | None:
+    if history.last <= config.max_masked_share:
+        return None
+    return (
+        f"{history.last:.0%} of the trained tokens are left out of the loss, over trainer.guards.max_masked_share="
+        f"{config.max_masked_share:g}. Widen the bounds of algorithm.rollout_correction, or lower async.max_staleness"
+    )
+
+
+def _update_kl(history: History, config: GuardConfig) -> str | None:
+    if history.last <= config.max_update_kl:
+        return None
+    return (
+        f"the ratio of the loss runs away: {history.last:.3g} nats a token between the policy that a step starts from "
+        "and the updated one. Lower actor.optim.lr, actor.ppo_epochs or actor.clip_ratio; with "
+        "algorithm.off_policy=bypass staleness counts too, and decoupled takes it out"
     )
 
 
@@ -124,6 +154,9 @@ WATCHED: dict[str, Callable[[History, GuardConfig], str | None]] = {
     "reward/mean": _reward,
     "actor/entropy": _entropy,
     "rollout/logprob_diff_mean": _agreement,
+    "rollout/effective_sample_size": _sample_size,
+    "rollout/masked_share": _masked,
+    "actor/kl_k3": _update_kl,
     "kl/reward": _kl,
     "kl/loss": _kl,
     "response/clip_share": _cut_off,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.correction import MEASURE, correction_metrics
 from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.role_loss import RoleLoss
-from mcore_rl.config.algorithm import RolloutCorrectionConfig
 from mcore_rl.config.role import Role
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
@@ -44,7 +45,30 @@ def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     correct = [each.graded.correct for each in episodes if each.graded.correct is not None]
     if correct:
         metrics["reward/accuracy"] = fmean(correct)
-    return metrics | _reward_parts(episodes)
+    return metrics | _reward_parts(episodes) | agent_metrics(episodes)
+
+
+def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The metrics of the episodes that agents ran; {} if there are none."""
+    by_agents = [(each, each.agent) for each in episodes if each.agent is not None]
+    if not by_agents:
+        return {}
+    counts = [agent for _, agent in by_agents]
+    calls, tokens = sum(each.calls for each in counts), sum(each.num_response_tokens for each, _ in by_agents)
+    trained = sum(len(segment.tokens) for each, _ in by_agents for segment in each.segments if segment.trained)
+    reasons = Counter(each.reason for each in counts)
+    return {
+        "agent/turns_mean": fmean(each.turns for each in counts),
+        "agent/turns_max": float(max(each.turns for each in counts)),
+        "agent/calls_mean": calls / len(counts),
+        "agent/failed_call_share": sum(each.failed_calls for each in counts) / max(1, calls),
+        "agent/tool_s_mean": fmean(each.tool_s for each in counts),
+        "agent/tool_s_max": max(each.tool_s for each in counts),
+        "agent/trained_share": trained / max(1, tokens),
+        "agent/cached_tokens_mean": fmean(each.cached_tokens for each in counts),
+        "agent/turn_reward_mean": fmean(math.fsum(each.turn_rewards) for each, _ in by_agents),
+        **{f"agent/end/{reason}": count / len(counts) for reason, count in sorted(reasons.items())},
+    }
 
 
 def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -73,9 +97,12 @@ def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) ->
     return {f"{role.name}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
 
 
-def own_metrics(role: Role, own: OwnScores, num_tokens: int, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """The metrics of the scoring pass of ``role`` and of its agreement with the sampler, where the update scored."""
-    return score_metrics(role, own.scores, num_tokens) | correction_metrics(own.correction, config)
+def own_metrics(role: Role, own: OwnScores, num_tokens: int) -> dict[str, float]:
+    """The metrics of the scoring pass of ``role`` and of its agreement with the sampler, where the update scored.
+
+    num_tokens: the trained tokens of what it scored.
+    """
+    return score_metrics(role, own.scores, num_tokens) | correction_metrics(own.correction, MEASURE, weighs=False)
 
 
 def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, float]:

@@ -8,12 +8,15 @@ of its answers that are trained are right and others wrong.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.config.algorithm import FilterMetric
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
@@ -21,6 +24,7 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, prompt_segment, reward_request
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.routes import checked_routes
 from mcore_rl.rollout.single_turn import single_turn
 
 CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
@@ -46,12 +50,23 @@ class RolloutBatch:
 
 
 class RolloutCollector:
-    """Samples from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` if the row asks for it."""
+    """Samples from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` if the row asks for it.
+
+    model: the policy's, if the updates repeat the experts that engines report (``actor.router_replay=r3``); else None.
+    agents: run the rows that ask for an agent; None: one answer to the prompt is all.
+    """
 
     def __init__(
-        self, engine: SampleSource, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
+        self,
+        engine: SampleSource,
+        scorer: Scorer,
+        run: RunConfig,
+        reward_model: RewardModel | None = None,
+        model: ModelConfig | None = None,
+        agents: AgentRunner | None = None,
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
+        self._model, self._agents = model, agents
 
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
@@ -83,7 +98,7 @@ class RolloutCollector:
         """``rollout.val_kwargs.n`` episodes of each of ``rows``, sampled as in validation; the seed never changes."""
         draw = self._run.rollout.val_kwargs
         sampling = sampling_of(self._run.rollout, draw, self._run.rollout.seed)
-        groups = await self._collect([(row.id, row) for row in rows], draw.n, sampling, progress)
+        groups = await self._collect([(row.id, row) for row in rows], draw.n, sampling, progress, trained=False)
         return [each for group in groups for each in group]
 
     def _may_draw_more(self, batches: int) -> bool:
@@ -115,33 +130,60 @@ class RolloutCollector:
         try:
             async with asyncio.TaskGroup() as drawing:  # an error of one ends the other
                 sampled = drawing.create_task(self._collect(named, rollout.n, sampling, progress))
-                baselines = drawing.create_task(self._collect(alone, 1, greedy, lambda done, of: None))
+                baselines = drawing.create_task(self._collect(alone, 1, greedy, lambda done, of: None, trained=False))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [[*group, *baseline] for group, baseline in zip(sampled.result(), baselines.result(), strict=True)]
 
     async def _collect(
-        self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, progress: CollectProgress
+        self,
+        named: Sequence[tuple[str, PromptRow]],
+        n: int,
+        sampling: Sampling,
+        progress: CollectProgress,
+        *,
+        trained: bool = True,
     ) -> list[list[Episode]]:
-        """``n`` graded episodes of each row, in order.  named: (the prompt id for the engine, the row)."""
-        places = {name: place for place, (name, _) in enumerate(named)}
+        """``n`` graded episodes of each row, in order.
+
+        named: (the prompt id for the engine, the row).  trained: not for a baseline or validation alone.
+        """
         prompts = [prompt_segment(row) for _, row in named]
-        requests = requests_of([Prompt(id=name, tokens=row.tokens) for name, row in named], n)
+        of_agents = {
+            place for place, (_, row) in enumerate(named) if self._agents is not None and self._agents.runs(row)
+        }
+        places = {name: place for place, (name, _) in enumerate(named) if place not in of_agents}
+        requests = requests_of([Prompt(id=name, tokens=named[place][1].tokens) for name, place in places.items()], n)
         graded: list[asyncio.Task[Episode]] = []
+        total, finished = n * len(named), itertools.count(1)
         try:
             async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
+                for place in sorted(of_agents):
+                    for index in range(n):
+                        work = self._run_agent(*named[place], place, index, sampling)
+                        graded.append(grading.create_task(work))
+                        graded[-1].add_done_callback(lambda _: progress(next(finished), total))
                 async for sample in self.engine.generate(requests, sampling):
-                    place = places[sample.prompt_id]
-                    episode = single_turn(named[place][1], prompts[place], sample, place)
+                    place, experts = places[sample.prompt_id], None
+                    if trained and self._model is not None:
+                        experts = checked_routes(sample, len(prompts[place].tokens), self._model)
+                    episode = single_turn(named[place][1], prompts[place], sample, place, experts)
                     assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
                     graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
-                    progress(len(graded), len(requests))
+                    progress(next(finished), total)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups: list[list[Episode]] = [[] for _ in named]
         for task in graded:
             groups[task.result().group].append(task.result())
         return [sorted(group, key=lambda each: each.index) for group in groups]
+
+    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> Episode:
+        """The graded episode of an agent.  name: the prompt id for the engine."""
+        assert self._agents is not None
+        episode = await self._agents.run(self.engine, row, name, place, index, sampling)
+        assert episode.num_response_tokens <= sampling.max_tokens, f"{name} is too long"
+        return await self._grade(episode, sampling.max_tokens)
 
     async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
         request = reward_request(episode, max_tokens)

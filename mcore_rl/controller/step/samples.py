@@ -12,7 +12,10 @@ from mcore_rl.episodes import Episode, Segment
 
 
 def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One row per episode; an episode of several turns, or with turn rewards, also has a column ``segments``."""
+    """One row per episode; an episode of several turns, or with turn rewards, also has a column ``segments``.
+
+    An agent's also has ``reason`` (why it ended), ``turns`` and ``calls``.
+    """
     prompts = {
         tokens: str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=True))
         for tokens in dict.fromkeys(episode.row.tokens for episode in episodes)
@@ -38,6 +41,8 @@ def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
         "version": versions[-1] if versions else step,
         "error": score.error,
     }
+    if episode.agent is not None:
+        row |= {"reason": episode.agent.reason, "turns": episode.agent.turns, "calls": episode.agent.calls}
     if episode.is_single_turn and not episode.turn_rewards:
         return row
     return row | {"segments": [_segment(segment) for segment in episode.segments]}

@@ -21,7 +21,7 @@ from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.algorithms.selection import Moments, num_selected, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.role import Role
-from mcore_rl.config.roles import ActorConfig, TrainedConfig
+from mcore_rl.config.roles import ActorConfig, RouterReplay, TrainedConfig
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
@@ -29,10 +29,11 @@ from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import SequenceAdvantages, SequencesInStep
+from mcore_rl.runtime.worker_values import SequenceAdvantages, SequencesInStep
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
+ROUTES = ("routing_TLK", "unrouted_T")  # the experts to repeat, which a batch has with ``actor.router_replay``
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T")  # the fields from which the keys of selection are computed
 
 
@@ -44,7 +45,7 @@ class Updated:
     memories: the memory use of each rank.
     trained: the trained tokens of each minibatch.
     imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch.
-    own: of all sequences, in the order of the batch, if the update scored them.
+    own: of the sequences of the first minibatch, in the order of the batch, if the update scored them.
     """
 
     results: list[StepResult] = field(default_factory=list)
@@ -56,7 +57,8 @@ class Updated:
     @property
     def sums(self) -> UpdateSums:
         """The metrics that the loss reported."""
-        return UpdateSums([result.metrics for result in self.results], self.trained)
+        maxima = [result.maxima for result in self.results]
+        return UpdateSums([result.metrics for result in self.results], self.trained, maxima)
 
 
 def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
@@ -90,27 +92,38 @@ async def score(
     temperature: float = 1.0,
     with_entropy: bool = False,
     snapshot: str | None = None,
+    replay: bool = False,
+    record: bool = False,
 ) -> SequenceScores:
     """Computes the log-probs or values of every token, and adds them to the batch as ``field``.
 
-    snapshot: the name of the weights to score with; None is the live weights.  Returns sums per sequence.
+    snapshot: the name of the weights to score with; None is the live weights.  replay: repeats the experts that the
+    batch has.  record: adds those that were chosen to it.  Returns sums per sequence.
     """
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp:
         ranks = balance(shared.lengths_S, dp)
-    inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * dp)
+    fields = (*TOKENS, *(ROUTES if replay else ()))
+    inputs = shared.shard_refs([[members] for members in ranks], fields, [None] * dp)
     sums, shards = await group.score(
-        inputs, field, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot
+        inputs, field, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot, record_routing=record
     )
-    shared.add(ranks, shards, [field])
+    shared.add(ranks, shards, [field, *(["routing_TLK"] if record else [])])
     return shared.in_order(ranks, sums)
 
 
-async def score_role(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> SequenceScores | None:
+async def score_role(
+    role: Role,
+    group: TrainGroup,
+    shared: SharedBatch,
+    temperature: float,
+    router_replay: RouterReplay = RouterReplay.off,
+) -> SequenceScores | None:
     """Runs the scoring passes of ``role``, which fill the fields that it and its frozen copy make.
 
-    group: the workers that it runs on.  temperature: of the sampling.  Returns sums per sequence; None if ``role``
-    makes no fields.
+    group: the workers that it runs on.  temperature: of the sampling.  router_replay: of the policy; other roles, and
+    frozen weights, have routers of their own and choose freely.  Returns sums per sequence; None if ``role`` makes no
+    fields.
     """
     scores = None
     if role.makes:
@@ -121,6 +134,8 @@ async def score_role(role: Role, group: TrainGroup, shared: SharedBatch, tempera
             temperature=temperature,
             with_entropy="entropy_S" in role.makes,
             snapshot=None if role.shares is None else role.snapshot,
+            replay=role.publishes,
+            record=role.publishes and router_replay is RouterReplay.r2,
         )
     if role.copy_makes is not None:
         await score(group, shared, role.copy_makes, temperature=temperature, snapshot=role.snapshot)
@@ -154,7 +169,8 @@ async def update(
     reads: the fields that the loss receives, if the batch has them.
     reference: the snapshot to which a full KL is computed.
     seed: of the loss's random draws.
-    with_scores: the only minibatch has not been scored, and its own forward pass does so (``config/old_logprobs.py``).
+    with_scores: nothing has been scored, and the forward pass of the first minibatch does so
+    (``config/old_logprobs.py``).
     """
     minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
@@ -171,7 +187,8 @@ async def update(
         advantages_S = step.advantages.advantages_S.numpy()  # pickled faster than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
     if with_scores:
-        assert len(minibatches) == 1, "the second update of a batch needs the log-probs before the first"
+        known = len(minibatches) == 1 or "old_logprobs_T" in shared
+        assert known, "the second update of a batch needs the log-probs before the first"
         reads = (*reads, "rollout_logprobs_T")
     done = await group.train(
         shared.shard_refs(batches, reads, payloads),

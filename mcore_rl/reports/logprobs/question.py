@@ -131,7 +131,7 @@ def recorded_routing(drawn: VllmSamples, other_TLK: Tensor | None) -> Tensor | N
     for sample in drawn.samples:
         assert sample.experts is not None
         begin, end = end, end + len(drawn.prompts[sample.prompt_id].tokens) + len(sample.tokens)
-        routing_TLK[begin : end - 1] = torch.from_numpy(sample.experts)
+        routing_TLK[begin : end - 1] = torch.from_numpy(sample.experts.astype(np.int16))
     return routing_TLK
 
 

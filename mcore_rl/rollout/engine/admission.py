@@ -18,7 +18,12 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.classifier import classifier_model
 from mcore_rl.rollout.engine.environment import has_tokenizer
-from mcore_rl.rollout.engine.serving_checks import demand_tested_vllm, engine_violations, memory_violations
+from mcore_rl.rollout.engine.serving_checks import (
+    demand_tested_vllm,
+    engine_violations,
+    memory_violations,
+    why_unrecorded,
+)
 
 
 def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelConfig:
@@ -45,9 +50,9 @@ def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"
         violations.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))
-    if rollout.return_routed_experts and (model.moe is None or not platform.is_accelerator):
-        problem = "the model has no experts" if model.moe is None else "vLLM records routing on accelerators only"
+    unrecorded = "the model has no experts" if model.moe is None else why_unrecorded(platform)
+    if rollout.return_routed_experts and unrecorded is not None:
         remedy = "Write rollout.return_routed_experts=false"
-        violations.append(Violation("rollout.return_routed_experts", True, problem, remedy))
+        violations.append(Violation("rollout.return_routed_experts", True, unrecorded, remedy))
     refuse_if_any(violations + memory_violations(directory, rollout, platform))
     return model

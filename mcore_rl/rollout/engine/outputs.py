@@ -10,6 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
 from mcore_rl.rollout.protocol import Request, Sample, Sampling, demand_numbers, seed_of
+from mcore_rl.rollout.routes import continued
 
 
 def sampling_params(request: Request, sampling: Sampling, *, detokenize: bool) -> SamplingParams:
@@ -52,7 +53,6 @@ def sample_of(request: Request, output: RequestOutput) -> Sample:
         VersionSpan(version=int(span.version), start=done + span.start, end=done + span.end)
         for span in completion.weight_versions or []
     ]
-    experts = completion.routed_experts
     return Sample(
         prompt_id=request.prompt.id,
         index=request.index,
@@ -63,5 +63,5 @@ def sample_of(request: Request, output: RequestOutput) -> Sample:
         stop=completion.stop_reason,
         text=completion.text if so_far is None else so_far.text + completion.text,
         cached_tokens=output.num_cached_tokens or 0,
-        experts=None if experts is None else np.asarray(experts, dtype=np.int16),
+        experts=continued(request, completion.routed_experts),
     )

@@ -40,6 +40,14 @@ def demand_tested_vllm() -> None:
         raise RolloutError(f"{name} {version} is installed, and only {TESTED_VLLM} is tested. {remedy}")
 
 
+def why_unrecorded(platform: Platform) -> str | None:
+    """Why engines on ``platform`` cannot record the experts of tokens; None: they can.
+
+    The record is made by model runner V2 (config/vllm.py, _verify_aux_output_compatibility, 0.32), which needs Triton.
+    """
+    return None if platform.is_accelerator else "vLLM records experts on accelerators only"
+
+
 def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
     """Why vLLM cannot run ``model`` in ``config``'s layout on ``platform``."""
     violations = rollout_violations(model, config.layout)

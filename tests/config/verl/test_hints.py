@@ -15,7 +15,8 @@ CASES = {
     "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": "It is verl's; write actor.loss_mode=ppo_clip",
     "actor_rollout_ref.actor.kl_loss_type=low_var_kl": "write actor.kl_loss_type=low_var_kl",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4": "here it is actor.microbatch_tokens",
-    "+actor_rollout_ref.model.lora_rank=32": "It is verl's, and is not here: not yet: all weights are trained",
+    "+actor_rollout_ref.model.lora_rank=32": "It is verl's; here it is actor.lora.rank",
+    "+actor_rollout_ref.model.lora.rank=32": "It is verl's, and is not here: Megatron-Bridge's adapters",
     "trainer.balance_batch=True": "It is verl's, and needs nothing here: always, by tokens. Leave it out",
     "trainer.max_actor_ckpt_to_keep=3": "write trainer.max_to_keep=3",
     "rollout.tensor_model_parallel_size=4": "write rollout.tp=4",  # without verl's first name

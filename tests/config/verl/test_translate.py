@@ -48,6 +48,8 @@ def listed(translation: Translation, key: str) -> Difference | None:
 ARRIVES: dict[str, tuple[str, Any]] = {
     f"{A}.ppo_mini_batch_size=64": ("actor.ppo_mini_batch_size", 64),  # verl multiplies by n: it counts prompts
     f"{A}.optim.lr=3e-6": ("actor.optim.lr", 3e-6),
+    f"{A}.router_replay.mode=R3": ("actor.router_replay", "r3"),
+    f"{M}.router_replay.mode=R2": ("actor.router_replay", "r2"),
     f"{A}.optim.betas=[0.9,0.95]": ("actor.optim.betas", [0.9, 0.95]),
     f"+{A}.optim.override_optimizer_config.adam_beta2=0.98": ("actor.optim.betas", [0.9, 0.98]),
     f"+{A}.optim.override_optimizer_config.adam_eps=1e-9": ("actor.optim.eps", 1e-9),
@@ -169,27 +171,37 @@ DERIVED: dict[tuple[str, str], dict[str, Any]] = {
     (f"{A}.use_kl_loss=True {A}.kl_loss_type=mse", "0.7.0"): {"actor.kl_loss_type": "k2"},
     # The mismatch of sampler and trainer, in three spellings
     ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask", "0.6.0"): {
-        f"{C}.level": "token", f"{C}.mode": "mask",
+        "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "mask",
         f"{C}.upper": 3.0, f"{C}.lower": pytest.approx(1 / 3),
     },
     (f"{C}.rollout_rs=geometric {C}.rollout_rs_threshold=1.001", "0.7.0"): {
         f"{C}.reject": "seq_mean_k1", f"{C}.reject_upper": 1.001,
-        f"{C}.reject_lower": None, f"{C}.level": "none",
+        f"{C}.reject_lower": None, "algorithm.off_policy": "recompute",
     },
     (f"{C}.rollout_is=token {C}.rollout_is_threshold=0.5_5.0", "0.9.0"): {
-        f"{C}.level": "token", f"{C}.mode": "zero",
+        "algorithm.off_policy": "decoupled", f"{C}.level": "token", f"{C}.mode": "zero",
         f"{C}.lower": 0.5, f"{C}.upper": 5.0,
     },
     (f"{C}.rollout_rs=token_k1 {C}.rollout_rs_threshold=0.9_1.2", "0.9.0"): {
         f"{C}.reject": "token_k1", f"{C}.reject_lower": 0.9,
         f"{C}.reject_upper": 1.2,
     },
-    (f"{C}.bypass_mode=True", "0.9.0"): {f"{C}.bypass_mode": True},
+    ("algorithm.rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_level=geometric", "0.6.0"): {
+        "algorithm.off_policy": "decoupled", f"{C}.level": "geometric",
+    },
+    (f"{C}.bypass_mode=True", "0.9.0"): {"algorithm.off_policy": "bypass"},
+    # verl leaves the weights out there, and so the bounds are read by nobody
+    (f"{C}.bypass_mode=True {C}.rollout_is=sequence {C}.rollout_is_threshold=4", "0.9.0"): {
+        "algorithm.off_policy": "bypass", f"{C}.upper": 2.0,
+    },
+    (f"{C}.rollout_is=sequence {C}.rollout_is_batch_normalize=True", "0.9.0"): {
+        "algorithm.off_policy": "decoupled", f"{C}.level": "sequence", f"{C}.batch_normalize": True,
+    },
     (
         f"{C}.bypass_mode=True {C}.loss_type=reinforce "
         f"{C}.rollout_is=token", "0.9.0",
     ): {
-        "actor.loss_mode": "policy_gradient", f"{C}.bypass_mode": False,
+        "actor.loss_mode": "policy_gradient", "algorithm.off_policy": "decoupled",
         f"{C}.level": "token", "actor.ppo_mini_batch_size": 1024,
     },
 }  # fmt: skip
@@ -200,6 +212,11 @@ def test_a_meaning_is_derived(words: tuple[str, str]) -> None:
     translation = translated(*words[0].split(), version=words[1])
     assert {key: at(translation.run, key) for key in DERIVED[words]} == DERIVED[words]
     assert translation.violations == []
+
+
+def test_weights_that_verl_leaves_out_of_the_loss_are_named() -> None:
+    translation = translated(f"{C}.bypass_mode=True", f"{C}.rollout_is=sequence", version="0.9.0")
+    assert listed(translation, f"{C}.rollout_is") is Difference.dropped
 
 
 # Layers, pp, vpp, what is asked for -> the layers of each chunk, by Megatron's own division (transformer_block.py).
@@ -228,12 +245,24 @@ def test_what_changes_how_vllm_computes_is_passed_on() -> None:
     assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Difference.absent and not known.is_whole
 
 
+def test_adapters_of_peft_are_ours() -> None:
+    group = "actor_rollout_ref.model"
+    words = (f"{group}.lora_rank=32", f"{group}.lora_alpha=64", f"{group}.target_modules=[q_proj,v_proj]")
+    known = translated(*words, f"{group}.lora_adapter_path=there")
+    ours = {key: each.value for key, each in known.settings.items() if key.startswith("actor.lora.")}
+    assert ours["actor.lora.rank"] == 32 and ours["actor.lora.alpha"] == 64 and ours["actor.lora.path"] == "there"
+    assert ours["actor.lora.target_modules"] == ["q_proj", "v_proj"]
+    every = translated(f"{group}.lora_rank=8", f"{group}.target_modules=all-linear")
+    assert every.settings["actor.lora.target_modules"].value == ["all-linear"]
+    assert not any(key.startswith("actor.lora.") for key in translated(f"{group}.lora_alpha=64").settings)
+    pattern = translated(f"{group}.lora_rank=8", f"{group}.target_modules=.*q_proj")
+    assert listed(pattern, f"{group}.target_modules") is Difference.absent
+
+
 # What is not here -> said so, and left out; its harmless value is not.
 ABSENT = {
-    "actor_rollout_ref.model.lora_rank": ("32", "0"),
     "actor_rollout_ref.model.lora.rank": ("32", "0"),
     f"{R}.multi_turn.enable": ("True", "False"),
-    f"{R}.enable_rollout_routing_replay": ("True", "False"),
     f"{R}.quantization": ("fp8", "null"),
     f"{R}.engine_kwargs.vllm.some_setting": ("1", "null"),
     f"{R}.pipeline_model_parallel_size": ("2", "1"),
@@ -246,7 +275,7 @@ ABSENT = {
     f"{A}.loss_agg_mode": ("token-sum", "token-mean"),
     f"{M}.dtype": ("float16", "bfloat16"),
     f"{M}.use_megatron_fsdp": ("True", "False"),
-    f"{M}.router_replay.mode": ("R2", "disabled"),
+    f"{M}.router_replay.mode": ("record", "disabled"),
     f"{FIELDS}.hidden_dropout": ("0.1", "0.0"),
     f"{FIELDS}.fp8": ("hybrid", "null"),
     f"{FIELDS}.no_such_field": ("1", None),

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from mcore_rl.config.algorithm import AlgorithmConfig, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.roles import ActorConfig, CriticConfig, RoleConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
-from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
+from mcore_rl.controller.lifecycle.model_checks import (
+    adapter_violations,
+    model_run_violations,
+    model_sft_violations,
+)
 from mcore_rl.errors import Violation
-from tests.support import models
+from tests.support import models, tiny_models
 
 
 def run(
@@ -125,3 +131,16 @@ def test_a_context_rank_keeps_its_part_of_a_full_kl() -> None:
     settings.actor.precision, settings.actor.full_kl_gib = Precision.float32, 0.0
     (violation,) = model_run_violations(settings, {"actor": models.dense()})
     assert f"512 tokens x {models.dense().vocab_size} columns x 4 bytes" in violation.problem
+
+
+def test_adapters_of_layers_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    tiny_models.save("qwen2", tmp_path)
+    settings = run(2)
+    settings.model.path = str(tmp_path)
+    assert list(adapter_violations(settings)) == []
+    settings.actor.lora = LoraConfig(rank=4, target_modules=["q_proj", "w1"])
+    (violation,) = adapter_violations(settings)
+    assert violation.key == "actor.lora.target_modules" and "'w1'" in violation.problem and "q_proj" in violation.remedy
+    sft = SftConfig(model=settings.model)
+    sft.actor.lora = LoraConfig(rank=4, exclude_modules=["w1"])
+    assert keys(list(adapter_violations(sft))) == ["actor.lora.exclude_modules"]

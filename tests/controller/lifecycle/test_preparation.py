@@ -17,6 +17,7 @@ from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepar
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
+from tests.e2e.test_roles import write_dense
 from tests.support import reward_models
 from tests.support.composed import composed
 from tests.support.run_task import overrides, write_task
@@ -176,3 +177,15 @@ def test_a_template_that_refuses_the_rows_is_named_with_the_first(judged: Path, 
     )
     said = refusal(judged, tmp_path, "reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge")
     assert "val.parquet:0: the chat template refuses the conversation: no questions" in said
+
+
+def test_experts_that_no_engine_records_are_refused_before_anything_starts(task: Path, tmp_path: Path) -> None:
+    message = refusal(task, tmp_path, "actor.router_replay=r3")
+    assert "actor.router_replay=r3: vLLM records experts on accelerators only. Write actor.router_replay=r2" in message
+    assert prepared(task, tmp_path, "actor.router_replay=r2").models
+
+
+def test_a_dense_model_replays_nothing(task: Path, tmp_path: Path) -> None:
+    write_dense(tmp_path / "dense", task / "model", 1)
+    settings = (f"model.path={tmp_path / 'dense'}", "actor.parallel.ep=1", "actor.router_replay=r2")
+    assert "actor.router_replay=r2: the model is dense" in refusal(task, tmp_path, *settings)

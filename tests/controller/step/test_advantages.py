@@ -24,6 +24,7 @@ from mcore_rl.config.algorithm import (
     KlControl,
     KlControlConfig,
     KlUnit,
+    OffPolicy,
     Rejection,
     RolloutCorrectionConfig,
 )
@@ -59,7 +60,8 @@ def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, 
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
     step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl))
-    fields = [*(name for name, _ in groups.batch.token_fields()), "advantages_T", "returns_T", "weights_T"]
+    made = ("advantages_T", "returns_T", "weights_T", "old_logprobs_T")
+    fields = list(dict.fromkeys([*(name for name, _ in groups.batch.token_fields()), *made]))
     (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])
     portion: Portion[None] = pickle.loads(refs.portion)
     (batch,) = portion.join([pickle.loads(shard) for shard in refs.shards])  # type: ignore[arg-type]
@@ -119,7 +121,7 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: Corre
     mode = CorrectionMode.mask if level is CorrectionLevel.token else CorrectionMode.truncate
     algorithm = AlgorithmConfig(
         adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, use_kl_in_reward=True, whiten_advantages=True,
-        rollout_correction=RolloutCorrectionConfig(
+        off_policy=OffPolicy.decoupled, rollout_correction=RolloutCorrectionConfig(
             level=level, mode=mode, lower=0.9, upper=1.1, batch_normalize=True,
             reject=Rejection.seq_max_k3, reject_upper=0.05,
         ),
@@ -182,17 +184,17 @@ def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> Non
 def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
     sampler = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0)
-    algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
+    algorithm = AlgorithmConfig(adv_estimator="remax", off_policy=OffPolicy.decoupled, rollout_correction=config)
     step = step_of(algorithm, rollout_logprobs_T=sampler)
     assert step.batch.weights_T is not None
     assert step.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
     assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
-    assert step.metrics["rollout/correction_weight_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
-    assert step.metrics["rollout/correction_clip_share"] == pytest.approx(1 / 3)
-    off = step_of(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
-    assert off.batch.weights_T is None
-    assert off.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
-    assert not [key for key in off.metrics if "correction" in key]
+    assert step.metrics["rollout/ratio_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
+    assert step.metrics["rollout/truncated_share"] == pytest.approx(1 / 3)
+    off = step_of(replace(algorithm, off_policy=OffPolicy.recompute), rollout_logprobs_T=sampler)
+    assert off.batch.weights_T is None and torch.equal(off.batch.mask_T, MASK)
+    shares = {"rollout/truncated_share", "rollout/masked_share"}
+    assert off.metrics == {key: value for key, value in step.metrics.items() if key not in shares}
 
 
 def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
@@ -240,7 +242,7 @@ SAMPLER = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + mat
 
 def test_normalized_weights_have_mean_1() -> None:
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0, batch_normalize=True)
-    algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
+    algorithm = AlgorithmConfig(adv_estimator="remax", off_policy=OffPolicy.decoupled, rollout_correction=config)
     for dp in (1, 2):
         step = step_of(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
         assert step.batch.weights_T is not None
@@ -249,9 +251,22 @@ def test_normalized_weights_have_mean_1() -> None:
 
 def test_bypassed_the_loss_s_ratio_is_that_to_the_sampler() -> None:
     algorithm = AlgorithmConfig(adv_estimator="remax")
-    bypassing = replace(algorithm, rollout_correction=RolloutCorrectionConfig(bypass_mode=True))
+    bypassing = replace(algorithm, off_policy=OffPolicy.bypass)
     bypassed, before = step_of(bypassing, rollout_logprobs_T=SAMPLER), step_of(algorithm, rollout_logprobs_T=SAMPLER)
     assert bypassed.batch.old_logprobs_T is not None and before.batch.old_logprobs_T is not None
     assert torch.equal(bypassed.batch.old_logprobs_T, SAMPLER) and torch.equal(before.batch.old_logprobs_T, OLD)
-    assert bypassed.metrics == before.metrics, "what sampler and trainer differ in is measured all the same"
+    assert bypassed.metrics == before.metrics, "what sampler and trainer differ in is measured where it is known"
     assert advantages(bypassed) == advantages(before)
+
+
+def test_bypassed_nothing_needs_the_pass() -> None:
+    """The sampler's log-probs stand in the KL of the reward, and where tokens are selected, too."""
+    algorithm = AlgorithmConfig(
+        adv_estimator="rloo", off_policy=OffPolicy.bypass, use_kl_in_reward=True, kl_ctrl=KL, mask_truncated=True
+    )
+    batch = {"rollout_logprobs_T": SAMPLER, "old_logprobs_T": None}
+    step = step_of(algorithm, **batch)  # type: ignore[arg-type]
+    expected = step_of(replace(algorithm, off_policy=OffPolicy.recompute), old_logprobs_T=SAMPLER)
+    assert step.batch.old_logprobs_T is not None and torch.equal(step.batch.old_logprobs_T, SAMPLER)
+    assert advantages(step) == advantages(expected)
+    assert step.metrics == {key: value for key, value in expected.metrics.items() if not key.startswith("rollout/")}

@@ -215,3 +215,32 @@ def test_a_part_that_no_grader_names_is_the_user_s_to_mend() -> None:
         "Write names of its own, acc or score, or let it answer with this one"
         for name in ("format", "acc")
     ]
+
+
+def with_experts(episode: Episode, first: int, dtype: type[np.integer] = np.uint8) -> Episode:
+    """Token t went to the experts ``first + t`` and ``first + t + 1`` of the first layer, and to 0 and 1 beyond."""
+    tokens = first + np.arange(episode.num_tokens - 1)
+    experts = np.stack([np.stack([tokens, tokens + 1], -1), np.tile([0, 1], (len(tokens), 1))], 1)
+    return replace(episode, experts=experts.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_experts_stand_at_the_tokens_that_went_to_them(dtype: type[np.integer]) -> None:
+    """The last token of each episode went nowhere, and says so."""
+    batch = assemble([with_experts(each, 10 * number, dtype) for number, each in enumerate(GROUPS)]).batch
+    assert batch.routing_TLK is not None and batch.unrouted_T is not None
+    assert batch.routing_TLK.numpy().dtype == dtype and batch.routing_TLK.shape == (13, 2, 2)
+    assert batch.unrouted_T.int().tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]
+    first_T = batch.routing_TLK[:, 0, 0]
+    assert first_T[~batch.unrouted_T].tolist() == [0, 1, 2, 3, 10, 11, 12, 20, 21, 22]
+    assert (batch.routing_TLK[:, 0, 1] == first_T + 1)[~batch.unrouted_T].all()
+    assert (batch.routing_TLK[:, 1] == torch.tensor([0, 1]))[~batch.unrouted_T].all()
+    without = assemble(GROUPS).batch
+    assert without.routing_TLK is None and without.unrouted_T is None
+
+
+def test_an_episode_has_the_experts_of_all_tokens_but_the_last() -> None:
+    episode = with_experts(GROUPS[0], 0)
+    assert episode.experts is not None
+    with pytest.raises(AssertionError, match="experts of 3 of 5 tokens"):
+        replace(episode, experts=episode.experts[:-1])

@@ -52,6 +52,9 @@ def test_an_alarm_is_told_again_after_it_ceased() -> None:
     [
         ("actor/entropy", 2.0, 0.1, "the entropy collapses: 2 nats at first, 0.1 now", {}),
         ("rollout/logprob_diff_mean", 1e-6, 0.2, "sampler and trainer differ by 0.2 nats a token", {}),
+        ("rollout/effective_sample_size", 0.99, 0.2, "the effective sample size is 20%", {}),
+        ("rollout/masked_share", 0.1, 0.7, "70% of the trained tokens are left out of the loss", {}),
+        ("actor/kl_k3", 0.01, 3.0, "the ratio of the loss runs away: 3 nats a token", {}),
         ("kl/loss", 0.01, 6.0, "the KL to the reference is 6 nats, over trainer.guards.max_kl=5", {"max_kl": 5.0}),
         ("kl/reward", 0.01, 6.0, "the KL to the reference is 6 nats", {"max_kl": 5.0}),
         ("response/clip_share", 0.1, 0.95, "95% of the responses are cut off at data.max_response_length", {}),

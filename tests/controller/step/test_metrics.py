@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.controller.step.metrics import (
+    agent_metrics,
     memory_metrics,
     rates,
     sample_metrics,
@@ -21,7 +23,7 @@ from mcore_rl.controller.step.metrics import (
 )
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
-from mcore_rl.episodes import Author, Episode, Segment, VersionSpan
+from mcore_rl.episodes import AgentCounts, Author, Episode, Segment, VersionSpan
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
@@ -33,6 +35,23 @@ def known(metrics: dict[str, float]) -> dict[str, float]:
     for key in metrics:
         metric_of(key)
     return metrics
+
+
+def test_agents_are_counted() -> None:
+    turns = [turn(Author.model, (1, 2, 3), reward=0.5), turn(Author.tool, (4,)), turn(Author.model, (5, 6))]
+    counts = AgentCounts(reason="answered", turns=2, calls=3, failed_calls=1, tool_s=2.0, cached_tokens=32)
+    one = replace(conversation(1, turns, Score(1.0)), agent=counts)
+    counts = AgentCounts(reason="max_turns", turns=4, calls=1, failed_calls=0, tool_s=4.0)
+    other = replace(answered(2, Score(1.0), response=(7, 8)), agent=counts)
+    assert known(agent_metrics([one, other, answered(3, Score(1.0))])) == pytest.approx(
+        {
+            "agent/turns_mean": 3.0, "agent/turns_max": 4.0, "agent/calls_mean": 2.0, "agent/failed_call_share": 0.25,
+            "agent/tool_s_mean": 3.0, "agent/tool_s_max": 4.0, "agent/trained_share": 7 / 8,
+            "agent/cached_tokens_mean": 16.0, "agent/turn_reward_mean": 0.25,
+            "agent/end/answered": 0.5, "agent/end/max_turns": 0.5,
+        }
+    )  # fmt: skip
+    assert agent_metrics([answered(3, Score(1.0))]) == {}
 
 
 def test_samples_are_counted() -> None:
@@ -76,25 +95,33 @@ def test_staleness_is_of_trained_tokens_from_their_version_to_the_step_s() -> No
     assert staleness_metrics([unnamed], 7) == {}
 
 
+MAXIMA = ("actor/log_ratio_rise", "actor/log_ratio_fall")
+
+
 def result(loss: float = 0.0, skipped: str | None = None, **metrics: float) -> StepResult:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    return StepResult(loss=loss, grad_norm=2 * loss, lr=loss / 10, skipped=skipped, metrics=named)
+    maxima = {name: named.pop(name) for name in MAXIMA if name in named}
+    return StepResult(loss=loss, grad_norm=2 * loss, lr=loss / 10, skipped=skipped, metrics=named, maxima=maxima)
 
 
 def test_the_actor_s_updates_are_counted() -> None:
     updated = Updated(
         results=[
             result(1.0, actor__ratio=4.0, actor__approx_kl=1.0, actor__approx_kl_k1=2.0, actor__kl_loss=8.0,
-                   actor__clip_fraction_low=1.0, router__load_max=1.5),
+                   actor__clip_fraction_low=1.0, router__load_max=1.5,
+                   actor__log_ratio_rise=0.5, actor__log_ratio_fall=0.25),
             result(3.0, "not finite", actor__ratio=9.0, actor__approx_kl=5.0, actor__approx_kl_k1=4.0,
-                   actor__kl_loss=1.0, actor__clip_fraction_low=2.0, router__load_max=2.5),
+                   actor__kl_loss=1.0, actor__clip_fraction_low=2.0, router__load_max=2.5,
+                   actor__log_ratio_rise=0.25, actor__log_ratio_fall=2.0),
         ],
         trained=[4, 2],
     )  # fmt: skip
     metrics = update_metrics(ROLES["actor"], policy_loss(ActorConfig(use_kl_loss=True, kl_loss_coef=0.5)), updated)
     assert known(metrics) == pytest.approx(
         {
-            "actor/ratio_first": 1.0, "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
+            "actor/ratio_first": 1.0, "actor/ratio_mean": 13 / 6,
+            "actor/ratio_max": math.exp(0.5), "actor/ratio_min": math.exp(-2),
+            "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
             "kl/coef": 0.5, "actor/clip_fraction_low": 0.5, "router/load_max": 2.0, "actor/loss": 2.0,
             "actor/grad_norm": 4.0, "actor/lr": 0.3, "actor/skipped_updates": 1.0,
         }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, FilterMetric
@@ -15,9 +16,12 @@ from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.episodes import AgentCounts, Author
+from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rewards.score import RewardRequest, Score
-from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, row
+from mcore_rl.rollout.protocol import Request, Sample, Sampling
+from tests.support import models
+from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, conversation, row, turn
 
 Rows = Callable[[int], list[PromptRow]]
 
@@ -273,3 +277,80 @@ def test_validation_draws_as_it_is_told_and_the_same_every_time() -> None:
     assert [each.response for each in first] == [each.response for each in second]
     samplings = [sampling for _, sampling in engine.calls]
     assert samplings[0] == samplings[1] and samplings[0].temperature == 0
+
+
+class RecordingEngine(ScriptedEngine):
+    """Reports experts of a prompt of two tokens, of two layers and two of four experts."""
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        async for sample in super().generate(requests, sampling):
+            count = 2 + len(sample.tokens) - 1
+            experts = np.array([[[token % 4, (token + 1) % 4], [3, 0]] for token in range(count)])
+            yield replace(sample, experts=experts + 9 * (sample.prompt_id == self.wrong))
+
+    wrong = ""
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_experts_travel_with_the_episodes_that_are_trained(greedy: bool) -> None:
+    model = models.moe(num_layers=2)
+    collector = RolloutCollector(RecordingEngine(), ScriptedScorer(differing()), config(1, greedy=greedy), None, model)  # type: ignore[arg-type]
+    episodes = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None)).episodes
+    for episode in episodes:
+        assert episode.experts is not None and episode.experts.dtype == np.uint8
+        assert episode.experts[:, 0, 0].tolist() == [token % 4 for token in range(episode.num_tokens - 1)]
+    validated = asyncio.run(collector.collect_validation([row(3)], lambda done, of: None))
+    assert [episode.experts for episode in validated] == [None] * 2
+
+
+def test_experts_that_are_wrong_end_the_sampling() -> None:
+    engine = RecordingEngine()
+    engine.wrong = "0.0/file:0"
+    collector = RolloutCollector(engine, ScriptedScorer(differing()), config(1), None, models.moe(num_layers=2))  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match=r"prompt 0\.0/file:0, sample .: token 0 went to the experts"):
+        asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
+
+
+def test_without_replay_what_engines_report_is_dropped() -> None:
+    collector = RolloutCollector(RecordingEngine(), ScriptedScorer(differing()), config(1))  # type: ignore[arg-type]
+    episodes = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None)).episodes
+    assert [episode.experts for episode in episodes] == [None] * 2
+
+
+class Agents:
+    """Runs rows with an even number: two turns each, the later ones first."""
+
+    def runs(self, row: PromptRow) -> bool:
+        return int(row.id.rpartition(":")[2]) % 2 == 0
+
+    async def run(self, source, row, prompt_id, group, index, sampling):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0.01 * (3 - group))
+        turns = [turn(Author.model, (9,)), turn(Author.tool, (8,)), turn(Author.model, (7,))]
+        of = replace(conversation(0, turns), row=row, prompt_id=prompt_id, group=group, index=index)
+        return replace(of, agent=AgentCounts(reason="answered", turns=2))
+
+
+def test_rows_of_agents_are_run_by_them_among_the_others() -> None:
+    engine, seen = ScriptedEngine(), []
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(engine, scorer, config(wanted=4), agents=Agents())  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, endless()[0], lambda done, of: seen.append((done, of))))
+    assert groups(drawn) == [(number, f"file:{number}") for number in range(4) for _ in range(2)]
+    assert [each.index for each in drawn.episodes] == [0, 1] * 4
+    assert [each.is_single_turn for each in drawn.episodes] == [False, False, True, True] * 2
+    assert [each.prompt_id for each in drawn.episodes][::2] == [f"0.{place}/file:{place}" for place in range(4)]
+    assert {each.graded.value for each in drawn.episodes} == {1.0} and len(scorer.requests) == 8
+    ((requests, _),) = engine.calls
+    assert {request.prompt.id for request in requests} == {"0.1/file:1", "0.3/file:3"}
+    assert seen == [(done, 8) for done in range(1, 9)]
+
+
+def test_an_agent_that_fails_ends_the_step() -> None:
+    class Failing(Agents):
+        async def run(self, *args):  # type: ignore[no-untyped-def]
+            raise RuntimeError("a loop")
+
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(), agents=Failing())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a loop"):
+        asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))

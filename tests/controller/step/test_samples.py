@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.episodes import Author
+from mcore_rl.episodes import AgentCounts, Author
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.samples import write_samples
 from tests.support import prompt_files
@@ -53,3 +54,10 @@ def test_a_conversation_s_row_holds_its_segments_too(tmp_path: Path) -> None:
         ("tool", 1, False, None, "5"),
         ("model", 3, True, None, "It is 5."),
     ]
+
+
+def test_an_agent_s_row_says_why_it_ended() -> None:
+    tokenizer = prompt_files.tokenizer()
+    episode = replace(conversation(2, TURNS, Score(1.0)), agent=AgentCounts(reason="max_turns", turns=2, calls=1))
+    (row,) = sample_rows(9, [episode], tokenizer)
+    assert (row["reason"], row["turns"], row["calls"]) == ("max_turns", 2, 1) and row["segments"]

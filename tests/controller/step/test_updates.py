@@ -21,12 +21,12 @@ from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import CriticLoss, value_loss
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
+from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation, RouterReplay
 from mcore_rl.controller.step.advantages import StepAdvantages
-from mcore_rl.controller.step.updates import Updated, fields_read, minibatches, score, send, update
+from mcore_rl.controller.step.updates import Updated, fields_read, minibatches, score, score_role, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.runtime.train_worker import TrainResults
+from mcore_rl.runtime.worker_values import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TokenScores, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
@@ -49,7 +49,7 @@ class Ranks(InProcessGroup):
         self.scored.append(batch)
         return WorkerOutput(
             SequenceScores(sums_S=_sums(batch), entropy_S=-_sums(batch)),
-            Shard.of(batch.lengths_S, **{field: _says(batch)}),
+            Shard.of(batch.lengths_S, **{field: _says(batch)}, routing_TLK=_routes(batch) if args[-1] else None),
         )
 
     def _select_tokens(
@@ -75,6 +75,11 @@ class Ranks(InProcessGroup):
 def _says(batch: TrainBatch) -> torch.Tensor:
     """Of each token, where it stands in its sequence, and how long that is: no two of ``LENGTHS`` are alike."""
     return torch.cat([torch.arange(n) + 1000 * n + 0.5 for n in batch.lengths_S]) + batch.tokens_T / 1024
+
+
+def _routes(batch: TrainBatch) -> torch.Tensor:
+    """Of each token, three layers and two experts that follow from what it says."""
+    return (_says(batch)[:, None, None] * torch.tensor([[1, 3], [5, 7], [11, 13]])).to(torch.uint8)
 
 
 def _sums(batch: TrainBatch) -> torch.Tensor:
@@ -112,10 +117,44 @@ def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
     scores = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))
     assert torch.equal(scores.sums_S, _sums(batch))
     assert scores.entropy_S is not None and torch.equal(scores.entropy_S, -_sums(batch))
-    assert group.arguments == (0.7, True, "s")
+    assert group.arguments == (0.7, True, "s", False)
     assert sorted(n for each in group.scored for n in each.lengths_S) == sorted(LENGTHS)
     read = {name for each in group.scored for name, _ in each.token_fields()}
     assert read == {"tokens_T", "mask_T"}, "what scoring does not read is not taken"
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_recorded_experts_reach_every_update_of_the_policy(dp: int) -> None:
+    batch, group = ragged(101), Ranks(dp)
+    shared = send(group, _plain(batch), PARTS)
+    asyncio.run(score_role(ROLES["actor"], group, shared, 1.0, RouterReplay.r2))
+    parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
+    asyncio.run(_update(group, shared, policy_loss(ActorConfig()), parts, _step(batch), temperature=1.0))
+    handed = [each for rank in range(dp) for each in group.trained[rank][0].batches]
+    assert len(handed) == dp * len(parts)
+    for each in handed:
+        assert each.routing_TLK is not None and torch.equal(each.routing_TLK, _routes(each))
+        assert each.unrouted_T is None
+
+
+@pytest.mark.parametrize("mode", RouterReplay)
+def test_experts_of_the_sampler_reach_the_policy_alone(mode: RouterReplay) -> None:
+    batch, reads = ragged(101), {"tokens_T", "mask_T"}
+    unrouted_T = torch.arange(batch.tokens_T.numel()) % 7 == 0
+    reported = replace(_plain(batch), routing_TLK=_routes(batch), unrouted_T=unrouted_T)
+    for role in ROLES.values():
+        for sent in (_plain(batch), reported):
+            group = Ranks(2)
+            shared = send(group, sent, [ALL])
+            asyncio.run(score_role(role, group, shared, 1.0, mode))
+            assert group.arguments[-1] is (role.name == "actor" and mode is RouterReplay.r2), "who records"
+            for each in group.scored:
+                has = {name for name, _ in each.token_fields()}
+                if role.name != "actor" or sent is not reported:
+                    assert has == reads
+                else:
+                    assert has == reads | {"routing_TLK", "unrouted_T"}
+                    assert each.routing_TLK is not None and torch.equal(each.routing_TLK, _routes(each))
 
 
 @pytest.mark.parametrize(("dp", "scorers"), [(1, 1), (3, 3), (2, 5), (5, 1)])
@@ -192,6 +231,24 @@ def test_an_update_that_scores_says_what_the_pass_and_the_advantages_would(dp: i
     assert own.scores.entropy_S is not None and torch.equal(own.scores.entropy_S, -own.scores.sums_S)
     (given, _), *_ = group.trained.values()
     assert given.batches[0].rollout_logprobs_T is not None and given.batches[0].old_logprobs_T is None
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_where_the_sampler_s_log_probs_are_the_old_ones_the_first_minibatch_scores_itself(dp: int) -> None:
+    drawn_T = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
+    batch, group = replace(ragged(101), rollout_logprobs_T=drawn_T, old_logprobs_T=drawn_T), Ranks(dp)
+    shared, loss = send(group, batch, PARTS), policy_loss(ActorConfig())
+    step = _step(batch, torch.zeros(len(LENGTHS)))
+    updated = asyncio.run(_update(group, shared, loss, PARTS, step, temperature=1.0, with_scores=True))
+    first = batch.select(sorted(PARTS[0]))
+    assert updated.own is not None and first.rollout_logprobs_T is not None
+    expected = own_scores(first, TokenScores(logprobs_T=_says(first), entropy_T=-_says(first)))
+    assert torch.equal(updated.own.scores.sums_S, expected.scores.sums_S)
+    for name, sums_S in vars(expected.correction).items():
+        assert torch.equal(getattr(updated.own.correction, name), sums_S), name
+    given, _ = group.trained[0]
+    old_T, drawn_T = given.batches[0].old_logprobs_T, given.batches[0].rollout_logprobs_T
+    assert old_T is not None and drawn_T is not None and torch.equal(old_T, drawn_T)
 
 
 def test_the_second_update_of_a_batch_cannot_score_it() -> None:

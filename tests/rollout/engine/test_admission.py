@@ -49,7 +49,7 @@ def test_what_can_run_is_admitted(mixtral: Path) -> None:
         (dict(kv_cache_memory_bytes=4096), ["rollout.kv_cache_memory_bytes=4096: does not hold one sequence of 264"]),
         (dict(gpu_memory_utilization=1e-6), ["rollout.gpu_memory_utilization=1e-06: is 0.0 GiB of", "Raise it, or"]),
         (dict(stop=["x"]), ["has no tokenizer, so that responses have no text. Write rollout.stop_token_ids"]),
-        (dict(return_routed_experts=True), ["vLLM records routing on accelerators only"]),
+        (dict(return_routed_experts=True), ["vLLM records experts on accelerators only"]),
         (
             dict(temperature=-1, top_p=0, n=0, max_num_seqs=0),
             ["4 problems", "rollout.temperature=-1", "rollout.top_p=0", "rollout.n=0", "rollout.max_num_seqs=0"],

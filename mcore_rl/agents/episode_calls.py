@@ -1,0 +1,128 @@
+"""The calls of one episode: checked, run side by side, limited in time, and ended with the episode.
+
+Invariant: whatever a call is and whatever its tool does, it has a result; only ``CancelledError`` passes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolResult, ToolSet, result_of
+from mcore_rl.config.agent import AgentConfig, CutSide
+from mcore_rl.rewards.score import finite
+from mcore_rl.tracking.secrets import redacted
+
+CUT = "...(truncated)..."
+MAX_ERROR = 500  # characters
+
+
+class EpisodeCalls:
+    """Runs the calls of one episode.
+
+    name: of the episode, which its tools know it by.  kwargs: ``tools_kwargs`` of its row, by the tool's name.
+    num_calls, num_failed, seconds: so far; seconds in which at least one call ran.
+    """
+
+    def __init__(self, tools: ToolSet, config: AgentConfig, name: str, kwargs: Mapping[str, Any]) -> None:
+        self._tools, self._config, self._name, self._kwargs = tools, config, name, kwargs
+        self._created: list[str] = []
+        self._creating = asyncio.Lock()
+        self._room = asyncio.Semaphore(config.max_parallel_calls)
+        self.num_calls = self.num_failed = 0
+        self.seconds = 0.0
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the calls have taken ``max_tool_s``."""
+        return self.seconds >= self._config.max_tool_s
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """The result of each call, in order, its text cut to ``max_tool_response_length``."""
+        start = time.monotonic()
+        try:
+            results = await asyncio.gather(*map(self._run_one, calls))
+        finally:
+            self.seconds += time.monotonic() - start
+        self.num_calls += len(results)
+        self.num_failed += sum(result.failed for result in results)
+        return results
+
+    async def final_reward(self) -> float:
+        """The sum of what the tools that were called say of the whole episode; 0 of one that fails."""
+        total = 0.0
+        for name in self._created:
+            reward = await self._guarded(
+                self._tools.tools[name].calc_reward(self._name, **self._of(name, "calc_reward"))
+            )
+            if not isinstance(reward, ToolResult) and reward is not None:
+                total += finite(reward, f"the reward of {name}")
+        return total
+
+    async def release(self) -> None:
+        """Ends the tools' parts of the episode."""
+        for name in self._created:
+            await self._guarded(self._tools.tools[name].release(self._name, **self._of(name, "release")))
+        self._created.clear()
+
+    async def _run_one(self, call: ToolCall) -> ToolResult:
+        problem = self._tools.problem_of(call)
+        if problem:
+            return ToolResult(text=f"Error: {problem}"[: self._config.max_tool_response_length], failed=True)
+        async with self._room:
+            result = await self._guarded(self._execute(call.name, json.loads(call.arguments)), self._limit_s(call.name))
+        if not isinstance(result, ToolResult):
+            try:
+                result = result_of(result)
+            except (TypeError, ValueError) as error:
+                result = _failure(f"the tool gave no result: {error}")
+        text = cut(result.text, self._config.max_tool_response_length, self._config.tool_response_cut)
+        return ToolResult(text=text, reward=result.reward, failed=result.failed)
+
+    async def _execute(self, name: str, arguments: dict[str, Any]) -> Any:
+        tool = self._tools.tools[name]
+        async with self._creating:
+            if name not in self._created:
+                await tool.create(self._name, **self._of(name, "create"))
+                self._created.append(name)
+        return await tool.execute(self._name, arguments, **self._of(name, "execute"))
+
+    def _limit_s(self, name: str) -> float:
+        """Of a call of the tool ``name``: of one that limits itself, what the episode has left."""
+        tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - self.seconds)
+        limits_itself = isinstance(tool, EpisodeTool) and tool.limits_itself
+        return left_s if limits_itself else min(self._config.tool_timeout_s, left_s)
+
+    async def _guarded(self, work: Awaitable[Any], limit_s: float | None = None) -> Any:
+        """What ``work`` returns; a failed ToolResult if it raises or takes longer than ``limit_s``."""
+        limit_s = self._config.tool_timeout_s if limit_s is None else limit_s
+        try:
+            return await asyncio.wait_for(work, limit_s)
+        except TimeoutError:
+            return _failure(f"the tool took longer than {limit_s:g} s")
+        except Exception as error:  # noqa: BLE001  whatever a tool raises
+            return _failure(f"{type(error).__name__}: {error}")
+
+    def _of(self, name: str, verb: str) -> dict[str, Any]:
+        """The row's arguments for ``verb`` of a tool."""
+        of_tool = self._kwargs.get(name) or {}
+        return {key: value for key, value in (of_tool.get(f"{verb}_kwargs") or {}).items() if value is not None}
+
+
+def cut(text: str, length: int, side: CutSide) -> str:
+    """``text``, of which at most ``length`` characters are kept, and ``CUT`` where others were."""
+    if len(text) <= length:
+        return text
+    if side is CutSide.left:
+        return CUT + text[-length:]
+    if side is CutSide.right:
+        return text[:length] + CUT
+    head = length - length // 2
+    return text[:head] + CUT + text[len(text) - length // 2 :]
+
+
+def _failure(problem: str) -> ToolResult:
+    return ToolResult(text=f"Error: {redacted(problem)[:MAX_ERROR]}", failed=True)

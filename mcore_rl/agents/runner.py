@@ -1,0 +1,220 @@
+"""Runs the episodes of rows that ask for an agent: loop, tools and interaction of each, from first turn to release."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.agents.function_process import FunctionProcesses, imported
+from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions
+from mcore_rl.agents.loops import React, SingleTurn, ToolAgent
+from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
+from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
+from mcore_rl.agents.tool_loading import load_tools
+from mcore_rl.config.agent import AgentConfig
+from mcore_rl.config.reward import CodeConfig
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Episode
+from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError, Violation
+from mcore_rl.rollout.protocol import SampleSource, Sampling
+from mcore_rl.rollout.tool_parsers import ReadCalls, VllmCallReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SINGLE = ("single_turn_agent", "single_turn")
+TOOL_AGENTS = ("tool_agent", "react")  # their prompts name the tools
+BUILT_IN_LOOPS: dict[str, Any] = {
+    **dict.fromkeys(SINGLE, SingleTurn()),
+    "tool_agent": ToolAgent(),
+    "react": React(),
+    "interaction": ToolAgent(has_tools=False),
+}
+FUNCTION_PROCESSES = 8  # of users' tool functions; they mostly wait
+logger = logging.getLogger(__name__)
+
+
+class AgentRunner:
+    """Runs agents' episodes, as many at once as are asked for.
+
+    config: ``rollout.agent``.  code: the limits of the Python interpreter.  template_kwargs: of the chat template.
+
+    ConfigError: with what is wrong with the tools, the parser, the loops or the interactions.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        code: CodeConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._config = config
+        self._processes = FunctionProcesses(FUNCTION_PROCESSES, config.tool_timeout_s)
+        self.loops = BUILT_IN_LOOPS | {name: _own_loop(name, str(place)) for name, place in config.loops.items()}
+        if config.default_agent_loop not in self.loops:
+            raise _refusal("default_agent_loop", config.default_agent_loop, self._no_loop(config.default_agent_loop))
+        self.interactions = load_interactions(config)
+        self._tools = load_tools(config, code, self._processes)
+        self.schemas = self._tools.schemas
+        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self._read = _reader(config.tool_parser, tokenizer, self.schemas) if self.schemas else None
+
+    @cached_property
+    def _parts(self) -> SessionParts:
+        """Made where a row has an agent: it holds a second tokenizer."""
+        return SessionParts(
+            config=self._config,
+            tokenizer=self._tokenizer,
+            renderer=TurnRenderer(self._tokenizer, self._template_kwargs, self.schemas),
+            tools=self._tools,
+            read_calls=self._read,
+        )
+
+    def loop_of(self, columns: Mapping[str, Any]) -> str:
+        """The name of the loop of a row, from its columns."""
+        inner = columns.get("extra_info") or {}
+        return str(columns.get("agent_name") or inner.get("agent_name") or self._config.default_agent_loop)
+
+    def runs(self, row: PromptRow) -> bool:
+        """Whether ``row`` is for an agent; else one answer to the prompt is all."""
+        return self.loop_of({"extra_info": row.extra_info, **row.columns}) not in SINGLE
+
+    def problem_of(self, record: Mapping[str, Any]) -> str:
+        """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
+        name, inner = self.loop_of(record), record.get("extra_info") or {}
+        if name not in self.loops:
+            return f"agent_name {name}: {self._no_loop(name)}"
+        asked = {key: _given(record.get(key) or inner.get(key)) for key in ("tools_kwargs", "interaction_kwargs")}
+        if name in SINGLE and any(asked.values()):
+            columns = " and ".join(key for key, value in asked.items() if value)
+            return f"has {columns}, and is run by {name}. Write agent_name, or rollout.agent.default_agent_loop"
+        if name in TOOL_AGENTS and not self.schemas and not asked["interaction_kwargs"]:
+            return f"is for {name}, and there are no tools. Write rollout.agent.tools=[calculator], say"
+        unknown = sorted(set(asked["tools_kwargs"]) - set(self._tools.tools))
+        if name not in SINGLE and unknown:
+            return f"has tools_kwargs of {', '.join(unknown)}, which is no tool of rollout.agent.tools"
+        interaction = asked["interaction_kwargs"].get("name")
+        if asked["interaction_kwargs"] and interaction not in self.interactions:
+            known = ", ".join(sorted(self.interactions))
+            remedy = f"Write one of {known}, or rollout.agent.interaction_config_path"
+            return f"asks for the interaction {interaction}, which is not there. {remedy}"
+        if name == "interaction" and not asked["interaction_kwargs"]:
+            return "is for interaction, and has no interaction_kwargs: {name: NAME, ...}"
+        return ""
+
+    def tools_of(self, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The tools that a row's prompt names; None: it has none."""
+        return self.schemas if self.schemas and self.loop_of(record) not in (*SINGLE, "interaction") else None
+
+    def check_template(self) -> list[str]:
+        """What a user should know of the chat template.  DataError: it cannot write more turns."""
+        return self._parts.renderer.check([TOOL, USER] if self.schemas else [USER])
+
+    async def run(
+        self, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int, sampling: Sampling
+    ) -> Episode:
+        """One episode of ``row``, without its score.  See ``Session``.  RolloutError: a loop of the user's raised."""
+        session = Session(self._parts, source, row, prompt_id, group, index, sampling)
+        name = self.loop_of({"extra_info": row.extra_info, **row.columns})
+        run, kwargs = self.loops[name].run, interaction_kwargs(row)
+        answers = None
+        if isinstance(self.loops[name], ToolAgent) and kwargs:
+            interaction = self.interactions[kwargs["name"]]
+            own = {key: value for key, value in kwargs.items() if key != "name"}
+            answers = EpisodeAnswers(interaction, f"{prompt_id}#{index}", own, self._config.tool_timeout_s)
+            run = partial(run, answers=answers)
+        try:
+            try:
+                episode: Episode = await run(row, session)
+            except EpisodeOverError as over:
+                if over.__cause__ is not None:
+                    logger.warning("%s: an interaction failed: %r", row.id, over.__cause__)
+                episode = session.episode(over.reason, over.end)
+            except Exception as error:
+                if name in BUILT_IN_LOOPS or isinstance(error, DeadEngineError):
+                    raise
+                said = f"{type(error).__name__}: {error}"
+                raise RolloutError(f"{row.id}: the agent loop {name} raised {said}") from error
+            of_all = self._config.tool_reward_coef * await session.tool_calls.final_reward()
+            return _with_final_reward(episode, of_all)
+        finally:
+            await asyncio.shield(_released(session, answers))
+
+    def close(self) -> None:
+        """Ends the processes of tools."""
+        self._processes.close()
+
+    def _no_loop(self, name: str) -> str:
+        own = f"rollout.agent.loops.{name}=FILE.py:CLASS"
+        return f"there is no such loop. Write one of {', '.join(self.loops)}, or {own}"
+
+
+async def _released(session: Session, answers: EpisodeAnswers | None) -> None:
+    await session.tool_calls.release()
+    if answers is not None:
+        try:
+            await answers.close()
+        except Exception as error:  # noqa: BLE001  whatever the environment does
+            logger.warning("%s: an interaction did not end: %r", session.row.id, error)
+
+
+def _with_final_reward(episode: Episode, value: float) -> Episode:
+    """``episode`` with the rewards that tools give for the whole, added to its last trained turn."""
+    places = [place for place, each in enumerate(episode.segments) if each.trained]
+    if value == 0.0 or not places:
+        return episode
+    segments = list(episode.segments)
+    last = segments[places[-1]]
+    segments[places[-1]] = replace(last, reward=(last.reward or 0.0) + value)
+    return replace(episode, segments=tuple(segments))
+
+
+def _reader(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:
+    """What reads the calls in a turn: one of vLLM's parsers, or the user's function text -> [{name, arguments}]."""
+    if ":" not in name:
+        return VllmCallReader(name, tokenizer, schemas).read
+    function = _imported("tool_parser", name)
+
+    def read(text: str) -> ReadCalls:
+        try:
+            calls = tuple((str(each["name"]), _as_json(each.get("arguments") or {})) for each in function(text))
+        except ValueError:
+            return ReadCalls(calls=(), unreadable=True)
+        return ReadCalls(calls=calls)
+
+    return read
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _own_loop(name: str, place: str) -> Any:
+    made = _imported(f"loops.{name}", place)()
+    if not callable(vars(type(made)).get("run")):
+        raise _refusal(f"loops.{name}", place, "has no async def run(self, row, session)")
+    return made
+
+
+def _imported(key: str, place: str) -> Any:
+    path, _, name = place.rpartition(":")
+    try:
+        return imported(f"{Path(path).expanduser().resolve()}:{name}")
+    except Exception as error:
+        raise _refusal(key, place, f"{type(error).__name__}: {error}") from error
+
+
+def _given(value: Any) -> dict[str, Any]:
+    """The fields of a row's dict that are not null, which parquet adds."""
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else {}
+
+
+def _refusal(key: str, value: str, problem: str) -> ConfigError:
+    return ConfigError([Violation(f"rollout.agent.{key}", value, problem, "Write FILE.py:NAME, or a built-in name")])

@@ -1,0 +1,84 @@
+"""Text to tokens, where only the chat template may write control tokens: text from a tool stays text.
+
+A tokenizer turns ``<|im_end|>`` in any text into the token that ends a turn.  Here a control token is made only of what
+the template wrote; all other text is encoded by the same tokenizer without its added tokens.
+
+Invariant: where the untrusted text spells no control token, the ids are those that the tokenizer itself gives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TextRun = tuple[str, bool]  # a text, and whether the template wrote it
+
+
+class TextEncoder:
+    """Encodes text of which the chat template wrote parts.  tokenizer: a fast one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from tokenizers import Tokenizer
+
+        backend: Any = tokenizer
+        settings = json.loads(backend.backend_tokenizer.to_str())
+        settings |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        _no_first_space(settings.get("pre_tokenizer"))
+        self._plain = Tokenizer.from_str(json.dumps(settings))
+        self._added = {str(token.content): (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.control_ids = frozenset(number for number, _ in self._added.values())
+        self._strips_after = {number for number, token in self._added.values() if token.rstrip}
+
+    def control(self, text: str) -> list[re.Match[str]]:
+        """The control tokens that ``text`` spells, in order."""
+        return list(self._control.finditer(text))
+
+    def encode(self, runs: Sequence[TextRun], after: int | None = None) -> list[int]:
+        """The ids of the joined texts of ``runs``.
+
+        after: the control token that stands before them; None: there is none, or it is no control token.
+        """
+        text = encodable("".join(part for part, _ in runs))
+        ids, start = list[int](), 0
+        strips = after in self._strips_after
+        for begin, end in [*self._template_tokens(runs), (len(text), len(text))]:
+            piece = text[start:begin].lstrip() if strips else text[start:begin]
+            number, token = self._added.get(text[begin:end], (None, None))
+            if token is not None and token.lstrip:
+                piece = piece.rstrip()
+            ids += self._plain.encode(piece, add_special_tokens=False).ids if piece else []
+            if number is not None and token is not None:
+                ids.append(number)
+                strips = token.rstrip
+            start = end
+        return ids
+
+    def _template_tokens(self, runs: Sequence[TextRun]) -> list[tuple[int, int]]:
+        """(begin, end) of each control token that the template wrote."""
+        places, start = list[tuple[int, int]](), 0
+        for text, by_template in runs:
+            if by_template:
+                places += [(start + each.start(), start + each.end()) for each in self.control(text)]
+            start += len(text)
+        return places
+
+
+def encodable(text: str) -> str:
+    """``text`` with "?" for lone surrogates, of which no tokenizer can make tokens."""
+    return text.encode(errors="replace").decode()
+
+
+def _no_first_space(pre_tokenizer: Any) -> None:
+    """Changes tokenizers that write a space before the first text of a sequence: no text here is the first."""
+    if isinstance(pre_tokenizer, dict):
+        if pre_tokenizer.get("prepend_scheme") == "first":
+            pre_tokenizer["prepend_scheme"] = "never"
+        for part in pre_tokenizer.get("pretokenizers", ()):
+            _no_first_space(part)

@@ -1,0 +1,126 @@
+"""Makes the tools that ``rollout.agent`` names: built in, functions, and classes of a yaml file in verl's form."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator, SchemaError
+
+from mcore_rl.agents.function_process import FunctionProcesses, FunctionTool, describe
+from mcore_rl.agents.toolbox import calculator, gsm8k, interpreter
+from mcore_rl.agents.tools import ToolSchema, ToolSet
+from mcore_rl.config.agent import AgentConfig
+from mcore_rl.config.reward import CodeConfig
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.rewards.code import WEAK
+from mcore_rl.rewards.confinement import ConfinementError, weaknesses
+
+TOOLS_KEY, FILE_KEY = "rollout.agent.tools", "rollout.agent.tool_config_path"
+BUILT_IN = {"calculator": calculator.SCHEMA, "python": interpreter.SCHEMA, "calc_gsm8k_reward": gsm8k.SCHEMA}
+METHODS = ("create", "execute", "calc_reward", "release")
+YAML_FORM = "Write tools: [{class_name: MODULE.CLASS, config: {}, tool_schema: {type: function, function: {...}}}]"
+
+
+def load_tools(config: AgentConfig, code: CodeConfig, processes: FunctionProcesses) -> ToolSet:
+    """The tools of ``config``.
+
+    code: the limits of the Python interpreter.  processes: run the functions.
+    ConfigError: with every tool that cannot be made, or that has the name of another.
+    """
+    tools: dict[str, Any] = {}
+    violations: list[Violation] = []
+    for key, name, make in [*_named(config, code, processes), *_from_file(config, violations)]:
+        try:
+            tool = make()
+        except ConfigError as error:
+            violations += error.violations
+            continue
+        except Exception as error:  # noqa: BLE001  whatever the user's class does
+            violations.append(Violation(key, name, f"cannot be made: {type(error).__name__}: {error}", YAML_FORM))
+            continue
+        own = str(tool.tool_schema["function"]["name"])
+        if own in tools:
+            violations.append(Violation(key, name, f"there is another tool {own}", "Name each once"))
+        tools[own] = tool
+    refuse_if_any(violations)
+    return ToolSet(tools)
+
+
+def _named(config: AgentConfig, code: CodeConfig, processes: FunctionProcesses) -> Iterator[tuple[str, str, Any]]:
+    """(key, name, what makes it) of each of ``tools``."""
+    for name in config.tools:
+        if name == "calculator":
+            yield TOOLS_KEY, name, lambda: calculator.Calculator({}, calculator.SCHEMA)
+        elif name == "calc_gsm8k_reward":
+            yield TOOLS_KEY, name, lambda: gsm8k.Gsm8kAnswer({}, gsm8k.SCHEMA)
+        elif name == "python":
+            yield TOOLS_KEY, name, lambda: _interpreter(code)
+        else:
+            yield TOOLS_KEY, name, lambda place=name: _function(place, processes)
+
+
+def _interpreter(code: CodeConfig) -> interpreter.PythonInterpreter:
+    try:
+        weak_points = weaknesses()
+    except ConfinementError as error:
+        problem = f"no program can be run here: {error}"
+        raise ConfigError([Violation(TOOLS_KEY, "python", problem, "Leave it out, or run elsewhere")]) from error
+    if weak_points and not code.allow_weak_confinement:
+        raise ConfigError([Violation(TOOLS_KEY, "python", "; ".join(weak_points), WEAK)])
+    return interpreter.PythonInterpreter({}, interpreter.SCHEMA, code)
+
+
+def _function(place: str, processes: FunctionProcesses) -> FunctionTool:
+    if ":" not in place:
+        remedy = f"Write one of {', '.join(BUILT_IN)}, or FILE.py:FUNCTION"
+        raise ConfigError([Violation(TOOLS_KEY, place, "there is no such tool", remedy)])
+    path, _, name = place.rpartition(":")
+    place = f"{Path(path).expanduser().resolve()}:{name}"
+    return FunctionTool(place, describe(place, TOOLS_KEY), processes)
+
+
+def _from_file(config: AgentConfig, violations: list[Violation]) -> Iterator[tuple[str, str, Any]]:
+    """(key, name, what makes it) of each tool of ``tool_config_path``."""
+    path = config.tool_config_path
+    if path is None:
+        return
+    try:
+        entries = yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))["tools"]
+        classes = [(str(entry["class_name"]), entry) for entry in entries]
+    except (OSError, ValueError, yaml.YAMLError, TypeError, LookupError) as error:
+        problem = f"is no list of tools ({type(error).__name__}: {error})"
+        violations.append(Violation(FILE_KEY, path, problem, YAML_FORM))
+        return
+    for name, entry in classes:
+        yield FILE_KEY, name, lambda name=name, entry=entry: _of_class(name, entry)
+
+
+def _of_class(name: str, entry: Mapping[str, Any]) -> Any:
+    schema = entry.get("tool_schema")
+    if not isinstance(schema, dict) or "name" not in (schema.get("function") or {}):
+        raise ConfigError([Violation(FILE_KEY, name, "has no tool_schema with function.name", YAML_FORM)])
+    try:
+        Draft202012Validator.check_schema(schema["function"].get("parameters") or {})
+    except SchemaError as error:
+        raise ConfigError([Violation(FILE_KEY, name, f"parameters: {error.message}", YAML_FORM)]) from error
+    kind = imported_class(name, FILE_KEY)
+    if missing := [method for method in METHODS if not callable(getattr(kind, method))]:
+        raise ConfigError([Violation(FILE_KEY, name, f"has no {', '.join(missing)}", f"Write {', '.join(METHODS)}")])
+    tool = kind(config=dict(entry.get("config") or {}), tool_schema=ToolSchema(schema))
+    tool.tool_schema = ToolSchema(schema)
+    return tool
+
+
+def imported_class(name: str, key: str) -> Any:
+    """The class at ``MODULE.CLASS``.  key: that names it.  ConfigError: there is none."""
+    module, _, kind = name.rpartition(".")
+    try:
+        return vars(importlib.import_module(module))[kind]
+    except Exception as error:
+        problem = f"cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError([Violation(key, name, problem, "Name a class as MODULE.CLASS, installed here")]) from error

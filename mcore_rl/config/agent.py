@@ -1,0 +1,55 @@
+"""The configuration group ``rollout.agent``: agent loops, tools, and what ends an episode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mcore_rl.config.bounds import InputFile, NonNegativeFloat, PositiveInt, Seconds
+
+
+class CutSide(Enum):
+    """Where text that is too long is cut: at its beginning (left), its end (right), or in the middle."""
+
+    left = "left"
+    right = "right"
+    middle = "middle"
+
+
+@dataclass(kw_only=True)
+class AgentConfig:
+    """Agents: how an episode runs, what the model may call, and the limits that end an episode.
+
+    default_agent_loop: the loop of rows without ``agent_name``.
+    loops: further loops, by the name that rows use: ``FILE.py:CLASS`` each.
+    tools: what the model may call: built-in tools by name, and functions as ``FILE.py:FUNCTION``.
+    tool_config_path: a yaml file of tools in verl's form, besides ``tools``.
+    tool_parser: reads the model's calls: one of vLLM's parsers by name, or ``FILE.py:FUNCTION``.
+    interaction_config_path: a yaml file of interactions in verl's form.
+    max_turns: the most turns of the model.
+    max_turn_tokens: the most tokens of a turn; None: as many as the episode has left.
+    max_calls_per_turn: the most calls of a turn.
+    max_parallel_calls: calls of a turn that run at once; the others wait.
+    tool_timeout_s: limit of one call; the model is told that it took too long.
+    max_tool_s: limit of all calls of an episode together.
+    max_tool_response_length: the most characters of a call's result; the rest is cut.
+    tool_response_cut: where a result is cut.
+    tool_reward_coef: factor of the rewards that tools and interactions give for a turn.
+    """
+
+    default_agent_loop: str = "single_turn_agent"
+    loops: dict[str, Any] = field(default_factory=dict)
+    tools: list[str] = field(default_factory=list)
+    tool_config_path: InputFile | None = None
+    tool_parser: str = "hermes"
+    interaction_config_path: InputFile | None = None
+    max_turns: PositiveInt = 8
+    max_turn_tokens: PositiveInt | None = None
+    max_calls_per_turn: PositiveInt = 8
+    max_parallel_calls: PositiveInt = 4
+    tool_timeout_s: Seconds = 30.0
+    max_tool_s: Seconds = 300.0
+    max_tool_response_length: PositiveInt = 1024
+    tool_response_cut: CutSide = CutSide.middle
+    tool_reward_coef: NonNegativeFloat = 1.0

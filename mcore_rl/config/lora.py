@@ -1,0 +1,60 @@
+"""Settings of low-rank adapters (LoRA, arXiv:2106.09685), with PEFT's names and meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mcore_rl.config.bounds import InputDirectory, NonNegativeInt, PositiveFloat
+from mcore_rl.errors import Violation
+
+ALL_LINEAR = "all-linear"
+
+
+class AdapterInit(Enum):
+    """First values of A; B is 0, so that a new adapter changes nothing.
+
+    ``kaiming``: uniform within 1 / sqrt(inputs).  ``gaussian``: normal of standard deviation 1 / rank.
+    """
+
+    kaiming = "kaiming"
+    gaussian = "gaussian"
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Train adapters instead of the weights: each adapted layer computes ``W x + scale * B (A x)``.
+
+    rank: rows of A and columns of B; 0 trains the weights themselves.
+    alpha: the scale is alpha / rank.
+    use_rslora: the scale is alpha / sqrt(rank) (arXiv:2312.03732).
+    target_modules: names of the adapted layers in the Hugging Face model, or the ends of them; ``[all-linear]`` adapts
+    every linear layer of attention, MLPs and experts, and neither routers nor the output projection.
+    exclude_modules: names, or the ends of them, of layers that are left out.
+    init: see ``AdapterInit``.
+    path: a directory that PEFT saved, whose adapters are the first values; None: new ones.
+    """
+
+    rank: NonNegativeInt = 0
+    alpha: PositiveFloat = 16.0
+    use_rslora: bool = False
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    exclude_modules: list[str] = field(default_factory=list)
+    init: AdapterInit = AdapterInit.kaiming
+    path: InputDirectory | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor of ``B A``."""
+        assert self.rank, "there are no adapters"
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+def lora_violations(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
+    """Contradictions within ``lora``.  prefix: of its keys, with its dot."""
+    if not lora.target_modules:
+        yield Violation(f"{prefix}target_modules", [], "adapts no layer", f"Write [{ALL_LINEAR}], or rank=0 for none")
+    if ALL_LINEAR in lora.target_modules and len(lora.target_modules) > 1:
+        problem = f"names layers beside {ALL_LINEAR}, which is all of them"
+        yield Violation(f"{prefix}target_modules", lora.target_modules, problem, f"Write [{ALL_LINEAR}], or the names")

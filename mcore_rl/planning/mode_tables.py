@@ -1,0 +1,99 @@
+"""Shows a comparison of modes: a table for the terminal, and plain values for a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from mcore_rl.planning.modes import ModeResult, ModesResult
+from mcore_rl.planning.tables import seconds_text
+
+HEAD = (
+    "mode",
+    "nodes, engines/trainer",
+    "step",
+    "samples/s",
+    "times sync",
+    "engines idle",
+    "trainer idle",
+    "staleness",
+)
+LITTLE = 0.05  # a gain that is not worth another mode
+
+
+def mode_tables(result: ModesResult) -> Group:
+    """The table, why the fastest is so, its layouts as overrides, and the splits that were refused."""
+    shown = Table(*HEAD, box=None, pad_edge=False, header_style="bold")
+    shown.columns[0].no_wrap = True
+    for row in result.rows:
+        shown.add_row(*_cells(result, row))
+    text = "nodes: of engines / of the trainer; x sync: times as fast; staleness: mean / most, versions"
+    mean = f"{result.lengths.mean:,.0f} of at most {result.lengths.longest:,} tokens"
+    parts: list[Any] = [Text(f"simulated, with responses of {mean} on average"), shown]
+    parts += [Text(line) for line in (text, *result.refused, why(result))]
+    parts += [Text("its layouts, as overrides:"), Text(" ".join(_overrides(result.best)))]
+    return Group(*parts)
+
+
+def _cells(result: ModesResult, row: ModeResult) -> list[str]:
+    each = row.simulation
+    nodes = f"{row.engine_nodes}/{row.trainer_nodes}" if row.engine_nodes else f"all {row.trainer_nodes}"
+    idle = [f"{each.engines_idle:.0%}", f"{each.trainer_idle:.0%}"]
+    ratio, staleness = f"{result.ratio(row):.2f}", f"{each.staleness_mean:.1f} / {each.staleness_max}"
+    return [row.mode.name, nodes, seconds_text(each.step_s), f"{each.samples_per_s:.2f}", ratio, *idle, staleness]
+
+
+def why(result: ModesResult) -> str:
+    """Which mode pays, and why, in one line."""
+    best, base = result.best, result.base
+    if result.ratio(best) < 1 + LITTLE:
+        share = base.simulation.drawing
+        return f"no mode pays: none is {LITTLE:.0%} faster than {base.mode.name}, of which drawing is {share:.0%}"
+    overlap = [row for row in result.rows if row.mode.max_staleness == 1 and not row.mode.in_flight]
+    text = f"{best.mode.name} pays: {result.ratio(best):.2f} times {base.mode.name}"
+    if overlap:
+        fastest = max(map(result.ratio, overlap))
+        text += f"; overlap alone (one_step_off) {fastest:.2f} times"
+    engines, trainer = best.simulation.engines_idle, best.simulation.trainer_idle
+    if abs(engines - trainer) < LITTLE:
+        return f"{text}; engines and trainer wait for each other equally"
+    return f"{text}; the {'engines' if engines > trainer else 'trainer'} wait{'' if engines > trainer else 's'} most"
+
+
+def _overrides(row: ModeResult) -> list[str]:
+    placement = "separate" if row.engine_nodes else "colocated"
+    return [
+        f"trainer.placement={placement}", f"trainer.nnodes={row.trainer_nodes}", *row.candidate.overrides
+    ]  # fmt: skip
+
+
+def mode_values(result: ModesResult) -> dict[str, Any]:
+    """The comparison as plain values for a JSON file; idle, drawing, training and publishing are shares of the time."""
+    return {
+        "mean_length": result.lengths.mean,
+        "longest": result.lengths.longest,
+        "refused": list(result.refused),
+        "why": why(result),
+        "rows": [
+            {
+                "mode": row.mode.name,
+                "engine_nodes": row.engine_nodes,
+                "trainer_nodes": row.trainer_nodes,
+                "step_s": row.simulation.step_s,
+                "samples_per_s": row.simulation.samples_per_s,
+                "times_sync": result.ratio(row),
+                "engines_idle": row.simulation.engines_idle,
+                "trainer_idle": row.simulation.trainer_idle,
+                "drawing": row.simulation.drawing,
+                "training": row.simulation.training,
+                "publishing": row.simulation.publishing,
+                "staleness_mean": row.simulation.staleness_mean,
+                "staleness_max": row.simulation.staleness_max,
+                "overrides": _overrides(row),
+            }
+            for row in result.rows
+        ],
+    }

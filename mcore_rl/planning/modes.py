@@ -1,0 +1,217 @@
+"""Compares the modes of a run, and the splits of its devices between engines and trainer, by simulation.
+
+The costs of a simulation are those of the plan: ``engine_costs`` takes apart what ``timing.generation_s`` adds up, a
+training step costs what the plan's parts but drawing and the weight update cost, in proportion to its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import BYTES, RolloutConfig, state_bytes
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.families.flops import forward_flops, matmul_parameters
+from mcore_rl.planning.lengths import Lengths, Lognormal
+from mcore_rl.planning.overheads import (
+    GIB,
+    LAYER_LATENCY_S,
+    MEAN_PROMPT_SHARE,
+    MEAN_RESPONSE_SHARE,
+    STEP_LATENCY_S,
+    ProcessMemory,
+)
+from mcore_rl.planning.plan import role_plan
+from mcore_rl.planning.search import Candidate, fastest_by_rollout
+from mcore_rl.planning.serving import Serving, cache_bytes_per_token, serving
+from mcore_rl.planning.simulated_engine import EngineCosts
+from mcore_rl.planning.simulation import (
+    ONE_STEP_OFF,
+    SYNC_COLOCATED,
+    SYNC_SEPARATE,
+    SimulatedMode,
+    Simulation,
+    TrainerCosts,
+    Workload,
+    asynchronous,
+    simulate,
+)
+from mcore_rl.planning.timing import Rates, compute_flops_rate, nodes_reduction_s, optimizer_s, streamed_bytes
+
+SEPARATE_MODES = (SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(1), asynchronous(2), asynchronous(4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeResult:
+    """A mode on a split, with the fastest layouts that fit.
+
+    engine_nodes: nodes of the engines; 0: they are on the trainer's.  trainer_nodes: the others.
+    """
+
+    mode: SimulatedMode
+    engine_nodes: int
+    trainer_nodes: int
+    candidate: Candidate
+    simulation: Simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModesResult:
+    """All modes on all splits.  refused: splits that no layout fits, in words.  lengths: of the responses."""
+
+    rows: tuple[ModeResult, ...]
+    refused: tuple[str, ...]
+    lengths: Lengths
+
+    @property
+    def base(self) -> ModeResult:
+        """What others are compared with: sync on shared devices, or where that does not fit the fastest sync."""
+        sync = [row for row in self.rows if row.mode.max_staleness == 0]
+        return min(sync, key=lambda row: (not row.mode.shared, row.simulation.step_s))
+
+    @property
+    def best(self) -> ModeResult:
+        """The row of the shortest step."""
+        return min(self.rows, key=lambda row: row.simulation.step_s)
+
+    def ratio(self, row: ModeResult) -> float:
+        """How many times as fast as ``base`` a row is."""
+        return self.base.simulation.step_s / row.simulation.step_s
+
+
+def num_nodes(run: RunConfig, cluster: ClusterConfig) -> int:
+    """The nodes of ``run``, trainer and engines together."""
+    if run.trainer.placement is Placement.colocated:
+        return run.trainer.nnodes
+    return run.trainer.nnodes + -(-run.rollout.layout.world_size // max(1, cluster.gpus_per_node))
+
+
+def splits_of(nodes: int) -> tuple[int, ...]:
+    """The numbers of engine nodes to try: a quarter, a half and three quarters of ``nodes``."""
+    return tuple(sorted({round(nodes * share) for share in (0.25, 0.5, 0.75)} & set(range(1, nodes))))
+
+
+def compare_modes(
+    run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths | None = None, *,
+    splits: Sequence[int] = (), modes: Sequence[SimulatedMode] = SEPARATE_MODES, steps: int = 8, seed: int = 0,
+) -> ModesResult:  # fmt: skip
+    """Every mode on every split of the run's nodes, each with the layouts of its own with which it is fastest.
+
+    lengths: None: lognormal, with the mean that the plan assumes.  splits: see ``splits_of``.  modes: of separate
+    devices.  steps, seed: see ``simulate``.
+    """
+    assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
+    longest = run.data.max_response_length
+    lengths = lengths or Lognormal(MEAN_RESPONSE_SHARE * longest, longest)
+    nodes, rows, refused = num_nodes(run, cluster), list[ModeResult](), list[str]()
+    for engine_nodes in (0, *(splits or splits_of(nodes))):
+        placed = _placed(run, cluster, nodes, engine_nodes)
+        candidates = fastest_by_rollout(placed, model, cluster)
+        if not candidates:
+            where = f"{engine_nodes} nodes of engines" if engine_nodes else "engines on the trainer's devices"
+            refused.append(f"{where}: no layout fits")
+        for mode in modes if engine_nodes else (SYNC_COLOCATED,):
+            results = [(each, _simulated(mode, each, model, cluster, lengths, steps, seed)) for each in candidates]
+            if results:
+                candidate, result = min(results, key=lambda each: each[1].step_s)
+                row = ModeResult(
+                    mode=mode, engine_nodes=engine_nodes, trainer_nodes=nodes - engine_nodes, candidate=candidate,
+                    simulation=result,
+                )  # fmt: skip
+                rows.append(row)
+    return ModesResult(rows=tuple(rows), refused=tuple(refused), lengths=lengths)
+
+
+def _placed(run: RunConfig, cluster: ClusterConfig, nodes: int, engine_nodes: int) -> RunConfig:
+    """``run`` on ``nodes`` nodes, of which the engines have ``engine_nodes`` for themselves, or share all."""
+    placement = Placement.separate if engine_nodes else Placement.colocated
+    trainer = replace(run.trainer, placement=placement, nnodes=nodes - engine_nodes)
+    per_node = cluster.gpus_per_node if engine_nodes else trainer.n_gpus_per_node
+    devices = (engine_nodes or nodes) * per_node
+    return replace(run, trainer=trainer, rollout=replace(run.rollout, tp=1, dp=devices, ep=1))
+
+
+def _simulated(
+    mode: SimulatedMode, candidate: Candidate, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths,
+    steps: int, seed: int,
+) -> Simulation:  # fmt: skip
+    run = candidate.run
+    assert isinstance(run, RunConfig), "fine-tuning has no modes"
+    layout = run.rollout.layout
+    costs, work = engine_costs_of(run, model, cluster, lengths.mean), workload(run, lengths)
+    trainer = trainer_costs(candidate, model, cluster)
+    return simulate(mode, work, costs, layout.num_engines * layout.engine_dp, trainer, steps=steps, seed=seed)
+
+
+def workload(run: RunConfig, lengths: Lengths) -> Workload:
+    """What a step of ``run`` draws; groups that dynamic sampling will drop are among it."""
+    prompt = max(1, round(MEAN_PROMPT_SHARE * run.data.max_prompt_length))
+    groups = run.data.gen_batch_size or run.data.train_batch_size
+    return Workload(groups=groups, samples=run.rollout.n + run.needs_greedy, prompt=prompt, lengths=lengths)
+
+
+def engine_costs_of(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, mean_response: float) -> EngineCosts:
+    """The costs of an engine of ``run``, or of one replica of an engine whose experts span them."""
+    device_bytes = int(cluster.gpu_memory_gib * GIB)
+    room = serving(model, run.rollout, device_bytes=device_bytes, processes=ProcessMemory.of(cluster))
+    rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.rollout.dtype)
+    prompt = MEAN_PROMPT_SHARE * run.data.max_prompt_length
+    return engine_costs(model, run.rollout, room, rates, prompt + mean_response / 2)
+
+
+def engine_costs(
+    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, mean_length: float
+) -> EngineCosts:
+    """The terms of ``timing.generation_s`` for a decode step and for a token of a prompt.
+
+    mean_length: tokens of a sequence that is read at once, for the share of attention.
+    """
+    layout, per_token = config.layout, max(1, cache_bytes_per_token(model, config))
+    row, between = BYTES[config.dtype] * model.hidden_size, [0.0] * (config.max_num_seqs + 1)
+    latency, between_token = 0.0, 0.0
+    if rates.accelerator:
+        latency = STEP_LATENCY_S + 2 * model.num_layers * LAYER_LATENCY_S * (layout.tp > 1 or layout.ep > 1)
+        if layout.engine_size > rates.per_node:
+            sizes = range(config.max_num_seqs + 1)
+            reductions = [nodes_reduction_s(row * active, layout.engine_size, rates) for active in sizes]
+            between = [2 * model.num_layers * seconds for seconds in reductions]
+            between_token = between[-1] / config.max_num_seqs
+    mean = max(1, round(mean_length))
+    prefill = forward_flops(model, [mean]) / mean / layout.tp / compute_flops_rate(model, rates)
+    return EngineCosts(
+        fixed_s=tuple(latency + seconds for seconds in between),
+        stream_s=tuple(_stream_s(model, config, rates)),
+        token_s=per_token / rates.memory,
+        product_s=2 * matmul_parameters(model) / layout.tp / rates.flops,
+        prefill_s=prefill + between_token,
+        capacity=max(0, room.cache) / per_token,
+        slot=state_bytes(model, config) / per_token,
+    )
+
+
+def _stream_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> Iterator[float]:
+    """By the number of running sequences, the seconds in which the weights that they touch are read."""
+    for active in range(config.max_num_seqs + 1):
+        yield streamed_bytes(model, config, BYTES[config.dtype], active) / rates.memory
+
+
+def trainer_costs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig) -> TrainerCosts:
+    """The plan's seconds of a step that do not depend on its tokens, and the others for each token that is drawn."""
+    run, seconds = candidate.run, dict(candidate.plan.seconds)
+    assert isinstance(run, RunConfig), "fine-tuning has no modes"
+    del seconds["generate"]
+    publish, save = seconds.pop("sync"), seconds.pop("save", 0.0)
+    rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.actor.precision, run.trainer.device_peak_tflops)
+    updates = 0.0
+    for row in run.trained_rows:
+        config = run.trained_config(row)
+        count = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
+        updates += count * optimizer_s(role_plan(row, model, run, cluster), rates)
+    mean = MEAN_PROMPT_SHARE * run.data.max_prompt_length + MEAN_RESPONSE_SHARE * run.data.max_response_length
+    drawn = (run.data.gen_batch_size or run.data.train_batch_size) * (run.rollout.n + run.needs_greedy)
+    return TrainerCosts(
+        fixed_s=updates + save, token_s=(sum(seconds.values()) - updates) / (drawn * mean), publish_s=publish
+    )

@@ -1,0 +1,129 @@
+"""Calls of an episode: side by side, limited, and with a result whatever the tool does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from mcore_rl.agents.episode_calls import CUT, EpisodeCalls, cut
+from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolSchema, ToolSet
+from mcore_rl.config.agent import AgentConfig, CutSide
+from tests.support.awaited import awaited
+
+
+class Recording(EpisodeTool):
+    """Does what its argument says, and writes down what happens to it."""
+
+    def __init__(self, name: str = "tool") -> None:
+        super().__init__({}, ToolSchema(type="function", function={"name": name}))
+        self.log: list[Any] = []
+        self.running = self.most = 0
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await asyncio.sleep(0)
+        self.log.append(("create", instance_id, kwargs))
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(parameters.get("sleep", 0))
+        finally:
+            self.running -= 1
+        if parameters.get("raise"):
+            raise OSError("no such thing")
+        return parameters.get("say", "done"), parameters.get("reward"), {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.25
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.log.append(("release", instance_id, kwargs))
+
+
+def call(arguments: str = "{}", name: str = "tool") -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
+
+
+def calls_of(tool: Any, kwargs: Any = None, **settings: Any) -> EpisodeCalls:
+    return EpisodeCalls(ToolSet({"tool": tool}), AgentConfig(**settings), "e7", kwargs or {})
+
+
+@awaited
+async def test_a_tool_lives_as_long_as_the_episode_that_calls_it() -> None:
+    tool = Recording()
+    rows = {"tool": {"create_kwargs": {"ground_truth": "3", "absent": None}, "release_kwargs": {"a": 1}}}
+    calls = calls_of(tool, rows)
+    assert [each.text for each in await calls.run([call(), call('{"say": "x", "reward": 0.5}')])] == ["done", "x"]
+    await calls.run([call()])
+    assert await calls.final_reward() == 0.25
+    await calls.release()
+    await calls.release()
+    assert tool.log == [("create", "e7", {"ground_truth": "3"}), ("release", "e7", {"a": 1})]
+    assert (calls.num_calls, calls.num_failed) == (3, 0)
+
+
+@awaited
+async def test_an_episode_that_calls_nothing_creates_nothing() -> None:
+    tool = Recording()
+    calls = calls_of(tool)
+    assert await calls.final_reward() == 0.0
+    await calls.release()
+    assert not tool.log
+
+
+@awaited
+async def test_calls_of_a_turn_run_side_by_side_up_to_the_limit() -> None:
+    tool = Recording()
+    start = time.monotonic()
+    await calls_of(tool, max_parallel_calls=3).run([call('{"sleep": 0.1}')] * 6)
+    assert tool.most == 3 and time.monotonic() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [('{"raise": 1}', "Error: OSError: no such thing"), ('{"sleep": 9}', "Error: the tool took longer than 0.1 s"),
+     ("{", "are no JSON")],
+)  # fmt: skip
+@awaited
+async def test_failures_are_observations(arguments: str, said: str) -> None:
+    calls = calls_of(Recording(), tool_timeout_s=0.1)
+    (result,) = await calls.run([call(arguments)])
+    assert said in result.text and result.failed and calls.num_failed == 1
+
+
+@awaited
+async def test_a_result_that_is_no_result_is_a_failure() -> None:
+    (result,) = await calls_of(Recording()).run([call('{"reward": "much"}')])
+    assert result.failed and "the tool gave no result" in result.text
+
+
+@awaited
+async def test_all_calls_of_an_episode_have_a_time_together() -> None:
+    calls = calls_of(Recording(), max_tool_s=0.15, tool_timeout_s=9.0)
+    results = [(await calls.run([call('{"sleep": 0.1}')]))[0].failed for _ in range(2)]
+    assert results == [False, True] and calls.is_out_of_time
+
+
+@awaited
+async def test_a_tool_that_limits_itself_may_wait_for_its_turn() -> None:
+    tool = Recording()
+    tool.limits_itself = True
+    (result,) = await calls_of(tool, tool_timeout_s=0.05).run([call('{"sleep": 0.2}')])
+    assert not result.failed
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [(CutSide.left, f"{CUT}56789"), (CutSide.right, f"01234{CUT}"), (CutSide.middle, f"012{CUT}89")]
+)
+def test_long_results_are_cut_where_it_is_asked(side: CutSide, kept: str) -> None:
+    assert cut("0123456789", 5, side) == kept and cut("01234", 5, side) == "01234"
+
+
+@awaited
+async def test_results_are_cut() -> None:
+    (result,) = await calls_of(Recording(), max_tool_response_length=4).run([call('{"say": "0123456789"}')])
+    assert result.text == f"01{CUT}89"

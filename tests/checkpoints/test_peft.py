@@ -1,0 +1,143 @@
+"""Directories of adapters: PEFT loads what we write and computes the same, what PEFT saved is read, refusals say why.
+
+Models with experts: transformers keeps the experts of a layer in one tensor, and PEFT converts adapters of each expert.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.checkpoints.convert import merge
+from mcore_rl.checkpoints.peft import CONFIG, WEIGHTS, lora_of, open_peft, read_adapter_config, write_peft
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
+from mcore_rl.weights.adapter_table import AdapterTable
+from mcore_rl.weights.table import Table
+from tests.support import adapters, tiny_models
+from tests.support.full_weights import Weights
+
+LORA = LoraConfig(rank=4, alpha=6.0, use_rslora=True)
+TOKENS = torch.tensor([[5, 17, 99, 20, 34, 7, 8, 11]])
+
+
+def _quiet(stage: str, num_bytes: int, total: int) -> None: ...
+
+
+def _written(kind: str, root: Path, lora: LoraConfig = LORA) -> tuple[Path, Path, Weights]:
+    """(a tiny model, a directory of its adapters that we wrote, these adapters)."""
+    tiny_models.save(kind, root / "base")
+    table = AdapterTable(Table(*model_of(read_config(root / "base"))), lora)
+    given = adapters.drawn(table)
+    write_peft(given, table, root / "adapter", str(root / "base"))
+    return root / "base", root / "adapter", given
+
+
+def _logits(directory: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_peft_computes_what_the_merged_model_does(kind: str, tmp_path: Path) -> None:
+    """The merged model is ours, and held against float64 by hand below; PEFT applies the adapters by itself."""
+    peft = pytest.importorskip("peft")
+    # Of experts PEFT 0.21 doubles rank and alpha where it joins gate and up, which is another scale with rslora.
+    # It takes the names of experts' layers from dense MLPs and shared experts of the same model, which it then lacks.
+    dense = kind in ("qwen2", "phi3")
+    beside = [f"{place}.{name}_proj" for place in ("mlp", "shared_experts") for name in ("gate", "up", "down")]
+    lora = replace(LORA, use_rslora=dense, exclude_modules=beside if kind in ("qwen3_moe", "deepseek_v3") else [])
+    base, directory, _ = _written(kind, tmp_path, lora)
+    done = merge(base, directory, tmp_path / "merged", report=_quiet)
+    assert done.directory == tmp_path / "merged"
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), directory)
+    with torch.no_grad():
+        theirs = loaded.eval()(TOKENS).logits
+    assert (theirs - _logits(base)).abs().max() > 1e-2, "the adapters do something"
+    torch.testing.assert_close(_logits(tmp_path / "merged"), theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_merged_tensors_by_hand(tmp_path: Path) -> None:
+    base, directory, given = _written("qwen2", tmp_path)
+    merge(base, directory, tmp_path / "merged", report=_quiet)
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        stem = f"{adapters.PEFT}{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in given:
+            assert torch.equal(after[name], tensor), name
+            continue
+        a, b = (given[f"{stem}.lora_{which}.weight"].double() for which in "AB")
+        exact = tensor.double() + 6.0 / 4**0.5 * (b @ a)
+        torch.testing.assert_close(after[name], exact.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_what_peft_saved_is_read(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    tiny_models.save("qwen2", tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6.0, use_rslora=True, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    lora = lora_of(read_adapter_config(tmp_path / "theirs"))
+    assert replace(lora, target_modules=sorted(lora.target_modules)) == replace(
+        LORA, target_modules=["down_proj", "q_proj"]
+    )
+    with open_peft(tmp_path / "theirs", AdapterTable(Table(*model_of(read_config(tmp_path / "base"))), lora)) as held:
+        saved = load_file(tmp_path / "theirs" / WEIGHTS)
+        assert saved.keys() == held.tensors.keys() and all(torch.equal(held.read(name), saved[name]) for name in saved)
+
+
+def test_adapters_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
+    base, directory, given = _written("qwen2", tmp_path)
+    table = AdapterTable(Table(*model_of(read_config(base))), LORA)
+    with open_peft(directory, table):
+        pass
+
+    def refusal(wanted: AdapterTable, weights: Weights | None = None, **fields: object) -> str:
+        wrong = tmp_path / "wrong"
+        shutil.rmtree(wrong, ignore_errors=True)
+        shutil.copytree(directory, wrong)
+        config = json.loads((wrong / CONFIG).read_text()) | fields
+        (wrong / CONFIG).write_text(json.dumps(config))
+        if weights is not None:
+            save_file(weights, wrong / WEIGHTS)
+        with pytest.raises(CheckpointError) as raised:
+            open_peft(wrong, wanted)
+        return str(raised.value)
+
+    assert "use_dora=True" in refusal(table, use_dora=True)
+    assert "peft_type=IA3" in refusal(table, peft_type="IA3")
+    other = AdapterTable(table.base, replace(LORA, rank=8, alpha=32.0))
+    said = refusal(other)
+    assert "r=4, and the run has 8" in said and "lora_alpha=6.0, and the run has 32.0" in said
+    assert "has shape (4, " in said and "q_proj.lora_A.weight" in said
+    name = next(name for name in given if "q_proj.lora_B" in name)
+    assert f"tensor {name} of shape" in refusal(table, {key: value for key, value in given.items() if key != name})
+    assert "tensor x.lora_A.weight is of no layer" in refusal(table, given | {"x.lora_A.weight": torch.zeros(2, 2)})
+    (directory / CONFIG).unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
+        open_peft(directory, table)
+
+
+def test_adapters_without_a_partner_are_not_merged(tmp_path: Path) -> None:
+    base, directory, given = _written("qwen2", tmp_path)
+    name = next(name for name in given if "q_proj.lora_B" in name)
+    save_file({key: value for key, value in given.items() if key != name}, directory / WEIGHTS)
+    with pytest.raises(CheckpointError, match="is of no layer of the model, or alone"):
+        merge(base, directory, tmp_path / "merged", report=_quiet)
+    save_file(given | {name: torch.zeros(3, 4)}, directory / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight have shapes \(4, .*\) and \(3, 4\)"):
+        merge(base, directory, tmp_path / "merged", report=_quiet)
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,48 @@
+"""The scale of adapters, and settings that contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.lora import LoraConfig, lora_violations
+from mcore_rl.config.role import Role
+from mcore_rl.config.roles import CriticConfig
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import ACTOR, SftConfig
+from mcore_rl.errors import Violation
+from tests.support.composed import composed
+
+
+def test_scale_is_that_of_the_papers() -> None:
+    assert LoraConfig(rank=8, alpha=32.0).scale == 4.0
+    assert LoraConfig(rank=16, alpha=32.0, use_rslora=True).scale == 8.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [([], "adapts no layer"), (["all-linear", "q_proj"], "which is all of them")],
+)
+def test_targets_that_contradict_each_other(targets: list[str], words: str) -> None:
+    (violation,) = lora_violations(LoraConfig(rank=8, target_modules=targets), "actor.lora.")
+    assert violation.key == "actor.lora.target_modules" and words in str(violation)
+
+
+def _of(*overrides: str) -> list[Violation]:
+    words = ("algorithm=ppo", "model.path=m", "data.train_files=[t]", "data.val_files=[v]", *overrides)
+    return run_violations(composed(RunConfig, "train", words))
+
+
+def test_keys_of_adapters_are_read_with_a_rank_alone() -> None:
+    (violation,) = _of("actor.lora.alpha=32")
+    assert violation.key == "actor.lora.alpha" and "there are no adapters" in str(violation)
+    assert _of("actor.lora.alpha=32", "actor.lora.rank=8", "critic.lora.rank=4") == []
+
+
+def test_shared_experts_that_overlap_leave_their_adapters_out() -> None:
+    keys = [each.key for each in _of("actor.lora.rank=8", "+actor.megatron.moe_shared_expert_overlap=true")]
+    assert keys == ["actor.megatron.moe_shared_expert_overlap"]
+    assert _of("+actor.megatron.moe_shared_expert_overlap=true") == []
+
+
+def test_every_trained_role_has_the_group() -> None:
+    assert isinstance(ACTOR, Role) and SftConfig().actor.lora.rank == CriticConfig().lora.rank == 0

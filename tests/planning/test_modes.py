@@ -1,0 +1,116 @@
+"""Modes of recipes: the simulated costs are the plan's, and every row can be composed and fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.planning import modes, timing
+from mcore_rl.planning.lengths import Lognormal
+from mcore_rl.planning.mode_tables import mode_values, why
+from mcore_rl.planning.modes import ModesResult, compare_modes, engine_costs, splits_of
+from mcore_rl.planning.plan import plan
+from mcore_rl.planning.recipes import recipe_model
+from mcore_rl.planning.search import fastest_by_rollout
+from mcore_rl.planning.serving import Serving, cache_bytes_per_token
+from mcore_rl.planning.simulation import (
+    ONE_STEP_OFF,
+    SYNC_SEPARATE,
+    TrainerCosts,
+    Workload,
+    asynchronous,
+    simulate,
+)
+from tests.planning.test_timing import EXPERTS, MODEL, RATES, rollout
+
+H100 = load_cluster("nvidia_h100")
+
+
+def recipe(*more: str) -> RunConfig:
+    run = load_recipe("qwen2_7b_grpo", ["trainer.nnodes=2", *more])
+    assert isinstance(run, RunConfig)
+    return run
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 4}], ids=["one", "two nodes"])
+def test_steps_of_equal_responses_take_what_the_plan_says(model: object, layout: dict[str, int]) -> None:
+    """Responses of the greatest length: all run in every step, and the plan's mean of the cache is theirs."""
+    config: RolloutConfig = rollout(max_response_length=200, **layout)
+    rates = replace(RATES, per_node=2)
+    room = Serving(weights=0, working=0, overhead=0, budget=0, cache=10**12, per_sequence=1)
+    expected = timing.generate_s(model, config, room, rates, 8, 50, 200)  # type: ignore[arg-type]
+    costs = engine_costs(model, config, room, rates, 50)  # type: ignore[arg-type]
+    work = Workload(groups=8, samples=4, prompt=50, lengths=Lognormal(200, 200, 0.0))
+    trainer = TrainerCosts(fixed_s=1.0, token_s=0.0, publish_s=0.0)
+    simulated = simulate(SYNC_SEPARATE, work, costs, 1, trainer).step_s - 1.0
+    assert simulated == pytest.approx(expected, rel=0.01)
+    assert costs.capacity == 10**12 / cache_bytes_per_token(model, config)  # type: ignore[arg-type]
+    assert costs.most == config.max_num_seqs
+
+
+def test_a_training_step_takes_what_the_plan_says() -> None:
+    run = recipe("data.gen_batch_size=2048", "algorithm.filter_groups.enable=true")
+    model = recipe_model(run)
+    for candidate in fastest_by_rollout(run, model, H100):
+        seconds = dict(candidate.plan.seconds)
+        costs = modes.trainer_costs(candidate, model, H100)
+        tokens = 2048 * 5 * (512 + 512)  # half of what is allowed
+        whole = seconds.pop("generate") * 0 + sum(seconds.values())
+        assert costs.publish_s == seconds["sync"] > 0 < costs.fixed_s
+        assert costs.fixed_s + costs.token_s * tokens + costs.publish_s == pytest.approx(whole)
+
+
+@cache
+def compared() -> ModesResult:
+    run = recipe("data.train_batch_size=256")
+    separate = (SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(2))
+    return compare_modes(run, recipe_model(run), H100, modes=separate, steps=3)
+
+
+def test_every_row_fits_on_the_devices_of_the_run() -> None:
+    result = compared()
+    assert [(row.mode.name, row.engine_nodes, row.trainer_nodes) for row in result.rows] == [
+        ("sync, colocated", 0, 2), ("sync, separate", 1, 1), ("one_step_off", 1, 1), ("async, 2", 1, 1),
+    ]  # fmt: skip
+    for row in result.rows:
+        run = row.candidate.run
+        assert isinstance(run, RunConfig)
+        planned = plan(run, recipe_model(run), H100)
+        assert planned.fits and planned.num_gpus == 16
+        assert row.simulation.staleness_max <= row.mode.max_staleness
+    assert result.ratio(result.base) == 1 and result.base.mode.shared
+    assert result.best.simulation.step_s == min(row.simulation.step_s for row in result.rows)
+
+
+def test_the_overrides_of_a_row_compose_to_what_was_simulated() -> None:
+    for row, values in zip(compared().rows, mode_values(compared())["rows"], strict=True):
+        run = load_recipe("qwen2_7b_grpo", ["data.train_batch_size=256", *values["overrides"]])
+        assert isinstance(run, RunConfig) and isinstance(row.candidate.run, RunConfig)
+        assert (run.rollout, run.trainer) == (row.candidate.run.rollout, row.candidate.run.trainer)
+        assert run.actor == row.candidate.run.actor
+
+
+def test_what_pays_is_said_and_why() -> None:
+    """Where a step is mostly training, as here, two of which have half of the devices each, nothing pays."""
+    result = compared()
+    assert why(result).startswith("no mode pays: none is 5% faster than sync, colocated")
+    sync, separate, overlap, last = result.rows
+    fast = replace(last, simulation=replace(last.simulation, step_s=sync.simulation.step_s / 2, training=0.1))
+    said = why(replace(result, rows=(sync, separate, overlap, fast)))
+    assert said.startswith(
+        f"async, 2 pays: 2.00 times sync, colocated; overlap alone (one_step_off) {result.ratio(overlap):.2f}"
+    )
+    assert said.endswith("the trainer waits most")
+    assert why(replace(result, rows=(separate, fast))).startswith("async, 2 pays") and "overlap" not in why(
+        replace(result, rows=(separate, fast))
+    )
+
+
+def test_one_node_cannot_be_split() -> None:
+    assert [splits_of(nodes) for nodes in (1, 2, 3, 4, 16)] == [(), (1,), (1, 2), (1, 2, 3), (4, 8, 12)]

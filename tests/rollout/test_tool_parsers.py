@@ -1,0 +1,54 @@
+"""Calls are read by vLLM's parsers of the families; what begins a call and cannot be read is told apart from none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tool_parsers import ReadCalls, VllmCallReader
+from tests.support.chat_styles import DEEPSEEK_CALL, DEEPSEEK_TOKENS, style
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+ONE, NONE, WRONG = ReadCalls(calls=(("add", '{"a": 1}'),)), ReadCalls(calls=()), ReadCalls(calls=(), unreadable=True)
+
+
+@pytest.mark.parametrize(
+    ("parser", "family", "one", "wrong"),
+    [
+        ("hermes", "qwen2.5", 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<tool_call>{"),
+        ("llama3_json", "llama3", '{"name": "add", "parameters": {"a": 1}}', '<|python_tag|>{"name"'),
+        ("deepseek_v3", "deepseek", DEEPSEEK_CALL, DEEPSEEK_TOKENS[8] + "add"),
+        ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "[TOOL_CALLS] [{"),
+    ],
+)  # fmt: skip
+def test_the_families_forms(parser: str, family: str, one: str, wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    if parser == "mistral" and importlib.util.find_spec("ijson") is None:
+        pytest.skip("vLLM's parser of Mistral's calls needs ijson")
+    before = dict(os.environ)
+    reader = VllmCallReader(parser, style(family), [ADD])
+    assert dict(os.environ) == before, "importing vLLM leaves nothing in the environment of later processes"
+    assert [reader.read(text) for text in (one, "no call", wrong)] == [ONE, NONE, WRONG]
+    assert not caplog.records, "a wrong call floods no log"
+
+
+def test_several_calls_of_a_turn() -> None:
+    text = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {n}}}}}</tool_call>' for n in (1, 2, 3))
+    calls = VllmCallReader("hermes", style("qwen2.5"), [ADD]).read(text).calls
+    assert calls == tuple(("add", f'{{"a": {n}}}') for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("parser", "family", "said"),
+    [("nonesuch", "qwen2.5", "vLLM has no such parser. Write one of "),
+     ("deepseek_v3", "qwen2.5", "cannot read with this model's tokenizer")],
+)  # fmt: skip
+def test_a_parser_that_does_not_fit_is_refused(parser: str, family: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.agent.tool_parser={parser}") as caught:
+        VllmCallReader(parser, style(family), [ADD])
+    assert said in str(caught.value)

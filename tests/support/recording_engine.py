@@ -1,0 +1,86 @@
+"""``mcore-rl`` on a CPU whose engines report experts, which vLLM's CPU build cannot.
+
+``python -m tests.support.recording_engine KIND FILE train ...``.  vLLM draws the samples; the experts of each are
+transformers' with the first weights (KIND ``own``), or others at random (``random``), which no engine would report and
+therefore show what was made of them.  FILE gets every sample and its experts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.arrays import RoutesArray
+from mcore_rl.controller.lifecycle import preparation, start
+from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
+from mcore_rl.reports.logprobs.transformers_scorer import _Choices
+from mcore_rl.rollout.protocol import Request, Sample, Sampling
+
+Recorded = list[tuple[list[int], Sample]]  # the tokens of the prompt, and the sample with its experts
+
+
+class Recorder:
+    """Reports the experts of samples.  kind: ``own`` or ``random``."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self._reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._choices, self._kind = _Choices(self._reference), kind
+        moe = model_of(read_config(directory))[1].moe
+        assert moe is not None
+        self._moe = moe
+
+    def experts(self, request: Request, sample: Sample) -> RoutesArray:
+        """Of all tokens but the last."""
+        tokens = [*request.prompt.tokens, *sample.tokens.tolist()][:-1]
+        with torch.no_grad():
+            self._reference(torch.tensor([tokens]))
+        own_TLK = self._choices.taken()
+        assert own_TLK is not None
+        if self._kind == "own":
+            return own_TLK.numpy()
+        seed = zlib.crc32(f"{sample.prompt_id}/{sample.index}".encode())
+        shape = (*own_TLK.shape[:2], self._moe.num_experts)
+        return np.random.default_rng(seed).random(shape).argsort(-1)[..., : self._moe.top_k]
+
+
+def report_experts(recorder: Recorder, file: Path) -> None:
+    """From here on engines report experts, and may be asked to."""
+    recorded: Recorded = []
+
+    class Pool(ResendingPool):
+        async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+            by_key = {request.key: request for request in requests}
+            async for sample in super().generate(requests, sampling):
+                request = by_key[sample.prompt_id, sample.index]
+                sample = replace(sample, experts=recorder.experts(request, sample))
+                recorded.append((list(request.prompt.tokens), sample))
+                yield sample
+            file.write_bytes(pickle.dumps(recorded))
+
+    def unasked(directory: Path, rollout: Any, *args: Any, **options: Any) -> Any:
+        assert rollout.return_routed_experts, "the run asks its engines for experts"
+        return started(directory, replace(rollout, return_routed_experts=False), *args, **options)
+
+    started = start.start_engines
+    start.ResendingPool, start.start_engines = Pool, unasked  # type: ignore[misc, assignment]
+    preparation.why_unrecorded = lambda platform: None  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    from mcore_rl.cli import main
+
+    kind, file, *words = sys.argv[1:]
+    (path,) = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
+    report_experts(Recorder(Path(path), kind), Path(file))
+    sys.exit(main(words))
