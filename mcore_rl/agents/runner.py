@@ -21,7 +21,7 @@ from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode
-from mcore_rl.errors import ConfigError, RolloutError, Violation
+from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError, Violation
 from mcore_rl.rollout.protocol import SampleSource, Sampling
 from mcore_rl.rollout.tool_parsers import ReadCalls, VllmCallReader
 
@@ -150,7 +150,7 @@ class AgentRunner:
                     logger.warning("%s: an interaction failed: %r", row.id, over.__cause__)
                 episode = session.episode(over.reason, over.end)
             except Exception as error:
-                if name in BUILT_IN_LOOPS:
+                if name in BUILT_IN_LOOPS or isinstance(error, DeadEngineError):
                     raise
                 said = f"{type(error).__name__}: {error}"
                 raise RolloutError(f"{row.id}: the agent loop {name} raised {said}") from error

@@ -242,9 +242,10 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     size = run.data.train_batch_size
     reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
-    if run.trainer.mode is Mode.one_step_off:
+    if run.trainer.mode is Mode.one_step_off and not run.algorithm.weighs:
         problem = f"trains each batch an update later than it was drawn: {reason}"
-        violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, f"Write sync, {remedy}"))
+        weighed = f"Write sync, or algorithm.off_policy=decoupled, {remedy}"
+        violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, weighed))
     if actor.ppo_epochs > loss.updates_per_batch:
         violations.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
     if actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:

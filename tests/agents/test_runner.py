@@ -12,7 +12,7 @@ from mcore_rl.agents.tools import EpisodeTool
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.episodes import Episode
-from mcore_rl.errors import ConfigError, RolloutError
+from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import Sampling
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style
@@ -129,6 +129,15 @@ async def test_an_error_of_ones_own_loop_names_it_and_the_row(own: Path) -> None
 async def test_a_loop_of_ones_own_that_returns_no_episode_is_named(own: Path) -> None:
     with pytest.raises(RolloutError, match="file:0: the agent loop mine returned NoneType"):
         await run(runner(loops={"mine": f"{own}:Nothing"}), ["a"], agent_name="mine")
+
+
+async def test_the_death_of_an_engine_is_told_as_it_is(own: Path) -> None:
+    def die(turn: int) -> str:
+        raise DeadEngineError("engine 0 died")
+
+    turns: Any = die
+    with pytest.raises(DeadEngineError, match=r"^engine 0 died"):  # whoever restarts engines must know it
+        await run(runner(loops={"mine": f"{own}:Twice"}), turns, agent_name="mine")
 
 
 @awaited

@@ -286,6 +286,9 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     assert refusals("algorithm=gpg", "actor.ppo_mini_batch_size=256", "actor.ppo_epochs=2", asked) == []
     apart = ("trainer.mode=one_step_off", "trainer.placement=separate")
     assert refusals("algorithm=gpg", *apart, asked) == refusals(*apart) == []
+    assert refusals("algorithm=gpg", *apart, "algorithm.off_policy=decoupled") == [], (
+        "weights correct the sampler's age"
+    )
 
 
 @pytest.mark.parametrize(

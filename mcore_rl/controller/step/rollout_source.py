@@ -77,7 +77,7 @@ class RolloutSource:
     def return_to(self, place: dict[str, Any]) -> None:
         """Gives all rows after ``place`` back to the sampler; a draw that goes on is cancelled."""
         if self._task is not None:
-            self._task.cancel()
+            self._task.cancel()  # of one that failed: nobody is told of its error
         self._before = None
         self._sampler.load_state_dict(place)
 
@@ -92,7 +92,6 @@ class RolloutSource:
         if self._ahead is not None and step < self._num_steps:
             self._before = self._sampler.state_dict()
             self._task = asyncio.create_task(self._draw_ahead(self._ahead.collector, step + 1))
-            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who is dropped is silent
         return rollouts
 
     async def settle(self, preemption: Preemption) -> None:

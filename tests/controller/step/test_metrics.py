@@ -76,9 +76,6 @@ def test_samples_are_counted() -> None:
     )  # fmt: skip
 
 
-MAXIMA = ("actor/log_ratio_rise", "actor/log_ratio_fall")
-
-
 def test_staleness_is_of_trained_tokens_from_their_version_to_the_step_s() -> None:
     def segment(author: Author, *counts: tuple[int, int]) -> Segment:
         """counts: (version, tokens)."""
@@ -96,6 +93,9 @@ def test_staleness_is_of_trained_tokens_from_their_version_to_the_step_s() -> No
         "rollout/staleness_mean": 1.5, "rollout/staleness_max": 2.0
     }  # fmt: skip
     assert staleness_metrics([unnamed], 7) == {}
+
+
+MAXIMA = ("actor/log_ratio_rise", "actor/log_ratio_fall")
 
 
 def result(loss: float = 0.0, skipped: str | None = None, **metrics: float) -> StepResult:

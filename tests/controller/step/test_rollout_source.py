@@ -94,10 +94,10 @@ def on(stage: Callable[[], Stage], play: Callable[[Stage], Awaitable[None]]) -> 
         staged = stage()
         async with asyncio.timeout(10), staged.source:
             await play(staged)
-        await asyncio.sleep(0)
         assert not staged.working.active and not staged.waiting.active
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert not others, others
+        del staged.source
         gc.collect()
         return staged
 
@@ -246,6 +246,23 @@ def test_another_error_is_raised_in_the_step_that_would_have_trained_it() -> Non
             await stage.source.next(2)
 
     on(Stage, play)
+
+
+def test_a_draw_is_over_when_the_source_is_left_and_an_error_that_nobody_waits_for_is_silent() -> None:
+    async def leave_while_it_draws(stage: Stage) -> None:
+        stage.working.gate.clear()
+        await stage.source.next(1)
+        await begun()
+        assert stage.working.active == 1
+
+    async def leave_when_it_failed(stage: Stage) -> None:
+        stage.working.error = RuntimeError("nobody waits for this")
+        await stage.source.next(1)
+        await begun()
+        stage.working.error = None  # its traceback holds the task
+
+    on(Stage, leave_while_it_draws)
+    on(Stage, leave_when_it_failed)
 
 
 def test_dynamic_sampling_draws_as_many_batches_as_it_needs_ahead() -> None:
