@@ -85,8 +85,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         problems.append(f"{CONFIG}: peft_type={config.get('peft_type')}: only LORA is read")
     for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if type(value) not in ((int,) if name == "r" else (int, float)) or value <= 0:
+        value, types = config.get(name), (int,) if name == "r" else (int, float)
+        if value is None or type(value) not in types or value <= 0:
             problems.append(f"{CONFIG}: {name}={value}: is no number over 0. Give a directory that PEFT saved")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(OF_ANOTHER_BASE):

@@ -131,6 +131,7 @@ async def test_a_loop_of_ones_own_that_returns_no_episode_is_named(own: Path) ->
         await run(runner(loops={"mine": f"{own}:Nothing"}), ["a"], agent_name="mine")
 
 
+@awaited
 async def test_the_death_of_an_engine_is_told_as_it_is(own: Path) -> None:
     def die(turn: int) -> str:
         raise DeadEngineError("engine 0 died")

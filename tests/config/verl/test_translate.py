@@ -407,8 +407,7 @@ READ_OFF = {
     f"{A}.kl_loss_coef": ("actor.kl_loss_coef", float),
     f"{A}.kl_loss_type": ("actor.kl_loss_type", str),
     f"{A}.entropy_coeff": ("actor.entropy_coeff", float),
-    f"{A}.clip_ratio_low": ("actor.clip_low", float),
-    f"{A}.clip_ratio_high": ("actor.clip_high", float),
+    f"{A}.clip_ratio_low": ("actor.clip_low", float), f"{A}.clip_ratio_high": ("actor.clip_high", float),
     f"{A}.clip_ratio_c": ("actor.clip_ratio_c", float),
     f"{A}.loss_agg_mode": ("actor.loss_agg_mode", lambda text: text.replace("-", "_")),
     f"{M}.tensor_model_parallel_size": ("actor.parallel.tp", int),
@@ -421,11 +420,10 @@ READ_OFF = {
     f"{R}.gpu_memory_utilization": ("rollout.gpu_memory_utilization", float),
     f"{R}.val_kwargs.top_p": ("rollout.val_kwargs.top_p", float),
     "actor_rollout_ref.model.path": ("model.path", str),
-    "trainer.nnodes": ("trainer.nnodes", int),
-    "trainer.n_gpus_per_node": ("trainer.n_gpus_per_node", int),
+    "trainer.nnodes": ("trainer.nnodes", int), "trainer.n_gpus_per_node": ("trainer.n_gpus_per_node", int),
     "trainer.total_epochs": ("trainer.total_epochs", int),
     "trainer.save_freq": ("trainer.save_freq", lambda text: max(0, int(text))),
-}
+}  # fmt: skip
 # What a script asks for that is not here; of all others, nothing.
 NOT_HERE = {
     "0.4.1 examples/grpo_trainer/run_deepseek671b_math_megatron.sh": {
