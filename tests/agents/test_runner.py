@@ -168,7 +168,7 @@ async def test_a_parser_of_ones_own_that_is_wrong_is_named(own: Path) -> None:
     ("settings", "said"),
     [
         ({"default_agent_loop": "nonesuch"}, "rollout.agent.default_agent_loop=nonesuch: there is no such loop"),
-        ({"loops": {"mine": "OWN:Nothing"}}, "rollout.agent.loops.mine="),
+        ({"loops": {"mine": "OWN:Absent"}}, "rollout.agent.loops.mine="),
         ({"loops": {"mine": "OWN:NoLoop"}}, "is no class with async def run"),
         ({"loops": {"mine": "OWN:read_calls"}}, "is no class with async def run"),
         ({"loops": {"mine": "OWN:Costly"}}, "cannot be made: TypeError"),

@@ -53,10 +53,11 @@ def test_a_script_becomes_a_recipe_that_is_planned(
 def test_a_command_in_quotes_and_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 actor_rollout_ref.model.lora_rank=8"
+    absent = "actor_rollout_ref.rollout.multi_turn.enable=True"
+    command = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 {absent}"
     assert main(["from-verl", command]) == 1
     quoted = capsys.readouterr()
-    assert "Not here, and left out:\n  actor_rollout_ref.model.lora_rank=8" in quoted.err
+    assert f"Not here, and left out:\n  {absent}" in quoted.err
     assert yaml.safe_load(quoted.out)["rollout"]["n"] == 4
     monkeypatch.setattr("sys.stdin", io.StringIO(command))
     assert main(["from-verl", "-"]) == 1

@@ -149,7 +149,7 @@ def test_an_interrupted_wait_leaves_nothing_for_python_to_print(cluster: None) -
     assert heard == []
 
 
-def test_engines_that_do_not_fit_on_the_trainer_s_devices_are_refused() -> None:
+def test_engines_that_do_not_fit_on_the_trainer_s_devices_are_refused(cluster: None) -> None:
     trainer = TrainerConfig(n_gpus_per_node=4)
     (wide,) = placement_violations(trainer, RolloutLayout(tp=2, dp=3), ACCELERATOR)
     assert str(wide) == (
