@@ -53,7 +53,7 @@ def test_a_script_becomes_a_recipe_that_is_planned(
 def test_a_command_in_quotes_and_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = "actor_rollout_ref.rollout.multi_turn.enable=True"
+    absent = "actor_rollout_ref.rollout.multi_turn.enable=true"
     command = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 {absent}"
     assert main(["from-verl", command]) == 1
     quoted = capsys.readouterr()
