@@ -32,7 +32,7 @@ NOT_YET = {
     "Qwen2.5-7B-Instruct, SPPO": ("65.6 on MATH", "SPPO"),
     "Qwen2.5-7B-Instruct, SPIN": ("92", "SPIN"),
     "Qwen2.5-VL-7B-Instruct, GRPO (Megatron)": ("65.4 on Geo3k", "vision-language models"),
-    "Qwen2.5-7B, DAPO with a code interpreter": ("40.0 on AIME 2024", "tools in a rollout"),
+    "Qwen2.5-7B, DAPO with a code interpreter": ("40.0 on AIME 2024", "its data and recipe"),
 }
 INTRODUCTION = """\
 # The field's baselines, as recipes

@@ -21,6 +21,7 @@ from mcore_rl.config.agent import AgentConfig
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import ROLES, AgentCounts, Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, SampleSource, Sampling
+from mcore_rl.rollout.single_turn import drawn_segment
 from mcore_rl.rollout.tool_parsers import ReadCalls
 
 if TYPE_CHECKING:
@@ -216,15 +217,7 @@ class Session:
         self._last = None
         self._cached_tokens += sample.cached_tokens
         self._tokens += sample.tokens.tolist()
-        segment = Segment(
-            author=Author.model,
-            tokens=sample.tokens,
-            trained=True,
-            logprobs=sample.logprobs,
-            versions=sample.versions,
-            text=sample.text,
-        )
-        self._segments.append(segment)
+        self._segments.append(drawn_segment(sample))
 
     def _drawn(self, sample: Sample) -> DrawnTurn:
         tokens: list[int] = sample.tokens.tolist()

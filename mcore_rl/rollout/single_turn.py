@@ -1,4 +1,4 @@
-"""Makes an episode of two segments from one prompt and one answer."""
+"""Makes an episode of two segments from one prompt and one answer, and a segment of what was drawn."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ def single_turn(
 
     prompt: ``prompt_segment(row)``, which all samples of the prompt share.  group, experts: see ``Episode``.
     """
-    answer = Segment(
+    return Episode(
+        row=row,
+        prompt_id=sample.prompt_id,
+        group=group,
+        index=sample.index,
+        segments=(prompt, drawn_segment(sample)),
+        end=sample.finish,
+        experts=experts,
+    )
+
+
+def drawn_segment(sample: Sample) -> Segment:
+    """What the model drew, as a segment that is trained."""
+    return Segment(
         author=Author.model,
         tokens=sample.tokens,
         trained=True,
         logprobs=sample.logprobs,
         versions=sample.versions,
         text=sample.text,
-    )
-    return Episode(
-        row=row,
-        prompt_id=sample.prompt_id,
-        group=group,
-        index=sample.index,
-        segments=(prompt, answer),
-        end=sample.finish,
-        experts=experts,
     )

@@ -71,9 +71,7 @@ _AGENTS = (
     Metric(
         "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"
     ),
-    Metric(
-        "agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by tools and interactions", "turns"
-    ),
+    Metric("agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by whoever gave them", "turns"),
     Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason", "ends"),
 )
 
