@@ -297,7 +297,7 @@ def test_an_engine_that_stands_still_is_told_of_and_killed(resumed: Observed) ->
     assert said[0] == "engine 0 hangs while waking up: no answer for 5 s (trainer.watchdog says how long is too long)"
     assert re.fullmatch(r"  its server, process \d+: stopped \(state T\): somebody sent it SIGSTOP", said[1])
     assert re.fullmatch(r"  vLLM's process below it, process \d+: stopped \(state T\): .*", said[2])
-    assert re.fullmatch(r"  its Ray actor, process \d+: waits \(state S\)", said[3])
+    assert re.fullmatch(r"  its Ray actor, process \d+: (waits \(state S\)|computes \(state R\))", said[3])
 
 
 def test_a_killed_worker_ends_the_run_with_its_rank_and_phase(resumed: Observed) -> None:
