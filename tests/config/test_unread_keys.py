@@ -14,7 +14,7 @@ from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.unread_keys import switches
 from mcore_rl.errors import Violation
-from tests.support.composed import composed
+from tests.support.composed import composed, recipe
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 
@@ -127,7 +127,7 @@ def test_every_key_of_the_rules_is_a_key() -> None:
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not name.endswith("sft")])
 def test_a_recipe_writes_no_key_that_it_does_not_read(name: str) -> None:
-    run = load_recipe(name)
+    run = recipe(name)
     assert isinstance(run, RunConfig)
     assert len(run.written) > 10 and run_violations(run) == []
 

@@ -6,7 +6,7 @@ That it trains is ``tests/e2e/test_shadows.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from mcore_rl.planning.recipes import num_steps, recipe_config_json, recipe_mode
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
+from tests.support.composed import recipe
 
 NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
 MOST_OVERRIDES = 36
@@ -87,11 +88,6 @@ PUBLISHED = {
     "deepseek_v3_grpo": Row("grpo", 512, 128, 4, (2048, 4096), 1e-6, "loss", 0.0, 28),
     **{name: Row("grpo", 64, 64, 5, (512, 1024), 3e-5, "loss", 0.001, 116) for name in ADAPTERS},
 }
-
-
-@cache
-def recipe(name: str) -> RunConfig | SftConfig:
-    return load_recipe(name)
 
 
 def rl_recipe(name: str) -> RunConfig:
