@@ -72,7 +72,8 @@ _AGENTS = (
         "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"
     ),
     Metric("agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by whoever gave them", "turns"),
-    Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason", "ends"),
+    Metric("agent/lost", "episodes", "sum", "not trained, because an interaction or an engine failed", "lost", "down"),
+    Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason; other: your own", "ends"),
 )
 
 _AGREEMENT = (
@@ -176,6 +177,7 @@ _VALIDATION = (
     Metric("val/{data_source}/response_length", "tokens", "mean", "of a validation sample", "val length"),
     Metric("val/{data_source}/clip_share", "share", "mean", "validation samples cut off at the limit", "cut", "down"),
     Metric("val/{data_source}/prompts", "prompts", "sum", "that were validated", "val prompts"),
+    Metric("val/{data_source}/lost", "episodes", "sum", "of agents, in no other mean: see agent/lost", "lost", "down"),
 )
 
 _PERFORMANCE = (

@@ -22,6 +22,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, prompt_segment, reward_request
+from mcore_rl.errors import RolloutError
+from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.routes import checked_routes
@@ -85,6 +87,11 @@ class RolloutCollector:
         dropped = len(spare) if len(kept) >= wanted else len(spare) - (wanted - len(kept))
         chosen = [*kept, *spare][:wanted]
         numbered = [[replace(each, group=number) for each in group] for number, group in enumerate(chosen)]
+        if all(each.lost for group in chosen for each in group):
+            ends = {each.agent.reason for group in chosen for each in group if each.agent is not None}
+            raise RolloutError(
+                f"step {step}: every episode was lost ({', '.join(sorted(ends))}); nothing can be trained"
+            )
         greedy = [group.pop().reward for group in numbered] if run.needs_greedy else None
         return RolloutBatch(
             episodes=[each for group in numbered for each in group],
@@ -106,7 +113,8 @@ class RolloutCollector:
         return filtering.enable and batches < filtering.max_num_gen_batches
 
     def _teaches(self, group: Sequence[Episode]) -> bool:
-        algorithm, sampled = self._run.algorithm, group[: self._run.rollout.n]
+        algorithm = self._run.algorithm
+        sampled = [each for each in group[: self._run.rollout.n] if not each.lost]
         if not algorithm.filter_groups.enable:
             return True
         scores = [filter_score(each, algorithm.filter_groups.metric) for each in sampled]
@@ -186,6 +194,8 @@ class RolloutCollector:
         return await self._grade(episode, sampling.max_tokens)
 
     async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
+        if episode.lost:
+            return episode.with_score(Score(0.0))
         request = reward_request(episode, max_tokens)
         if self._reward_model is not None and episode.row.scored_by_model:
             return episode.with_score(await self._reward_model.score(request))
