@@ -85,7 +85,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         else:
             tracker.now("starting the trainer and the rollout engines")
             groups, engines = await _together(starting_roles, starting_engines())
-        pool, reward_model = pool_of(engines, config.rollout), None
+        pool, reward_model = pool_of(engines, config.rollout, goes_on=not colocated), None
         if prepared.encoder is not None:
             tracker.now("starting the reward model")
             bundles, shared = places.reward_model, groups[policy] if colocated else None
@@ -93,7 +93,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
         updater = await _weight_updater(config, platform, places, groups[policy], engines, store)
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
-        weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
+        weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
