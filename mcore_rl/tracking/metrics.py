@@ -83,6 +83,10 @@ _AGREEMENT = (
     Metric(
         "rollout/staleness_max", "versions", "max", "of the weights, from a trained token's to the step's", "stale max"
     ),
+    Metric("rollout/buffer", "groups", "last", "finished, and left for later steps (trainer.mode=async)", "buffer"),
+    Metric("rollout/under_way", "groups", "last", "still drawn when the step got its rollouts", "under way"),
+    Metric("rollout/redrawn", "groups", "sum", "drawn again, or in part, after an engine died", "redrawn", "down"),
+    Metric("rollout/held_s", "s", "sum", "waited for groups that were due before others could be trained", "held"),
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),

@@ -20,6 +20,7 @@ from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, KlUnit, OffPolicy
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
+from mcore_rl.config.names import value_at
 from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
 from tests.algorithms.loss_cases import drawn, whole
@@ -145,7 +146,7 @@ def base(name: str) -> RunConfig:
 
 
 def at(run: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), run)
+    return value_at(run, key)
 
 
 @cache

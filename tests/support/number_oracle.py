@@ -143,6 +143,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.val_kwargs.temperature": TEMPERATURE,
     "rollout.val_kwargs.top_k": TOP_K,
     "rollout.val_kwargs.top_p": PART,
+    "async.max_staleness": COUNT_OR_NONE,
     "trainer.critic_warmup": COUNT_OR_NONE,
     "trainer.device_peak_tflops": POSITIVE,
     "trainer.guards.check_weights_freq": COUNT_OR_NONE,

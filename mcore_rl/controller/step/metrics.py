@@ -47,7 +47,7 @@ def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     correct = [each.graded.correct for each in episodes if each.graded.correct is not None]
     if correct:
         metrics["reward/accuracy"] = fmean(correct)
-    return metrics | _reward_parts(episodes) | agent_metrics(episodes)
+    return metrics | _reward_parts(episodes) | agent_metrics(episodes) | dict(rollouts.metrics)
 
 
 def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
