@@ -162,8 +162,8 @@ SWITCHES = (
     ),
     Switch(
         ("algorithm.masked_in_baseline",),
-        lambda run: estimator(run.algorithm.adv_estimator).min_group > 1 or run.algorithm.filter_groups.enable,
-        "neither the estimator nor a filter compares the responses of a group",
+        lambda run: estimator(run.algorithm.adv_estimator).compares or run.algorithm.filter_groups.enable,
+        "neither the estimator nor a filter compares responses",
         "algorithm.filter_groups.enable=true",
     ),
     Switch(

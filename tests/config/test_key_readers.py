@@ -50,6 +50,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "algorithm.gdpo_reward_keys": (["format", "score"],),
     "algorithm.gdpo_reward_weights": ([3.0, 0.5],),
     "algorithm.pass_k": (2, 3),
+    "algorithm.sppo_eta": (1.0, 2.0),
     "actor.clip_ratio": (0.05,),
     "actor.clip_ratio_low": (0.07,),
     "actor.clip_ratio_high": (0.06,),

@@ -149,7 +149,7 @@ class RolloutStream:
             held_s += (time.perf_counter() - begun) * (num_finished >= admission.batch)
         for group in chosen:
             del self._live[group.ordinal]
-        return self._batch(chosen, held_s)
+        return self._batch(step, chosen, held_s)
 
     async def settle(self, preemption: Preemption) -> None:
         """Waits until nothing is drawn, as it must be before engines receive weights; nothing is begun until ``next``.
@@ -232,7 +232,7 @@ class RolloutStream:
         else:
             group.finish(episodes)
 
-    def _batch(self, chosen: list[Group], held_s: float) -> RolloutBatch:
+    def _batch(self, step: int, chosen: list[Group], held_s: float) -> RolloutBatch:
         """What a step gets; counts begin anew."""
         rules, dropped, redrawn = self._drawing, self._num_dropped, self._num_redrawn
         self._num_dropped = self._num_redrawn = 0
