@@ -8,17 +8,15 @@ each ``off_policy`` takes the same step up to rounding.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mcore_rl.cli import main
 from mcore_rl.tracking.jsonl import read_metrics
 from tests.e2e.test_roles import write_dense
-from tests.house.source import ROOT
 from tests.support import run_task
 from tests.support.run_task import AGREEMENT, SPEED, write_task
 
@@ -38,8 +36,7 @@ def train(task: Path, directory: Path, *more: str) -> tuple[list[dict[str, float
         "trainer.test_freq=0",
         "trainer.save_freq=0",
     ]
-    words = ["train", *run_task.overrides(task, directory, *settings, *more)]
-    subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], cwd=ROOT, check=True, timeout=240)
+    assert main(["train", *run_task.overrides(task, directory, *settings, *more)]) == 0
     metrics = [dict(line) for line in read_metrics(directory / "metrics.jsonl")]
     (weights,) = (directory / "hf").glob("*/model.safetensors")
     return metrics, load_file(weights)  # type: ignore[return-value]
@@ -56,7 +53,7 @@ def train(task: Path, directory: Path, *more: str) -> tuple[list[dict[str, float
     ],
 )
 def test_a_step_without_the_pass_has_the_numbers_of_one_with_it(
-    model: str, layout: tuple[str, ...], tmp_path: Path, processes: None
+    model: str, layout: tuple[str, ...], tmp_path: Path, fast_ray: None
 ) -> None:
     task = write_task(tmp_path)
     write_dense(task / "dense", task / "model", seed=3, hidden_size=64)
@@ -86,7 +83,7 @@ def of_step(metrics: dict[str, float]) -> dict[str, float]:
     return {key: x for key, x in metrics.items() if not key.startswith(SPEED) and key not in AGREEMENT}
 
 
-def test_bypass_takes_several_updates_without_the_pass(tmp_path: Path, processes: None) -> None:
+def test_bypass_takes_several_updates_without_the_pass(tmp_path: Path, fast_ray: None) -> None:
     task = write_task(tmp_path)
     (first, *_), _ = train(
         task, tmp_path / "run", *SEVERAL, "algorithm.off_policy=bypass", "trainer.total_training_steps=1"
@@ -100,7 +97,7 @@ def test_bypass_takes_several_updates_without_the_pass(tmp_path: Path, processes
 
 @pytest.mark.tier("full")
 def test_each_off_policy_takes_the_same_first_step_while_sampler_and_trainer_agree(
-    tmp_path: Path, processes: None
+    tmp_path: Path, fast_ray: None
 ) -> None:
     task, steps, weights = write_task(tmp_path), list[dict[str, float]](), list[dict[str, torch.Tensor]]()
     sequence = ("algorithm.off_policy=decoupled", "algorithm.rollout_correction.level=sequence")

@@ -7,26 +7,27 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from mcore_rl.controller.step.rollout_source import DRAWN_AHEAD
 from mcore_rl.tracking.timeline import read_timeline
 from tests.support.ahead_runs import APART, lines, prompts, staleness, versions
 from tests.support.crash_runs import doing, drawing, nothing_survives, says, start
-from tests.support.run_task import write_task
-
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("processes")]
+from tests.support.run_task import nothing_left, overrides, write_task
 
 STEPS = 3
 MODE = ("trainer.mode=one_step_off", *APART)
 
 
-def test_the_next_step_is_drawn_while_a_step_is_trained(tmp_path: Path) -> None:
+def test_the_next_step_is_drawn_while_a_step_is_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fast_ray: None
+) -> None:
     (tmp_path / "task").mkdir()
     task, directory = write_task(tmp_path / "task"), tmp_path / "run"
-    with nothing_survives(tmp_path) as traces:
-        run = start(task, directory, traces, *MODE, steps=STEPS)
-        assert run.finish() == 0, run.said()
-    assert "never retrieved" not in run.said()
+    settings = overrides(task, directory, f"trainer.total_training_steps={STEPS}", *MODE)
+    with nothing_left():
+        assert main(["train", *settings]) == 0
+    assert "never retrieved" not in "".join(capfd.readouterr())
     rows = lines(directory)
     assert staleness(rows) == [(0, 0), (1, 1), (1, 1)]
     assert [versions(directory, step) for step in (1, 2, 3)] == [{0}, {0}, {1}]
@@ -47,7 +48,8 @@ def test_the_next_step_is_drawn_while_a_step_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.tier("full")
-def test_deaths_lose_no_prompt_and_double_none(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)
+def test_deaths_lose_no_prompt_and_double_none(tmp_path: Path, processes: None) -> None:
     """An engine that dies while it draws ahead, the controller killed, a signal; then to the end."""
     (tmp_path / "task").mkdir()
     task, directory, steps = write_task(tmp_path / "task"), tmp_path / "run", 5

@@ -5,9 +5,6 @@ The engines are vLLM's.  On the CPU it records no experts: tests/support/recordi
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.cli import main
 from mcore_rl.config.engine import Device
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.tracking.jsonl import read_metrics
-from tests.house.source import ROOT
 from tests.support import run_task
 from tests.support.forced_routes import ForcedRoutes
-from tests.support.recording_engine import Recorded
+from tests.support.recording_engine import Recorded, Recorder, experts_reported
 from tests.support.run_task import nothing_left, write_task
 from tests.support.vllm_device import VLLM_DEVICE
 
@@ -39,20 +36,16 @@ LAYOUTS = [
 ]
 
 
-def command(
-    task: Path, directory: Path, *more: str, program: tuple[str, ...] = ("mcore_rl.cli",)
-) -> subprocess.CompletedProcess[str]:
-    """A run of one step."""
+def command(task: Path, directory: Path, *more: str) -> int:
+    """How a run of one step ends."""
     settings = ["trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.save_freq=0", *more]
-    words = [sys.executable, "-m", *program, "train", *run_task.overrides(task, directory, *settings)]
     with nothing_left():
-        return subprocess.run(words, cwd=ROOT, timeout=240, capture_output=True, text=True, check=False)
+        return main(["train", *run_task.overrides(task, directory, *settings)])
 
 
-def train(task: Path, directory: Path, *more: str, program: tuple[str, ...] = ("mcore_rl.cli",)) -> dict[str, float]:
+def train(task: Path, directory: Path, *more: str) -> dict[str, float]:
     """The metrics of the only step."""
-    done = command(task, directory, *more, program=program)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert command(task, directory, *more) == 0
     (metrics,) = read_metrics(directory / "metrics.jsonl")
     return dict(metrics)
 
@@ -62,7 +55,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-def test_updates_repeat_the_experts_of_the_log_prob_pass(task: Path, tmp_path: Path, processes: None) -> None:
+def test_updates_repeat_the_experts_of_the_log_prob_pass(task: Path, tmp_path: Path, fast_ray: None) -> None:
     """The first update has the weights of the pass; before the second, routers have moved, and would choose others."""
     metrics = train(task, tmp_path, "actor.router_replay=r2", TWO_UPDATES, *FAST)
     assert metrics["actor/ratio_first"] == 1 and metrics[DIFFERENCE] > 0.005
@@ -71,7 +64,7 @@ def test_updates_repeat_the_experts_of_the_log_prob_pass(task: Path, tmp_path: P
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_that_stay_choose_what_they_chose(
-    layout: tuple[str, ...], task: Path, tmp_path: Path, processes: None
+    layout: tuple[str, ...], task: Path, tmp_path: Path, fast_ray: None
 ) -> None:
     metrics = train(task, tmp_path, "actor.router_replay=r2", TWO_UPDATES, *STILL, *layout)
     assert metrics["actor/ratio_first"] == 1 and metrics[DIFFERENCE] == 0
@@ -79,10 +72,9 @@ def test_weights_that_stay_choose_what_they_chose(
 
 def of_engines(task: Path, tmp_path: Path, kind: str, *more: str) -> tuple[dict[str, float], Recorded]:
     """The metrics of a run whose engines report experts, and what they reported."""
-    file = tmp_path / "recorded"
-    program = ("tests.support.recording_engine", kind, str(file))
-    metrics = train(task, tmp_path / "run", "actor.router_replay=r3", *more, program=program)
-    return metrics, pickle.loads(file.read_bytes())
+    with experts_reported(Recorder(task / "model", kind)) as recorded:
+        metrics = train(task, tmp_path / "run", "actor.router_replay=r3", *more)
+    return metrics, recorded
 
 
 def told(task: Path, recorded: Recorded) -> tuple[float, float]:
@@ -107,7 +99,7 @@ def told(task: Path, recorded: Recorded) -> tuple[float, float]:
 
 @pytest.mark.parametrize("updates", [ONE_UPDATE, pytest.param(TWO_UPDATES, marks=pytest.mark.tier("full"))])
 def test_the_trainer_repeats_the_experts_that_engines_report(
-    updates: str, task: Path, tmp_path: Path, processes: None
+    updates: str, task: Path, tmp_path: Path, fast_ray: None
 ) -> None:
     """Experts at random, so that nothing but their replay has these log-probs: every token with its own."""
     metrics, recorded = of_engines(task, tmp_path, "random", updates, *STILL)
@@ -122,7 +114,7 @@ def test_the_trainer_repeats_the_experts_that_engines_report(
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_experts_of_the_sampler_are_the_trainer_s_own_in_float32(
-    layout: tuple[str, ...], task: Path, tmp_path: Path, processes: None
+    layout: tuple[str, ...], task: Path, tmp_path: Path, fast_ray: None
 ) -> None:
     metrics, _ = of_engines(task, tmp_path, "own", TWO_UPDATES, *STILL, *layout)
     assert metrics[DIFFERENCE] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
@@ -130,16 +122,19 @@ def test_the_experts_of_the_sampler_are_the_trainer_s_own_in_float32(
 
 
 @pytest.mark.skipif(VLLM_DEVICE is not Device.cpu, reason="this vLLM records experts")
-def test_engines_of_a_cpu_are_refused_from_the_command_line(task: Path, tmp_path: Path, processes: None) -> None:
-    done = command(task, tmp_path, "actor.router_replay=r3")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+def test_engines_of_a_cpu_are_refused_from_the_command_line(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None
+) -> None:
+    assert command(task, tmp_path, "actor.router_replay=r3") == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
     told_by = "actor.router_replay=r3: vLLM records experts on accelerators only. Write actor.router_replay=r2, or off"
-    assert told_by in " ".join(done.stderr.split())
+    assert told_by in " ".join(said.split())
 
 
 @pytest.mark.tier("full")
 @pytest.mark.skipif(VLLM_DEVICE is Device.cpu, reason="vLLM's CPU build records no experts")
-def test_the_record_of_vllm_itself_is_repeated(task: Path, tmp_path: Path, processes: None) -> None:
+def test_the_record_of_vllm_itself_is_repeated(task: Path, tmp_path: Path, fast_ray: None) -> None:
     """In float32 the trainer chooses what vLLM chose, but for scores within rounding of each other."""
     one_device = ("trainer.n_gpus_per_node=1", "actor.parallel.ep=1")
     metrics = train(task, tmp_path, "actor.router_replay=r3", TWO_UPDATES, *STILL, *one_device)

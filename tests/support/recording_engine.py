@@ -1,19 +1,18 @@
-"""``mcore-rl`` on a CPU whose engines report experts, which vLLM's CPU build cannot.
+"""Runs of this process on a CPU whose engines report experts, which vLLM's CPU build cannot.
 
-``python -m tests.support.recording_engine KIND FILE train ...``.  vLLM draws the samples; the experts of each are
-transformers' with the first weights (KIND ``own``), or others at random (``random``), which no engine would report and
-therefore show what was made of them.  FILE gets every sample and its experts.
+vLLM draws the samples; the experts of each are transformers' with the first weights (kind ``own``), or others at random
+(``random``), which no engine would report and therefore show what was made of them.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -54,8 +53,9 @@ class Recorder:
         return np.random.default_rng(seed).random(shape).argsort(-1)[..., : self._moe.top_k]
 
 
-def report_experts(recorder: Recorder, file: Path) -> None:
-    """From here on engines report experts, and may be asked to."""
+@contextmanager
+def experts_reported(recorder: Recorder) -> Iterator[Recorded]:
+    """Within, engines report experts, and may be asked to.  Gives every sample, with its experts."""
     recorded: Recorded = []
 
     class Pool(ResendingPool):
@@ -66,21 +66,15 @@ def report_experts(recorder: Recorder, file: Path) -> None:
                 sample = replace(sample, experts=recorder.experts(request, sample))
                 recorded.append((list(request.prompt.tokens), sample))
                 yield sample
-            file.write_bytes(pickle.dumps(recorded))
 
     def unasked(directory: Path, rollout: Any, *args: Any, **options: Any) -> Any:
         assert rollout.return_routed_experts, "the run asks its engines for experts"
         return started(directory, replace(rollout, return_routed_experts=False), *args, **options)
 
     started = start.start_engines
-    start.ResendingPool, start.start_engines = Pool, unasked  # type: ignore[misc, assignment]
-    preparation.why_unrecorded = lambda platform: None  # type: ignore[assignment]
-
-
-if __name__ == "__main__":
-    from mcore_rl.cli import main
-
-    kind, file, *words = sys.argv[1:]
-    (path,) = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
-    report_experts(Recorder(Path(path), kind), Path(file))
-    sys.exit(main(words))
+    with (
+        mock.patch.object(start, "ResendingPool", Pool),
+        mock.patch.object(start, "start_engines", unasked),
+        mock.patch.object(preparation, "why_unrecorded", return_value=None),
+    ):
+        yield recorded

@@ -16,6 +16,7 @@ so that the cheap ones fill both cores at the end.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -129,6 +130,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if TIERS.index(tiers[item]) <= most]
     dear_files = {item.path for item in items if starts_processes(item)}
     items.sort(key=lambda item: item.path not in dear_files)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported now stays: no garbage collection need go through these million objects, in a test or before."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def is_whole_tier(config: pytest.Config) -> bool:
