@@ -26,9 +26,9 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +61,7 @@ from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_seg
 from mcore_rl.parallel.device import detect, memory
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.protocol import EngineMemory, Pause
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
@@ -214,7 +215,13 @@ class Nothing:
 
     async def sleep(self, level: int) -> None: ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, memory: EngineMemory | None = None) -> None: ...
+
+    death = None
+
+    @asynccontextmanager
+    async def held(self, mode: Pause) -> AsyncIterator[None]:
+        yield
 
     async def update(self, version: int) -> None:
         if self._group is not None:
@@ -262,7 +269,7 @@ def simulated_run(
     (folder / "rollouts").mkdir(exist_ok=True)
     nothing = Nothing()
     restarter = EngineRestarter([], nothing, 0, warn=print)
-    weights = WeightSync(Nothing(groups[config.policy.name]), restarter)
+    weights = WeightSync(Nothing(groups[config.policy.name]), restarter, nothing)
     run: Any = object.__new__(BareRun)
     vars(run).update(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), groups=groups,

@@ -101,7 +101,7 @@ class Segment:
 class AgentCounts:
     """What an agent's episode did beside its tokens.
 
-    reason: why it ended, a name of ``END_REASONS`` or the loop's own.
+    reason: why it ended, one of ``agents.session.END_REASONS`` or the loop's own.
     turns: of the model.
     calls, failed_calls: of tools; those that failed or were wrong.
     tool_s: seconds in which tools ran.
@@ -174,6 +174,11 @@ class Episode:
     def truncated(self) -> bool:
         """Cut off at its limit."""
         return self.end is FinishReason.length
+
+    @property
+    def lost(self) -> bool:
+        """Its environment or its engine failed: no grade could be the model's, and nothing of it is trained."""
+        return self.end is FinishReason.abort and not any(segment.trained for segment in self.segments)
 
     @property
     def is_single_turn(self) -> bool:

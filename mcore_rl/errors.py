@@ -134,6 +134,10 @@ class DeadEngineError(RolloutError):
     """A rollout engine is gone; the message names it, what it was doing and the first cause."""
 
 
+class WeightsIncompleteError(RolloutError):
+    """An engine was asked to generate before all of its weights were of one version: an update goes on, or failed."""
+
+
 class SyncError(McoreRLError):
     """Weights did not reach the rollout ranks, or not as they are; the message names rank, tensor and first cause."""
 

@@ -28,6 +28,7 @@ from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.key_readers import readers_text
 from mcore_rl.config.meanings import about, entries, meaning
+from mcore_rl.config.names import key_of
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 
@@ -136,16 +137,17 @@ def keys(command: str, schema: type[Any]) -> Iterator[Key]:
             if each.metadata.get("omegaconf_ignore"):
                 continue
             hint, values = hints[each.name], node._get_node(each.name)
+            key = f"{path}{key_of(each.name)}"
             if is_dataclass(hint):
-                yield from of(hint, values, f"{path}{each.name}.")  # type: ignore[arg-type]  # a class
+                yield from of(hint, values, f"{key}.")  # type: ignore[arg-type]  # a class
                 continue
             value = (
                 values._value() if not OmegaConf.is_config(values) else OmegaConf.to_container(values, resolve=False)
             )
             default = f"`{shown(value)}`" if value != "" else ""
-            if command == "train" and f"{path}{each.name}" in set_by_algorithms:
+            if command == "train" and key in set_by_algorithms:
                 default += ", by algorithm"
-            yield Key(command, group, setting_of(f"{path}{each.name}", hint, None), default)
+            yield Key(command, group, setting_of(key, hint, None), default)
 
     return of(schema, composed(command), prefix)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any
 
+from mcore_rl.agents.limited import limited
 from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolResult, ToolSet, result_of
 from mcore_rl.config.agent import AgentConfig, CutSide
 from mcore_rl.rewards.score import finite
@@ -24,18 +27,22 @@ class EpisodeCalls:
     """Runs the calls of one episode.
 
     name: of the episode, which its tools know it by.  kwargs: ``tools_kwargs`` of its row, by the tool's name.
-    num_calls, num_failed, seconds: so far; seconds in which at least one call ran.
+    num_calls, num_failed: so far.
     """
 
     def __init__(self, tools: ToolSet, config: AgentConfig, name: str, kwargs: Mapping[str, Any]) -> None:
         self._tools, self._config, self._name, self._kwargs = tools, config, name, kwargs
         self._begun = dict[str, None]()  # tools whose create was called, by name: it may have failed half-way
         self._created: list[str] = []
-        self._creating = asyncio.Lock()
+        self._creating = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._room = asyncio.Semaphore(config.max_parallel_calls)
-        self._turn_began = 0.0
+        self._num_running, self._running_since, self._seconds_before = 0, 0.0, 0.0
         self.num_calls = self.num_failed = 0
-        self.seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """In which at least one call ran; not those in which calls waited for a process."""
+        return self._seconds_before + (time.monotonic() - self._running_since if self._num_running else 0.0)
 
     @property
     def is_out_of_time(self) -> bool:
@@ -44,11 +51,7 @@ class EpisodeCalls:
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The result of each call, in order, its text cut to ``max_tool_response_length``."""
-        self._turn_began = start = time.monotonic()
-        try:
-            results = await asyncio.gather(*map(self._run_one, calls))
-        finally:
-            self.seconds += time.monotonic() - start
+        results = await asyncio.gather(*map(self._run_one, calls))
         self.num_calls += len(results)
         self.num_failed += sum(result.failed for result in results)
         return results
@@ -76,7 +79,7 @@ class EpisodeCalls:
         if problem:
             return ToolResult(text=f"Error: {problem}"[: self._config.max_tool_response_length], failed=True)
         async with self._room:
-            result = await self._guarded(self._execute(call.name, json.loads(call.arguments)), self._limit_s(call.name))
+            result = await self._executed(call.name, json.loads(call.arguments))
         if not isinstance(result, ToolResult):
             try:
                 result = result_of(result)
@@ -85,14 +88,42 @@ class EpisodeCalls:
         text = cut(result.text, self._config.max_tool_response_length, self._config.tool_response_cut)
         return ToolResult(text=text, reward=result.reward, failed=result.failed)
 
-    async def _execute(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def _executed(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the tool returns, created if it is not yet; a failed ToolResult if that fails."""
         tool = self._tools.tools[name]
-        async with self._creating:
+        with self._clock():
+            failure = await self._guarded(self._create(name), self._limit_s(name))
+        if failure is not None:
+            return failure
+        place: AbstractAsyncContextManager[Any] = nullcontext()
+        if isinstance(tool, EpisodeTool):
+            place = tool.place(self._name)
+        async with place:
+            with self._clock():
+                return await self._guarded(self._execute(name, arguments), self._limit_s(name))
+
+    async def _execute(self, name: str, arguments: dict[str, Any]) -> Any:
+        return await self._tools.tools[name].execute(self._name, arguments, **self._of(name, "execute"))
+
+    async def _create(self, name: str) -> None:
+        async with self._creating[name]:
             if name not in self._created:
                 self._begun[name] = None
-                await tool.create(self._name, **self._of(name, "create"))
+                await self._tools.tools[name].create(self._name, **self._of(name, "create"))
                 self._created.append(name)
-        return await tool.execute(self._name, arguments, **self._of(name, "execute"))
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        """While open: a call runs."""
+        if not self._num_running:
+            self._running_since = time.monotonic()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            if self._num_running == 1:
+                self._seconds_before = self.seconds
+            self._num_running -= 1
 
     async def _reward_of(self, name: str) -> float:
         reward = await self._tools.tools[name].calc_reward(self._name, **self._of(name, "calc_reward"))
@@ -102,17 +133,16 @@ class EpisodeCalls:
         await self._tools.tools[name].release(self._name, **self._of(name, "release"))
 
     def _limit_s(self, name: str) -> float:
-        """Of a call of the tool ``name``: of one that limits itself, what the episode has left."""
-        spent_s = self.seconds + time.monotonic() - self._turn_began  # calls of this turn that waited for others, too
-        tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - spent_s)
+        """Of a call of the tool ``name`` that begins now: of one that limits itself, what the episode has left."""
+        tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - self.seconds)
         limits_itself = isinstance(tool, EpisodeTool) and tool.limits_itself
         return left_s if limits_itself else min(self._config.tool_timeout_s, left_s)
 
-    async def _guarded(self, work: Awaitable[Any], limit_s: float | None = None) -> Any:
+    async def _guarded(self, work: Coroutine[Any, Any, Any], limit_s: float | None = None) -> Any:
         """What ``work`` returns; a failed ToolResult if it raises or takes longer than ``limit_s``."""
         limit_s = self._config.tool_timeout_s if limit_s is None else limit_s
         try:
-            return await asyncio.wait_for(work, limit_s)
+            return await limited(work, limit_s)
         except TimeoutError:
             return _failure(f"the tool took longer than {limit_s:g} s")
         except Exception as error:  # noqa: BLE001  whatever a tool raises

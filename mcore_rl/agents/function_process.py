@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import cache
 from typing import Any
 
@@ -38,45 +38,51 @@ _PROGRAM = (
 
 
 class FunctionTool(EpisodeTool):
-    """A function as a tool.  place: ``FILE.py:FUNCTION``.  Its time begins when a process is free."""
+    """A function as a tool.  source: ``FILE.py:FUNCTION``.  Its time begins when a process is free."""
 
     limits_itself = True
 
-    def __init__(self, place: str, schema: dict[str, Any], processes: FunctionProcesses) -> None:
+    def __init__(self, source: str, schema: dict[str, Any], processes: FunctionProcesses) -> None:
         super().__init__({}, ToolSchema(schema))
-        self._place, self._processes = place, processes
+        self._source, self._processes = source, processes
+
+    def place(self, instance_id: str) -> AbstractAsyncContextManager[Any]:
+        """See ``EpisodeTool.place``."""
+        return self._processes.room
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """See ``EpisodeTool.execute``."""
-        return await self._processes.call(self._place, parameters)
+        return await self._processes.call(self._source, parameters)
 
 
 class FunctionProcesses:
-    """At most ``count`` processes, started as they are needed.  timeout_s: of one call."""
+    """At most ``count`` processes, started as they are needed.
+
+    room: whoever calls holds a place in it.  timeout_s: of one call.
+    """
 
     def __init__(self, count: int, timeout_s: float) -> None:
-        self._room, self._timeout_s = asyncio.Semaphore(count), timeout_s
+        self.room, self._timeout_s = asyncio.Semaphore(count), timeout_s
         self._idle: list[_FunctionProcess] = []
         self._all: set[_FunctionProcess] = set()
 
     async def call(self, place: str, arguments: dict[str, Any]) -> ToolResult:
         """The result of the function at ``place``; a failure is one, too."""
-        async with self._room:
-            process = self._idle.pop() if self._idle else _FunctionProcess()
-            self._all.add(process)
-            try:
-                await process.ready(place)
-                answer = await asyncio.wait_for(process.ask({"place": place, "arguments": arguments}), self._timeout_s)
-                self._idle.append(process)
-            except TimeoutError:
-                self._forget(process)
-                return ToolResult(text=f"Error: the tool took longer than {self._timeout_s:g} s", failed=True)
-            except (OSError, EOFError, ValueError) as error:
-                code = self._forget(process)
-                return ToolResult(text=f"Error: the tool ended its process (exit code {code}, {error})", failed=True)
-            except BaseException:
-                self._forget(process)  # it may still answer this call
-                raise
+        process = self._idle.pop() if self._idle else _FunctionProcess()
+        self._all.add(process)
+        try:
+            await process.ready(place)
+            answer = await asyncio.wait_for(process.ask({"place": place, "arguments": arguments}), self._timeout_s)
+            self._idle.append(process)
+        except TimeoutError:
+            self._forget(process)
+            return ToolResult(text=f"Error: the tool took longer than {self._timeout_s:g} s", failed=True)
+        except (OSError, EOFError, ValueError) as error:
+            code = self._forget(process)
+            return ToolResult(text=f"Error: the tool ended its process (exit code {code}, {error})", failed=True)
+        except BaseException:
+            self._forget(process)  # it may still answer this call
+            raise
         if "error" in answer:
             return ToolResult(text=f"Error: {redacted(str(answer['error']))}", failed=True)
         return ToolResult(text=str(answer["text"]))

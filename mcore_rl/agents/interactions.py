@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from mcore_rl.agents.limited import limited
 from mcore_rl.agents.tool_loading import imported_class
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -137,14 +137,14 @@ class EpisodeAnswers:
         Raises whatever the interaction raises, and TimeoutError.
         """
         if not self._started:
-            await asyncio.wait_for(self._interaction.start_interaction(self._name, **self._kwargs), self._limit_s)
+            await limited(self._interaction.start_interaction(self._name, **self._kwargs), self._limit_s)
             self._started = True
         asking = self._interaction.generate_response(self._name, list(messages), **self._kwargs)
-        ends, text, reward, *_ = await asyncio.wait_for(asking, self._limit_s)
+        ends, text, reward, *_ = await limited(asking, self._limit_s)
         return bool(ends), str(text), None if reward is None else finite(reward, "the reward of an interaction")
 
     async def close(self) -> None:
         """Ends the episode for the interaction; what that raises concerns nobody any more."""
         if self._started:
-            await asyncio.wait_for(self._interaction.finalize_interaction(self._name, **self._kwargs), self._limit_s)
+            await limited(self._interaction.finalize_interaction(self._name, **self._kwargs), self._limit_s)
             self._started = False

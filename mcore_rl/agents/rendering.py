@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.text_encoding import TextEncoder, TextRun, encodable
@@ -119,6 +120,12 @@ class TurnRenderer:
                 "the tools' descriptions): episodes keep the tokens of earlier turns as they were drawn"
             )
         return notes
+
+    @cached_property
+    def closing_id(self) -> int | None:
+        """The control token with which the template ends the model's turn; None: it has none."""
+        ids = self.encoder.encode([(self._frame((USER,)).closing, True)])
+        return next((each for each in reversed(ids) if each in self.encoder.control_ids), None)
 
     def _differences(self, roles: tuple[str, ...]) -> list[str]:
         """Where the tokens of a conversation differ from what the tokenizer makes of it as a whole."""

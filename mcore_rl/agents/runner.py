@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SINGLE = ("single_turn_agent", "single_turn")
-TOOL_AGENTS = ("tool_agent", "react")  # their prompts name the tools
+TOOL_AGENTS = ("tool_agent", "react")
+WITHOUT_CALLS = (*SINGLE, "react", "interaction")  # no calls in the form of the chat template
 BUILT_IN_LOOPS: dict[str, Any] = {
     **dict.fromkeys(SINGLE, SingleTurn()),
     "tool_agent": ToolAgent(),
@@ -65,7 +66,7 @@ class AgentRunner:
         self._tools = load_tools(config, code, self._processes)
         self.schemas = self._tools.schemas
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
-        self._read = _reader(config.tool_parser, tokenizer, self.schemas) if self.schemas else None
+        self._warned = set[str]()  # kinds of failures
 
     @cached_property
     def _parts(self) -> SessionParts:
@@ -75,17 +76,29 @@ class AgentRunner:
             tokenizer=self._tokenizer,
             renderer=TurnRenderer(self._tokenizer, self._template_kwargs, self.schemas),
             tools=self._tools,
-            read_calls=self._read,
+            read_calls=self._read_calls if self.schemas else None,
         )
+
+    @cached_property
+    def _reader(self) -> Callable[[str], ReadCalls]:
+        """Made where a loop reads calls.  ConfigError: ``tool_parser`` names none that can."""
+        return _reader(self._config.tool_parser, self._tokenizer, self.schemas)
+
+    def _read_calls(self, raw: str) -> ReadCalls:
+        return self._reader(raw)
 
     def loop_of(self, columns: Mapping[str, Any]) -> str:
         """The name of the loop of a row, from its columns."""
         inner = columns.get("extra_info") or {}
         return str(columns.get("agent_name") or inner.get("agent_name") or self._config.default_agent_loop)
 
+    def loop_of_row(self, row: PromptRow) -> str:
+        """The name of the loop of ``row``."""
+        return self.loop_of({"extra_info": row.extra_info, **row.columns})
+
     def runs(self, row: PromptRow) -> bool:
         """Whether ``row`` is for an agent; else one answer to the prompt is all."""
-        return self.loop_of({"extra_info": row.extra_info, **row.columns}) not in SINGLE
+        return self.loop_of_row(row) not in SINGLE
 
     def problem_of(self, record: Mapping[str, Any]) -> str:
         """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
@@ -122,19 +135,25 @@ class AgentRunner:
         return ""
 
     def tools_of(self, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """The tools that a row's prompt names; None: it has none."""
-        return self.schemas if self.schemas and self.loop_of(record) not in (*SINGLE, "interaction") else None
+        """The tools that the chat template writes into a row's prompt; None: none."""
+        return self.schemas if self.schemas and self.loop_of(record) not in WITHOUT_CALLS else None
 
-    def check_template(self) -> list[str]:
-        """What a user should know of the chat template.  DataError: it cannot write more turns."""
-        return self._parts.renderer.check([TOOL, USER] if self.schemas else [USER])
+    def check(self, loops: Collection[str]) -> list[str]:
+        """Checks what rows of ``loops`` need; returns what a user should know of the chat template.
+
+        DataError: it cannot write more turns.  ConfigError: ``tool_parser`` names nothing that reads calls.
+        """
+        calls = bool(self.schemas) and not set(loops) <= set(WITHOUT_CALLS)
+        if calls:
+            self._read_calls("")
+        return self._parts.renderer.check([TOOL, USER] if calls else [USER])
 
     async def run(
         self, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int, sampling: Sampling
     ) -> Episode:
         """One episode of ``row``, without its score.  See ``Session``.  RolloutError: a loop of the user's raised."""
         session = Session(self._parts, source, row, prompt_id, group, index, sampling)
-        name = self.loop_of({"extra_info": row.extra_info, **row.columns})
+        name = self.loop_of_row(row)
         run, kwargs = self.loops[name].run, interaction_kwargs(row)
         answers = None
         if isinstance(self.loops[name], ToolAgent) and kwargs:
@@ -147,7 +166,7 @@ class AgentRunner:
                 episode: Any = await run(row, session)
             except EpisodeOverError as over:
                 if over.__cause__ is not None:
-                    logger.warning("%s: an interaction failed: %r", row.id, over.__cause__)
+                    self._warn_once("an interaction failed", row, over.__cause__, "agent/lost")
                 episode = session.episode(over.reason, over.end)
             except Exception as error:
                 if name in BUILT_IN_LOOPS or isinstance(error, DeadEngineError):
@@ -157,27 +176,36 @@ class AgentRunner:
             if not isinstance(episode, Episode):
                 returned = f"returned {type(episode).__name__}. Return session.episode(REASON)"
                 raise RolloutError(f"{row.id}: the agent loop {name} {returned}")
+            if episode.lost:
+                return episode
             of_all = self._config.tool_reward_coef * await session.tool_calls.final_reward()
             return _with_final_reward(episode, of_all)
         finally:
-            await asyncio.shield(_released(session, answers))
+            await asyncio.shield(self._released(session, answers))
 
     def close(self) -> None:
         """Ends the processes of tools."""
         self._processes.close()
 
+    async def _released(self, session: Session, answers: EpisodeAnswers | None) -> None:
+        await session.tool_calls.release()
+        if answers is not None:
+            try:
+                await answers.close()
+            except Exception as error:  # noqa: BLE001  whatever the environment does
+                self._warn_once("an interaction did not end", session.row, error)
+
+    def _warn_once(self, what: str, row: PromptRow, error: BaseException, metric: str = "") -> None:
+        """Warns of the first failure of its kind; ``metric`` counts them all."""
+        kind = f"{what}: {type(error).__name__}"
+        if kind not in self._warned:
+            self._warned.add(kind)
+            more = f" (all are counted in {metric})" if metric else ""
+            logger.warning("%s: %s: %r. Others of this kind are not told%s", row.id, what, error, more)
+
     def _no_loop(self, name: str) -> str:
         own = f"rollout.agent.loops.{name}=FILE.py:CLASS"
         return f"there is no such loop. Write one of {', '.join(self.loops)}, or {own}"
-
-
-async def _released(session: Session, answers: EpisodeAnswers | None) -> None:
-    await session.tool_calls.release()
-    if answers is not None:
-        try:
-            await answers.close()
-        except Exception as error:  # noqa: BLE001  whatever the environment does
-            logger.warning("%s: an interaction did not end: %r", session.row.id, error)
 
 
 def _with_final_reward(episode: Episode, value: float) -> Episode:
@@ -191,7 +219,7 @@ def _with_final_reward(episode: Episode, value: float) -> Episode:
     return replace(episode, segments=tuple(segments))
 
 
-def _reader(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Any:
+def _reader(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]) -> Callable[[str], ReadCalls]:
     """What reads the calls in a turn: one of vLLM's parsers, or the user's function text -> [{name, arguments}]."""
     if ":" not in name:
         return VllmCallReader(name, tokenizer, schemas).read

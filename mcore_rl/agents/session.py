@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 ANSWERED, INTERACTION, INTERACTION_FAILED, ABORTED = "answered", "interaction", "interaction_failed", "aborted"
 TURNS, TURN_TOKENS, RESPONSE_TOKENS = "max_turns", "max_turn_tokens", "max_response_length"
 CALLS, TOOL_TIME = "max_calls_per_turn", "max_tool_s"
+END_REASONS = (
+    *(ANSWERED, INTERACTION, TURNS, TURN_TOKENS, RESPONSE_TOKENS),
+    *(CALLS, TOOL_TIME, INTERACTION_FAILED, ABORTED),
+)
 UNREADABLE = "The call could not be read. Write it in the form that was asked for, with arguments as valid JSON."
 
 
@@ -185,14 +189,16 @@ class Session:
         )
 
     def episode(self, reason: str = ANSWERED, end: FinishReason = FinishReason.stop) -> Episode:
-        """The episode as it is.  reason: why it ended.  end: what that means for training."""
-        calls = self.tool_calls
+        """The episode as it is.  reason: why it ended.  end: what that means for training; ``abort``: it has none."""
+        calls, segments = self.tool_calls, tuple(self._segments)
+        if end is FinishReason.abort:
+            segments = tuple(replace(each, trained=False, reward=None) for each in segments)
         return Episode(
             row=self.row,
             prompt_id=self.prompt_id,
             group=self.group,
             index=self.index,
-            segments=tuple(self._segments),
+            segments=segments,
             end=end,
             agent=AgentCounts(
                 reason=reason,
@@ -222,7 +228,10 @@ class Session:
     def _drawn(self, sample: Sample) -> DrawnTurn:
         tokens: list[int] = sample.tokens.tolist()
         stop = sample.stop if isinstance(sample.stop, str) else None
-        ended = stop is None and tokens[-1] in self._parts.renderer.encoder.control_ids
+        renderer, last = self._parts.renderer, tokens[-1]
+        ended = stop is None and last in renderer.encoder.control_ids
+        if last in self._sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
+            ended = ended and last == renderer.closing_id
         self._last = tokens[-1] if ended else None
         raw = str(self._parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
         return DrawnTurn(text=sample.text, raw=raw, stop=stop)

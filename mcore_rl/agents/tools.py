@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ class EpisodeTool:
     The constructor and methods are those of verl's ``BaseTool``, so that a class written for it can stand here.
 
     config: of the yaml file.  tool_schema: {type: function, function: {name, description, parameters}}.
-    limits_itself: its calls wait for a process of its own, and their time is limited from then on.
+    limits_itself: its calls have a limit of their own instead of ``tool_timeout_s``.
     """
 
     limits_itself = False
@@ -66,6 +67,10 @@ class EpisodeTool:
 
     async def create(self, instance_id: str, **kwargs: Any) -> Any:
         """Begins the tool's part of an episode.  kwargs: ``tools_kwargs.NAME.create_kwargs`` of the row."""
+
+    def place(self, instance_id: str) -> AbstractAsyncContextManager[Any]:
+        """Waits until a call can run, and is open while it does; what it waits is no time of the tool's."""
+        return nullcontext()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """Runs one call.

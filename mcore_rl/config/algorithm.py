@@ -188,6 +188,7 @@ class AlgorithmConfig:
     or ``score`` (the whole).
     gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
     pass_k: for ``pass_at_k``: the k of pass@k, at most ``rollout.n``.
+    sppo_eta: for ``win_rate`` and ``softmean``: nats of log-ratio that a whole win, or a score of 1, is worth.
     """
 
     adv_estimator: str = "grpo"
@@ -205,6 +206,7 @@ class AlgorithmConfig:
     gdpo_reward_keys: list[str] = field(default_factory=list)
     gdpo_reward_weights: list[float] | None = None
     pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
+    sppo_eta: PositiveFloat = 1.0
 
     @property
     def reads_sampler(self) -> tuple[str, object] | None:

@@ -57,6 +57,7 @@ class Estimator:
     paper: the source of the formula.
     roles: the roles that it needs beside the actor.
     min_group: the fewest samples per prompt (``rollout.n``) with which it works.
+    over_step: True if scores of other prompts' responses are in its baseline, so that it compares without a group.
     greedy: True if it needs the score of a greedy response to each prompt.
     parts: True if it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
     refuses_kl: why ``algorithm.use_kl_in_reward`` is refused with it, to follow its name; empty: it is not.
@@ -71,11 +72,17 @@ class Estimator:
     paper: str
     roles: tuple[str, ...] = ()
     min_group: int = 1
+    over_step: bool = False
     greedy: bool = False
     parts: bool = False
     refuses_kl: str = ""
     whitens: bool = False
     reads: frozenset[str] = frozenset()
+
+    @property
+    def compares(self) -> bool:
+        """Whether the scores of other responses are in the baseline of one."""
+        return self.min_group > 1 or self.over_step
 
     def load(self) -> Callable[..., Any]:
         """Imports ``function`` if it is a name, and returns it."""

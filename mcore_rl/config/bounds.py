@@ -20,6 +20,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.files import input_problem, output_problem
+from mcore_rl.config.names import field_of, key_of, value_at
 from mcore_rl.errors import Violation
 from mcore_rl.hub.names import DATASET, hub_name
 
@@ -155,7 +156,7 @@ def settings(schema: type[Any], prefix: str = "") -> tuple[Setting, ...]:
     for each in fields(schema):
         if each.metadata.get("omegaconf_ignore"):
             continue
-        key, hint = f"{prefix}{each.name}", hints[each.name]
+        key, hint = f"{prefix}{key_of(each.name)}", hints[each.name]
         if is_dataclass(hint):
             leaves += settings(hint, f"{key}.")  # type: ignore[arg-type]  # a class
             continue
@@ -216,9 +217,7 @@ def is_name(value: str, place: PathKind) -> bool:
 def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
     """(setting, key, value) of each leaf; of each item of a list, whose key ends in its number."""
     for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
-        value = config
-        for name in each.key.split("."):
-            value = getattr(value, name)
+        value = value_at(config, each.key)
         key = f"{prefix}{each.key}"
         if isinstance(value, Unsound) or (value is None and each.optional):
             continue
@@ -304,7 +303,7 @@ def changed(config: T, values: Mapping[str, Any]) -> T:
     """A copy of ``config`` with ``values``, by dotted key; those of other schemas are left out."""
     copied: Any = copy.copy(config)
     for key, value in values.items():
-        *groups, name = key.split(".")
+        *groups, name = field_of(key).split(".")
         group = copied
         for each in groups:
             setattr(group, each, copy.copy(getattr(group, each)))

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.bounds import settings
 from mcore_rl.config.generate import dtype_of
-from mcore_rl.config.names import meant
+from mcore_rl.config.names import field_of, key_of, meant
 from mcore_rl.config.override_text import is_free, keep_text
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import Composed, written_keys
@@ -78,6 +78,12 @@ def _adding(override: str) -> str:
     return f"++{override}" if is_free(override.partition("=")[0]) and override[0] not in "+~" else override
 
 
+def _of_fields(override: str) -> str:
+    """``override``, with the names of fields for those of keys."""
+    key, written, value = override.partition("=")
+    return f"{field_of(key)}{written}{value}"
+
+
 def _listed(override: str, schema: type[Any]) -> str:
     """``override``, with brackets around its value if that is one item where a list belongs."""
     key, _, value = override.partition("=")
@@ -90,6 +96,8 @@ def _front_violation(override: str) -> Violation | None:
     key, _, value = override.partition("=")
     if key.lstrip("+~").split(".")[0].split("/")[0] == "hydra":
         return Violation(key, value, "there is no such key", "Leave it out: hydra composes, and runs nothing")
+    if key_of(key.lstrip("+~")) != key.lstrip("+~"):
+        return Violation(key, value, "there is no such key", f"Did you mean {key_of(key.lstrip('+~'))}?")
     depth = max(override.count(bracket) for bracket in "[{(")
     if len(override) <= MAX_OVERRIDE and depth <= MAX_BRACKETS:
         return None
@@ -134,7 +142,7 @@ def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequ
 def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictConfig:
     """What hydra composes of ``name``.yaml, its defaults, and ``overrides``; interpolations are not yet resolved."""
     with searched(directory), hydra.initialize_config_module(OURS, version_base="1.3"):
-        return hydra.compose(name, overrides=[keep_text(each) for each in overrides])
+        return hydra.compose(name, overrides=[keep_text(_of_fields(each)) for each in overrides])
 
 
 def typed(schema: type[T], composed: DictConfig) -> T:
@@ -148,14 +156,15 @@ def typed(schema: type[T], composed: DictConfig) -> T:
 
 def as_yaml(config: object) -> str:
     """A configuration as yaml text, which composes to the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    values = OmegaConf.structured(config)
+    return OmegaConf.to_yaml(OmegaConf.create({key_of(str(name)): values._get_node(name) for name in values}))
 
 
 def as_dict(config: object) -> dict[str, Any]:
     """A configuration as nested dicts of plain values; enums as their names."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return {key_of(str(name)): value for name, value in values.items()}
 
 
 def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema: type[Any]) -> Violation | None:
@@ -171,7 +180,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
         if "Could not find" in cause:
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
             return Violation(key, value, "there is none of that name", f"Choose one of {', '.join(choices)}")
-        known = list(all_keys(_structured(schema)))  # type: ignore[arg-type]  # a class is hashable
+        known = [key_of(each) for each in all_keys(_structured(schema))]  # type: ignore[arg-type]  # a class is hashable
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
@@ -199,7 +208,7 @@ def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Viol
 
 
 def _of_file(name: str, error: Exception) -> Violation:
-    key = str(error.__dict__.get("full_key") or f"{name}.yaml")
+    key = key_of(str(error.__dict__.get("full_key") or f"{name}.yaml"))
     return Violation(key, "", words(error), "Mend it in the yaml file that says so, or override it")
 
 

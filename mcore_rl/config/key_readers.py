@@ -16,6 +16,7 @@ import yaml
 
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, algorithms
 from mcore_rl.config.compose import compose
+from mcore_rl.config.names import field_of, value_at
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.unread_keys import why_unread
 
@@ -55,27 +56,23 @@ def _is_refused(name: str, override: str) -> bool:
 def with_override(run: RunConfig, override: str) -> RunConfig:
     """A copy of ``run`` with ``override``."""
     key, _, text = override.partition("=")
-    value = _value(run, key)
+    value = value_at(run, key)
     return changed(run, key, type(value)(text) if isinstance(value, Enum) else yaml.safe_load(text))
 
 
 def changed(run: RunConfig, key: str, value: Any) -> RunConfig:
     """A copy of ``run`` with another value."""
-    *groups, name = key.split(".")
+    *groups, name = field_of(key).split(".")
     copied = copy.deepcopy(run)
     setattr(reduce(getattr, groups, copied), name, value)
     return copied
-
-
-def _value(run: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), run)
 
 
 def as_condition(remedy: str, key: str) -> str:
     """``remedy`` with every value that makes ``key`` read, where its values are few."""
     switch, _, _ = remedy.partition("=")
     for run in runs().values():
-        value = _value(run, switch)
+        value = value_at(run, switch)
         if not isinstance(value, Enum) or remedy not in [each for _, each in why_unread(run, key)]:
             continue
         reading = [

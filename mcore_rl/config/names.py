@@ -1,12 +1,41 @@
-"""Suggests the nearest known names for one that does not exist."""
+"""Names of keys: the nearest known ones for one that does not exist, and the fields that have them.
+
+A key is what a user writes.  Its field has the same name, but where Python reserves the word: the group ``async`` is
+the field ``async_``.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+RESERVED = ("async",)  # groups whose names are words of Python's
 
 
 def meant(name: str, known: Iterable[str], otherwise: str) -> str:
     """The remedy for an unknown name: "Did you mean ...?" with the nearest of ``known``, else ``otherwise``."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def key_of(fields: str) -> str:
+    """The dotted key of dotted fields: ``async_.max_staleness`` is ``async.max_staleness``."""
+    group, dot, rest = fields.partition(".")
+    return f"{group[:-1]}{dot}{rest}" if group[:-1] in RESERVED and group[-1:] == "_" else fields
+
+
+def field_of(key: str) -> str:
+    """The dotted fields of a dotted key: ``async.max_staleness`` is ``async_.max_staleness``."""
+    group, dot, rest = key.partition(".")
+    return f"{group}_{dot}{rest}" if group.rstrip("_") in RESERVED else key  # of async_ a name that no field has
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of a dotted key; groups may be dataclasses or dicts.  Raises AttributeError or KeyError."""
+    return reduce(_at, key.split("."), config)
+
+
+def _at(group: Any, name: str) -> Any:
+    return group[name] if isinstance(group, dict) else getattr(group, field_of(name))

@@ -14,6 +14,7 @@ from math import isqrt
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
+from mcore_rl.config.asynchrony import AsyncConfig, mode_violations, trains_stale
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
@@ -26,7 +27,7 @@ from mcore_rl.config.roles import ActorConfig, RouterReplay
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
-from mcore_rl.config.trainer import Mode, Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
@@ -47,6 +48,7 @@ class RunConfig(RoleGroups, Composed):
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property
@@ -95,6 +97,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         *(() if planned else (_missing,)),
         *(partial(_role_violations, role=role) for role in (() if unknown else run.group_rows)),
         unread_violations,
+        mode_violations,
         _batch_violations,
         _gen_batch_violations,
         _length_violations,
@@ -103,7 +106,6 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _parts_violations,
         _kl_in_reward_violations,
         _pass_k_violations,
-        _mode_violations,
         _warmup_violations,
         _schedule_violations,
         _loss_violations,
@@ -196,14 +198,6 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
     return violations
 
 
-def _mode_violations(run: RunConfig) -> Iterator[Violation]:
-    mode = run.trainer.mode
-    if mode is not Mode.sync and run.trainer.placement is Placement.colocated:
-        problem = "engines draw while the trainer trains, and with trainer.placement=colocated they take turns"
-        remedy = "Write trainer.placement=separate, or trainer.mode=sync"
-        yield Violation("trainer.mode", mode.value, problem, remedy)
-
-
 def _warmup_violations(run: RunConfig) -> Iterator[Violation]:
     if run.trainer.critic_warmup and len(run.trained_rows) == 1:
         problem = f"the actor alone is trained: algorithm.adv_estimator={run.algorithm.adv_estimator} needs no values"
@@ -242,8 +236,8 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     size = run.data.train_batch_size
     reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
-    if run.trainer.mode is Mode.one_step_off and not run.algorithm.weighs:
-        problem = f"trains each batch an update later than it was drawn: {reason}"
+    if trains_stale(run) and not run.algorithm.weighs:
+        problem = f"trains batches of older weights than its own: {reason}"
         weighed = f"Write sync, or algorithm.off_policy=decoupled, {remedy}"
         violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, weighed))
     if actor.ppo_epochs > loss.updates_per_batch:

@@ -56,11 +56,16 @@ class Mode(Enum):
     """When rollouts are drawn.
 
     ``sync``: draw, train, and so on in turns.  ``one_step_off``: the engines draw the next step's rollouts while a step
-    is trained.
+    is trained.  ``async``: a step begins when enough groups are finished, and the engines draw on meanwhile, as far
+    ahead as ``async.max_staleness`` allows.
     """
 
     sync = "sync"
     one_step_off = "one_step_off"
+    vars()["async"] = "async"  # the word is Python's, so that no statement may assign it
+
+
+ASYNC = Mode["async"]
 
 
 class Placement(Enum):

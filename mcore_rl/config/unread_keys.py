@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
 from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
@@ -25,10 +24,11 @@ from mcore_rl.config.algorithm_registry import (
 from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.names import value_at
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig, LossAggregation
-from mcore_rl.config.trainer import Placement
+from mcore_rl.config.trainer import ASYNC, Placement
 from mcore_rl.errors import Violation
 
 if TYPE_CHECKING:
@@ -52,6 +52,18 @@ class Switch:
 
 
 SWITCHES = (
+    Switch(
+        ("async.",),
+        lambda run: run.trainer.mode is ASYNC,
+        "trainer.mode itself says how far drawing is ahead of training",
+        "trainer.mode=async",
+    ),
+    Switch(
+        ("async.overdue",),
+        lambda run: run.async_.max_staleness > 0,
+        "nothing is drawn ahead",
+        "async.max_staleness=1",
+    ),
     Switch(
         ("custom_reward_function.name",),
         lambda run: not run.custom_reward_function.functions,
@@ -150,8 +162,8 @@ SWITCHES = (
     ),
     Switch(
         ("algorithm.masked_in_baseline",),
-        lambda run: estimator(run.algorithm.adv_estimator).min_group > 1 or run.algorithm.filter_groups.enable,
-        "neither the estimator nor a filter compares the responses of a group",
+        lambda run: estimator(run.algorithm.adv_estimator).compares or run.algorithm.filter_groups.enable,
+        "neither the estimator nor a filter compares responses",
         "algorithm.filter_groups.enable=true",
     ),
     Switch(
@@ -232,16 +244,12 @@ def why_unread(run: RunConfig, key: str) -> list[tuple[str, str]]:
 
 def _violation(run: RunConfig, key: str) -> Violation | None:
     for problem, remedy in why_unread(run, key):
-        value = reduce(_at, key.split("."), run)
+        value = value_at(run, key)
         if isinstance(value, Unsound):
             return None  # its bounds are another violation
         shown = value.value if isinstance(value, Enum) else value
         return Violation(key, shown, f"is not read: {problem}", f"Leave it out, or write {remedy}")
     return None
-
-
-def _at(group: Any, name: str) -> Any:
-    return group[name] if isinstance(group, dict) else getattr(group, name)
 
 
 def _of_switches(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:

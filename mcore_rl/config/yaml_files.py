@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from mcore_rl.config.files import input_problem
+from mcore_rl.config.names import field_of
 from mcore_rl.errors import ConfigError, Violation
 
 MAX_BYTES = 128 << 10  # the parser takes seconds for more
@@ -60,7 +61,7 @@ class TextSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """The values of a file, by its path from DIRECTORY, and the package that its first comments may name."""
         path = self._file(config_path)
-        values = OmegaConf.create(read_yaml(path))
+        values = OmegaConf.create({field_of(key): value for key, value in read_yaml(path).items()})
         header = self._get_header_dict(read_limited(path, MAX_BYTES))
         return ConfigResult(provider=self.provider, path=f"text://{self.path}", config=values, header=header)
 

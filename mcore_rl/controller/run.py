@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.guards import Guards
@@ -55,16 +58,23 @@ class Run(TrainingRun[RunConfig, Prepared]):
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
         self.collector, self.devices, self.weights = collector, devices, weights
-        drawing = self.reporting("drawing")
-        self.rollouts = RolloutSource(
-            collector, prepared.sampler, self.next_rows, prepared.num_steps, self.clock, drawing, ahead
-        )
+        self.rollouts = self._rollouts(ahead)
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
+
+    def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream:
+        """What hands each step its rollouts in ``trainer.mode``."""
+        sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
+        if ahead is None or self.config.trainer.mode is not ASYNC:
+            return RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
+        num_trained = self.progress.step * self.config.data.train_batch_size
+        return RolloutStream(
+            drawing_of(self.config, steps, ahead), sampler, self.next_rows, num_trained, self.clock, shown
+        )
 
     @property
     def policy(self) -> TrainGroup:
@@ -141,11 +151,12 @@ class Run(TrainingRun[RunConfig, Prepared]):
     @property
     def epoch(self) -> float:
         """Passes over the training data, with fractions."""
-        return float(self.place["epoch"] + self.place["position"] / self.prepared.sampler.num_prompts)
+        place = self.place
+        return float(place["epoch"] + (place["position"] - len(place["again"])) / self.prepared.sampler.num_prompts)
 
     @property
     def place(self) -> dict[str, Any]:
-        """Without the rows of rollouts that were drawn ahead."""
+        """Without the rows of rollouts that no step has yet."""
         return self.rollouts.place
 
     def return_to(self, place: dict[str, Any]) -> None:
@@ -155,7 +166,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def next_rows(self, count: int) -> list[PromptRow]:
         """The next ``count`` prompts of the sampler."""
         assert self.prepared.train is not None
-        return [self.prepared.train[index] for index in self.prepared.sampler.next(count)]
+        places = self.prepared.sampler.next_of_epochs(count)
+        return [replace(self.prepared.train[index], epoch=epoch) for epoch, index in places]
 
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""

@@ -1,7 +1,7 @@
 """Generated products that a small model cannot work out, for runs in which it must learn to use a calculator.
 
-A question is assigned to training or validation as in ``arithmetic``, and equal arguments give equal questions, none
-twice.
+A pair of numbers is assigned to training or validation as in ``arithmetic``, in whichever order it is asked for: no
+run trains on the product of a validation question.  Equal arguments give equal questions, none twice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class Product:
         return f"What is {self.left} * {self.right}?"
 
     @property
+    def pair(self) -> str:
+        """The same for both orders of the numbers."""
+        return f"{min(self.left, self.right)} * {max(self.left, self.right)}"
+
+    @property
     def answer(self) -> str:
         """What is right."""
         return str(self.left * self.right)
@@ -54,7 +59,7 @@ def products(count: int, seed: int, split: Split) -> list[Product]:
     chosen: dict[str, Product] = {}
     for _ in range(TRIES * count):
         product = Product(*(SMALLEST + int(rng.random() * (LARGEST - SMALLEST + 1)) for _ in range(2)))
-        if split_of(product.question) is split:
+        if split_of(product.pair) is split:
             chosen.setdefault(product.question, product)
         if len(chosen) == count:
             return list(chosen.values())

@@ -48,7 +48,8 @@ class PromptRow:
     id: ``<file>:<row>``, the same in every run.  tokens: with the chat template and the opening of the answer.
     messages: as in the file.  data_source: selects the reward, and groups rows in validation.  ground_truth: text, a
     list or whatever the file holds; None if nothing is graded.  extra_info: {} if the file has none.  columns: all
-    others, ``reward_model`` among them.
+    others, ``reward_model`` among them.  number: its number in its ``PromptSet``.  epoch: the pass over the training
+    data in which it was drawn, from 0.
     """
 
     id: str
@@ -58,6 +59,8 @@ class PromptRow:
     ground_truth: object
     extra_info: dict[str, Any]
     columns: dict[str, Any]
+    number: int = 0
+    epoch: int = 0
 
     @property
     def scored_by_model(self) -> bool:
@@ -153,7 +156,13 @@ class PromptSet:
             ground_truth=graded_by.get("ground_truth") if isinstance(graded_by, dict) else None,
             extra_info=record.pop("extra_info", None) or {},
             columns=record,
+            number=index,
         )
+
+    @property
+    def ids(self) -> list[str]:
+        """``PromptRow.id`` of every prompt."""
+        return [self._files[file].row_id(row) for file, row in self._places]
 
     def table(self) -> pa.Table:
         """The rows of the prompts, in order, with all columns of the files.

@@ -3,12 +3,15 @@
 No prompt is dropped: a batch that an epoch cannot fill takes the rest of the epoch and goes on into the next.  It still
 holds no prompt twice, because two groups of one prompt in a batch would be one group of twice the size.
 
-Invariant: within an epoch every index is drawn exactly once, and after ``load_state_dict`` the sampler draws the same
-indices as the saved one would have.
+What was drawn and not trained is given back in a state (``state_with``), and drawn before anything else.
+
+Invariant: within an epoch every index is drawn exactly once and again only if it was given back, and after
+``load_state_dict`` the sampler draws the same indices as the saved one would have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ class PromptSampler:
         self.seed = seed
         self.shuffle = shuffle
         self._position = 0  # in the order of this epoch
+        self._again: list[tuple[int, int]] = []  # (epoch, index) that were given back
         self._begin_epoch(0, carried=[], fresh=0)
 
     @property
@@ -49,19 +53,44 @@ class PromptSampler:
             raise ConfigError([Violation(key, batch_size, problem, remedy)])
         return self.num_prompts // batch_size
 
+    @property
+    def drawn(self) -> list[int]:
+        """The indices of the current epoch that were drawn, in this order, and not given back."""
+        indices: list[int] = self._order[: self._position].tolist()
+        again = {index for epoch, index in self._again if epoch == self._epoch}
+        return [index for index in indices if index not in again]
+
+    @property
+    def num_drawn(self) -> int:
+        """How many indices of all epochs were drawn and not given back."""
+        return self._epoch * self.num_prompts + self._position - len(self._again)
+
     def next(self, count: int) -> list[int]:
-        """The next ``count`` indices, no two alike; at most ``num_prompts`` (see ``batches_per_epoch``)."""
+        """The next ``count`` indices, at most ``num_prompts``; no two alike but where some were given back."""
+        return [index for _, index in self.next_of_epochs(count)]
+
+    def next_of_epochs(self, count: int) -> list[tuple[int, int]]:
+        """As ``next``, each index with the number of the epoch that it is drawn in: (epoch, index)."""
         assert 1 <= count <= self.num_prompts, f"count={count} must lie in [1, {self.num_prompts}]"
-        drawn: list[int] = self._order[self._position : self._position + count].tolist()
-        self._position += len(drawn)
-        if len(drawn) < count:
-            self._begin_epoch(self._epoch + 1, carried=list(drawn), fresh=count - len(drawn))
-            self._position = count - len(drawn)
-            drawn += self._order[: self._position].tolist()
-        return drawn
+        again, self._again = self._again[:count], self._again[count:]
+        return again + self._fresh_places(count - len(again))
+
+    def _fresh_places(self, count: int) -> list[tuple[int, int]]:
+        indices: list[int] = self._order[self._position : self._position + count].tolist()
+        places = [(self._epoch, index) for index in indices]
+        self._position += len(indices)
+        if len(indices) < count:
+            self._begin_epoch(self._epoch + 1, carried=indices, fresh=count - len(indices))
+            self._position = count - len(indices)
+            places += [(self._epoch, index) for index in self._order[: self._position].tolist()]
+        return places
+
+    def state_with(self, returned: Iterable[tuple[int, int]]) -> dict[str, Any]:
+        """As ``state_dict``, of a sampler to which the places ``returned``, (epoch, index), were given back."""
+        return self.state_dict() | {"again": [list(each) for each in (*returned, *self._again)]}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: plain numbers, and at most a batch of indices."""
+        """The state for a checkpoint: plain numbers, at most a batch of indices, and those that were given back."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
@@ -70,6 +99,7 @@ class PromptSampler:
             "position": self._position,
             "carried": list(self._carried),
             "fresh": self._fresh,
+            "again": [list(each) for each in self._again],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,6 +126,7 @@ class PromptSampler:
         )
         self._begin_epoch(state["epoch"], carried=list(state["carried"]), fresh=state["fresh"])
         self._position = state["position"]
+        self._again = [(epoch, index) for epoch, index in state.get("again", ())]
 
     def _begin_epoch(self, epoch: int, carried: list[int], fresh: int) -> None:
         """carried: indices that the current batch took from the last epoch; this epoch's first ``fresh`` avoid them."""

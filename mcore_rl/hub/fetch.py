@@ -7,7 +7,6 @@ on keeps the commits that it began with, unless its user names another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ import yaml
 from rich.console import Console
 
 from mcore_rl.config.bounds import PathKind, changed, settings
+from mcore_rl.config.names import value_at
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -98,7 +98,7 @@ def _named_values(config: Any) -> Iterator[tuple[str, PathKind, Any]]:
     """(key, kind of path, value) of every key of ``config`` that may have a name instead of a path."""
     for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
         place = each.mark(PathKind)
-        value = reduce(getattr, each.key.split("."), config)
+        value = value_at(config, each.key)
         if place is not None and place.hub and value:
             yield each.key, place, value
 

@@ -7,20 +7,26 @@ and all engines end at about the same time.
 
 It does not restart engines: ``controller.lifecycle.fault_tolerance`` does.
 
-The invariant: which engine draws a sample changes nothing about it (``seed_of``).
+The invariants: which engine draws a sample changes nothing about it (``seed_of``).  While engines receive weights no
+request is sent to them (``held``).  A sample that an engine gave up is sent again with the tokens that it has; callers
+see one with finish ``abort`` only from ``interrupt``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.protocol import EngineMemory, Request, RolloutEngine, Sample, Sampling
+from mcore_rl.episodes import FinishReason
+from mcore_rl.errors import DeadEngineError, WeightsIncompleteError
+from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, RolloutEngine, Sample, Sampling, aborted
 
 AHEAD = 1.25  # above 1, so that an engine never waits for its next prompt
+SETTLE_S = 0.01  # for an engine to end aborted samples, or to be given a request that is on its way
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,11 +36,13 @@ class EngineLoad:
     Fields:
         costs: the expected tokens of each unfinished request, by the request's identity.
         death: the error that the engine died with; None while it lives.
+        has_weights: it can draw; one that was restarted can once it has received weights.
     """
 
     engine: RolloutEngine
     costs: dict[int, float] = field(default_factory=dict)
     death: DeadEngineError | None = None
+    has_weights: bool = True
 
     @property
     def tokens(self) -> float:
@@ -42,30 +50,51 @@ class EngineLoad:
         return sum(self.costs.values())
 
 
+@dataclass(kw_only=True, eq=False)
+class _Waiter:
+    """A group of requests that waits for an engine.  load: the engine, or None where the group is given back."""
+
+    group: Sequence[Request]
+    max_tokens: int
+    load: asyncio.Future[EngineLoad | None]
+
+
 class EnginePool:
     """Generates with ``engines`` as if they were one.
 
     If an engine dies, the call raises its error and aborts the call's samples on other engines; every later call raises
-    the error too, until ``mark_alive``.
+    the error too, until ``mark_alive``.  A restarted engine draws after the next update (``held``).
 
     Args:
         engines: at least one.
         max_num_seqs: samples that one engine runs at once.
+        goes_on: while an engine lives, those that died are no error: the others draw what they had not finished.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int, *, goes_on: bool = False) -> None:
         assert engines, "a pool holds at least one engine"
         self._loads = [EngineLoad(engine=engine) for engine in engines]
-        self._room = max(1, round(AHEAD * max_num_seqs))
-        self._waiters: list[asyncio.Future[None]] = []  # for room
+        self._room, self._goes_on = max(1, round(AHEAD * max_num_seqs)), goes_on
+        self._waiters: deque[_Waiter] = deque()  # in the order in which they get room
+        self._held = self._interrupts = 0  # who holds requests back, and who gives them back, now
+        self._num_holds = 0  # in all
         self._num_responses = self._response_tokens = 0
+
+    @property
+    def death(self) -> DeadEngineError | None:
+        """What the first of the dead engines died of; None: all live."""
+        return next((load.death for load in self._loads if load.death is not None), None)
+
+    @property
+    def num_unfinished(self) -> int:
+        """The requests that engines have, now."""
+        return sum(len(load.costs) for load in self._loads)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         groups = sorted(_by_prompt(requests), key=lambda group: len(group) * len(group[0].tokens), reverse=True)
-        tasks: set[asyncio.Task[None]] = set()
-        dispatcher = asyncio.create_task(self._dispatch(groups, sampling, finished, tasks))
+        tasks = [asyncio.create_task(self._finish(group, sampling, finished)) for group in groups]
         try:
             for _ in requests:
                 sample = await finished.get()
@@ -73,11 +102,50 @@ class EnginePool:
                     raise sample
                 yield sample
         finally:
-            dispatcher.cancel()
-            await asyncio.gather(dispatcher, return_exceptions=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def held(self, mode: Pause = Pause.keep) -> AsyncIterator[None]:
+        """Within: no request is sent to an engine, since weights are; those that come wait.
+
+        mode: what happens first to the requests that engines have.  keep: nothing, ``RolloutEngine.start_update``
+        freezes them.  wait: they are finished.  abort: as ``interrupt``, which also gives back those that wait.
+        """
+        self._held += 1
+        self._num_holds += 1
+        try:
+            if mode is Pause.abort:
+                await self.interrupt()
+            while mode is Pause.wait and self.num_unfinished:
+                await asyncio.sleep(SETTLE_S)
+            yield
+            for load in self._loads:
+                load.has_weights = True
+        finally:
+            self._held -= 1
+            self._assign()
+
+    async def interrupt(self) -> None:
+        """Ends every call of ``generate`` with what there is; returns when no engine has a request.
+
+        Samples under way end with finish ``abort``, and the tokens that they have; so do requests that no engine has
+        begun, with those of ``Request.so_far``, or without any.  ``so_far`` of another request goes on from such a
+        sample.  An engine that died keeps nobody waiting.
+        """
+        self._interrupts += 1
+        try:
+            for waiter in self._waiters:
+                if not waiter.load.done():
+                    waiter.load.set_result(None)
+            self._waiters.clear()
+            while self.num_unfinished:  # one that was on its way to its engine could not be aborted yet
+                alive = [load.engine for load in self._loads if load.death is None and load.costs]
+                await asyncio.gather(*(engine.abort() for engine in alive), return_exceptions=True)
+                await asyncio.sleep(SETTLE_S)
+        finally:
+            self._interrupts -= 1
 
     async def sleep(self, level: int = 1) -> None:
         """See ``RolloutEngine.sleep``; all engines."""
@@ -88,9 +156,12 @@ class EnginePool:
         await self._all(lambda engine: engine.wake(memory))
 
     def mark_alive(self) -> None:
-        """Uses every engine again, after those that died were restarted."""
-        for load in self._loads:
-            load.death = None
+        """Says that the engines that died were restarted: each draws again once it has received weights."""
+        # New loads: who still waits for the dead process of an engine must not say that the new one died.
+        self._loads = [
+            load if load.death is None else EngineLoad(engine=load.engine, has_weights=False) for load in self._loads
+        ]
+        self._assign()
 
     async def _all(self, verb: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
         """Calls ``verb`` of every engine; raises the first failure once all have answered."""
@@ -99,18 +170,18 @@ class EnginePool:
             if isinstance(answer, BaseException):
                 raise answer
 
-    async def _dispatch(
-        self,
-        groups: Sequence[list[Request]],
-        sampling: Sampling,
-        finished: asyncio.Queue[Sample | Exception],
-        tasks: set[asyncio.Task[None]],
+    async def _finish(
+        self, group: Sequence[Request], sampling: Sampling, finished: asyncio.Queue[Sample | Exception]
     ) -> None:
-        """Sends every group, in order, to an engine as soon as one has room."""
+        """Puts every sample of ``group`` into ``finished``, or the error that ends the call."""
         try:
-            for group in groups:
+            while group:
                 load = await self._take(group, sampling)
-                tasks.add(asyncio.create_task(self._run(load, group, sampling, finished)))
+                if load is None:
+                    for request in group:
+                        finished.put_nowait(aborted(request))
+                    return
+                group = await self._run(load, group, sampling, finished)
         except Exception as error:  # noqa: BLE001  raised where the samples are read
             finished.put_nowait(error)
 
@@ -120,49 +191,86 @@ class EnginePool:
         group: Sequence[Request],
         sampling: Sampling,
         finished: asyncio.Queue[Sample | Exception],
-    ) -> None:
-        """Generates the samples of ``group`` on the engine that ``_take`` chose."""
-        unfinished = {request.key: request for request in group}
+    ) -> list[Request]:
+        """Generates the samples of ``group`` on the engine that ``_take`` chose; returns what is to be sent again."""
+        num_holds, unfinished, again = self._num_holds, {request.key: request for request in group}, list[Request]()
         try:
             async for sample in load.engine.generate(group, sampling):
+                request = unfinished.pop((sample.prompt_id, sample.index))
+                self._release(load, [request])
+                if sample.finish is FinishReason.abort and not self._interrupts:  # a failed update ended it
+                    again.append(replace(request, so_far=sample))
+                    continue
                 self._num_responses += 1
                 self._response_tokens += len(sample.tokens)
-                self._release(load, [unfinished.pop((sample.prompt_id, sample.index))])
                 finished.put_nowait(sample)
-        except Exception as error:  # noqa: BLE001  raised where the samples are read
-            if isinstance(error, DeadEngineError):
-                load.death = error
-            finished.put_nowait(error)
+            return again
+        except WeightsIncompleteError:
+            if num_holds == self._num_holds:
+                raise  # nobody updates its weights
+        except DeadEngineError as error:
+            load.death = error
+            if not self._goes_on or self._ends_calls:
+                raise
         finally:
             self._release(load, unfinished.values())
+        return [*again, *unfinished.values()]
 
-    async def _take(self, group: Sequence[Request], sampling: Sampling) -> EngineLoad:
-        """Waits until an engine has room; assigns ``group`` to the one with the least load of those that have room."""
-        while True:
-            death = next((load.death for load in self._loads if load.death is not None), None)
-            if death is not None:
-                raise DeadEngineError(str(death))
-            with_room = [load for load in self._loads if not load.costs or len(load.costs) + len(group) <= self._room]
-            if with_room:
+    async def _take(self, group: Sequence[Request], sampling: Sampling) -> EngineLoad | None:
+        """Waits until an engine has room; assigns ``group`` to the one with the least load of those that have room.
+
+        None: the group is to be given back.  Raises DeadEngineError if no more is drawn.
+        """
+        if self._interrupts:
+            return None
+        future: asyncio.Future[EngineLoad | None] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(group=group, max_tokens=sampling.max_tokens, load=future)
+        self._waiters.append(waiter)
+        self._assign()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled() and future.exception() is None and (load := future.result()) is not None:
+                self._release(load, group)
+            self._assign()  # the next may have the room that this one waited for
+            raise
+
+    def _assign(self) -> None:
+        """Gives room to those who wait, in their order, as far as there is room: each is woken once."""
+        while self._waiters:
+            waiter = self._waiters[0]
+            if waiter.load.done():  # its call was cancelled
+                self._waiters.popleft()
+            elif self._ends_calls:
+                self._waiters.popleft().load.set_exception(DeadEngineError(str(self.death)))
+            elif self._held or not (with_room := self._with_room(len(waiter.group))):
+                return
+            else:
+                self._waiters.popleft()
                 load = min(with_room, key=lambda load: load.tokens)
-                load.costs |= {id(request): self._cost(request, sampling) for request in group}
-                return load
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+                load.costs |= {id(request): self._cost(request, waiter.max_tokens) for request in waiter.group}
+                waiter.load.set_result(load)
+
+    @property
+    def _ends_calls(self) -> bool:
+        """Whether so many engines died that nothing more is drawn."""
+        dead = [load.death is not None for load in self._loads]
+        return all(dead) if self._goes_on else any(dead)
+
+    def _with_room(self, count: int) -> list[EngineLoad]:
+        """The engines that can draw, and have room for so many more samples."""
+        able = [load for load in self._loads if load.death is None and load.has_weights]
+        return [load for load in able if not load.costs or len(load.costs) + count <= self._room]
 
     def _release(self, load: EngineLoad, requests: Iterable[Request]) -> None:
         for request in requests:
             load.costs.pop(id(request), None)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        self._assign()
 
-    def _cost(self, request: Request, sampling: Sampling) -> float:
+    def _cost(self, request: Request, max_tokens: int) -> float:
         """The expected tokens of a request: its prompt, and the mean response so far, at first the longest response."""
-        expected = self._response_tokens / self._num_responses if self._num_responses else sampling.max_tokens
-        return len(request.tokens) + min(expected, sampling.max_tokens)
+        expected = self._response_tokens / self._num_responses if self._num_responses else max_tokens
+        return len(request.tokens) + min(expected, max_tokens)
 
 
 def _by_prompt(requests: Iterable[Request]) -> list[list[Request]]:

@@ -151,6 +151,20 @@ def requests_of(prompts: Iterable[Prompt], n: int) -> list[Request]:
     return [Request(prompt=prompt, index=index) for prompt in prompts for index in range(n)]
 
 
+def aborted(request: Request) -> Sample:
+    """The aborted sample of a request that no engine has begun: ``so_far``, else one without tokens."""
+    if request.so_far is not None:
+        return request.so_far
+    return Sample(
+        prompt_id=request.prompt.id,
+        index=request.index,
+        tokens=np.zeros(0, dtype=np.int32),
+        logprobs=np.zeros(0, dtype=np.float32),
+        versions=(),
+        finish=FinishReason.abort,
+    )
+
+
 def seed_of(request: Request, sampling: Sampling) -> int:
     """The seed of one sample, 63 bits: a hash of the run's seed, the prompt id, the index and the tokens so far.
 
@@ -275,8 +289,8 @@ class RolloutEngine(SampleSource, Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """Generates the sample of every request; yields each as it finishes.  Closing the iterator aborts the rest.
 
-        Raises RolloutError, before anything is generated: an empty prompt, one that is too long, a stop string without
-        a tokenizer; or weights that are only partly updated.
+        Raises, before anything is generated, RolloutError: an empty prompt, one that is too long, a stop string without
+        a tokenizer; WeightsIncompleteError: weights that are only partly updated.
         """
         ...
 

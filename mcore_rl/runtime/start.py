@@ -127,6 +127,6 @@ def _new_worker(name: str, options: Mapping[str, Any]) -> Any:
     return ray.remote(RolloutWorker).options(**options).remote(name)
 
 
-def pool_of(engines: Sequence[EngineClient], rollout: RolloutConfig) -> EnginePool:
-    """A pool of the engines, which share one queue of requests."""
-    return EnginePool(engines, rollout.max_num_seqs)
+def pool_of(engines: Sequence[EngineClient], rollout: RolloutConfig, *, goes_on: bool = False) -> EnginePool:
+    """A pool of the engines, which share one queue of requests.  goes_on: see ``EnginePool``."""
+    return EnginePool(engines, rollout.max_num_seqs, goes_on=goes_on)

@@ -72,7 +72,8 @@ _AGENTS = (
         "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"
     ),
     Metric("agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by whoever gave them", "turns"),
-    Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason", "ends"),
+    Metric("agent/lost", "episodes", "sum", "not trained, because an interaction or an engine failed", "lost", "down"),
+    Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason; other: your own", "ends"),
 )
 
 _AGREEMENT = (
@@ -82,6 +83,10 @@ _AGREEMENT = (
     Metric(
         "rollout/staleness_max", "versions", "max", "of the weights, from a trained token's to the step's", "stale max"
     ),
+    Metric("rollout/buffer", "groups", "last", "finished, and left for later steps (trainer.mode=async)", "buffer"),
+    Metric("rollout/under_way", "groups", "last", "still drawn when the step got its rollouts", "under way"),
+    Metric("rollout/redrawn", "groups", "sum", "drawn again, or in part, after an engine died", "redrawn", "down"),
+    Metric("rollout/held_s", "s", "sum", "waited for groups that were due before others could be trained", "held"),
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
@@ -176,6 +181,7 @@ _VALIDATION = (
     Metric("val/{data_source}/response_length", "tokens", "mean", "of a validation sample", "val length"),
     Metric("val/{data_source}/clip_share", "share", "mean", "validation samples cut off at the limit", "cut", "down"),
     Metric("val/{data_source}/prompts", "prompts", "sum", "that were validated", "val prompts"),
+    Metric("val/{data_source}/lost", "episodes", "sum", "of agents, in no other mean: see agent/lost", "lost", "down"),
 )
 
 _PERFORMANCE = (

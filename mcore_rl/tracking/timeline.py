@@ -19,7 +19,7 @@ MAX_SPANS = 500  # of a step in the file; no step of ours has a tenth of it
 class PhaseSpan:
     """A phase was open from start to end, seconds since the step began.  phase: ``validate/generate`` is a part.
 
-    A name that no phase has is of a task beside the phases: ``next step``, rollouts that are drawn ahead.
+    A name that no phase has is of a task beside the phases: ``next step`` or ``drawing``, of rollouts drawn ahead.
     """
 
     phase: str

@@ -156,6 +156,59 @@ async def test_what_a_tool_says_at_the_end_ends_no_run(said: Any) -> None:
 
 
 @awaited
+async def test_a_tool_that_swallows_its_cancellation_ends_nothing_but_its_call() -> None:
+    class Stubborn(Recording):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            for _ in range(10):
+                try:
+                    await asyncio.sleep(0.1)
+                except asyncio.CancelledError:
+                    self.log.append("no")
+
+    tool, start = Stubborn(), time.monotonic()
+    calls = calls_of(tool, tool_timeout_s=0.1)
+    (result,) = await calls.run([call()])
+    await calls.release()
+    assert result.failed and time.monotonic() - start < 0.5
+    await asyncio.sleep(0)
+    assert "no" in tool.log
+
+
+@awaited
+async def test_a_tool_that_is_never_created_holds_up_no_other() -> None:
+    class Never(Recording):
+        async def create(self, instance_id: str, **kwargs: Any) -> None:
+            await asyncio.sleep(9)
+
+    tools = ToolSet({"never": Never("never"), "tool": Recording()})
+    calls = EpisodeCalls(tools, AgentConfig(tool_timeout_s=0.2), "e", {})
+    never, other = await calls.run([call(name="never"), call(name="tool")])
+    assert never.failed and other.text == "done"
+
+
+@awaited
+async def test_time_in_which_calls_wait_for_a_place_is_not_counted() -> None:
+    class Crowded(Recording):
+        room = asyncio.Semaphore(1)
+
+        def place(self, instance_id: str) -> Any:
+            return self.room
+
+    tool = Crowded()
+    episodes = [EpisodeCalls(ToolSet({"tool": tool}), AgentConfig(max_tool_s=0.3), f"e{n}", {}) for n in range(5)]
+    results = await asyncio.gather(*(each.run([call('{"sleep": 0.15}')]) for each in episodes))
+    assert tool.most == 1 and not any(result.failed for (result,) in results)
+    assert all(0.14 < each.seconds < 0.3 and not each.is_out_of_time for each in episodes)
+
+
+@awaited
+async def test_seconds_are_those_in_which_a_call_ran() -> None:
+    calls = calls_of(Recording(), max_parallel_calls=2)
+    await calls.run([call('{"sleep": 0.2}'), call('{"sleep": 0.1}'), call('{"sleep": 0.05}')])
+    assert 0.19 < calls.seconds < 0.3, "side by side counts once"
+
+
+@awaited
 async def test_a_tool_that_limits_itself_may_wait_for_its_turn() -> None:
     tool = Recording()
     tool.limits_itself = True

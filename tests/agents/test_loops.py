@@ -130,11 +130,18 @@ async def test_a_tool_agent_with_an_interaction_has_both() -> None:
 
 
 @awaited
-async def test_an_interaction_that_fails_ends_the_episode_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    columns = {"agent_name": "interaction", "interaction_kwargs": {"name": "gsm8k", "ground_truth": "none"}}
-    episode = await episode_of(["#### 4"], columns, tools=())
-    assert (reason(episode), episode.end) == ("interaction_failed", FinishReason.abort)
-    assert "is not a number" in caplog.text
+async def test_an_interaction_that_fails_loses_the_episode_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = style("qwen2.5")
+    runner = AgentRunner(AgentConfig(), CodeConfig(), tokenizer)
+    kwargs = {"name": "gsm8k", "ground_truth": "none"}
+    for number in range(3):
+        row = agent_row(tokenizer, number=number, agent_name="interaction", interaction_kwargs=kwargs)
+        episode = await runner.run(DrawnTurns(tokenizer, ["#### 4"]), row, "p", 0, 0, Sampling(max_tokens=99))
+        assert (reason(episode), episode.end, episode.lost) == ("interaction_failed", FinishReason.abort, True)
+        assert not any(segment.trained for segment in episode.segments) and said(episode) == [("model", "#### 4")]
+    (record,) = caplog.records
+    assert "file:0: an interaction failed" in record.getMessage() and "is not a number" in record.getMessage()
+    assert "agent/lost" in record.getMessage()
 
 
 @awaited

@@ -174,14 +174,23 @@ async def test_a_parser_of_ones_own_that_is_wrong_is_named(own: Path) -> None:
         ({"loops": {"mine": "OWN:Costly"}}, "cannot be made: TypeError"),
         ({"loops": {"single_turn": "OWN:Twice"}}, "is the name of a built-in loop"),
         ({"loops": {"mine": "no.py:Loop"}}, "there is no Python file"),
-        ({"tools": ["calculator"], "tool_parser": "OWN:absent"}, "rollout.agent.tool_parser="),
-        ({"tools": ["calculator"], "tool_parser": "nonesuch"}, "vLLM has no such parser"),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_key(own: Path, settings: Any, said: str) -> None:
     written = eval(repr(settings).replace("OWN", str(own)))
     with pytest.raises(ConfigError) as caught:
         runner(**written)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parser", "said"), [("OWN:absent", "rollout.agent.tool_parser="), ("nonesuch", "vLLM has no such parser")]
+)
+def test_a_parser_is_needed_where_calls_are_read(own: Path, parser: str, said: str) -> None:
+    made = runner(tools=["calculator"], tool_parser=parser.replace("OWN", str(own)))
+    assert made.check({"react", "interaction"}) == []
+    with pytest.raises(ConfigError) as caught:
+        made.check({"react", "tool_agent"})
     assert said in str(caught.value)
 
 
@@ -230,6 +239,7 @@ def test_prompts_name_the_tools_of_loops_that_call_them() -> None:
     made = runner(tools=["calculator"])
     assert made.tools_of({"agent_name": "tool_agent"}) == made.schemas and made.schemas
     assert made.tools_of({"agent_name": "interaction"}) is None and made.tools_of({}) is None
+    assert made.tools_of({"agent_name": "react"}) is None, "its calls have another form than the template's"
 
 
 def test_the_default_loop_runs_rows_that_name_none() -> None:
@@ -239,6 +249,6 @@ def test_the_default_loop_runs_rows_that_name_none() -> None:
 
 
 def test_the_template_is_checked_for_what_will_be_appended() -> None:
-    assert runner(tools=["calculator"]).check_template() == []
-    notes = AgentRunner(AgentConfig(tools=["calculator"]), CodeConfig(), style("gemma")).check_template()
-    assert len(notes) == 2
+    assert runner(tools=["calculator"]).check({"tool_agent"}) == []
+    gemma = AgentRunner(AgentConfig(tools=["calculator"]), CodeConfig(), style("gemma"))
+    assert len(gemma.check({"tool_agent"})) == 2 and gemma.check({"react"}) == []

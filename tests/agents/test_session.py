@@ -20,15 +20,18 @@ from tests.support.chat_styles import STYLES, WITHOUT_TOOLS, style
 from tests.support.drawn_turns import DrawnTurns, agent_row
 
 
-def session(engine: DrawnTurns, *, room: int = 10_000, stop: tuple[str, ...] = (), **settings: Any) -> Session:
+def session(
+    engine: DrawnTurns, *, room: int = 10_000, stop: tuple[str, ...] = (), ids: tuple[int, ...] = (), **settings: Any
+) -> Session:
     tokenizer = engine.tokenizer
     parts = SessionParts(
         config=AgentConfig(**settings), tokenizer=tokenizer, renderer=TurnRenderer(tokenizer),
         tools=ToolSet({"calculator": Calculator({}, SCHEMA)}),
     )  # fmt: skip
     return Session(
-        parts, engine, agent_row(tokenizer), "0.0/file:0", 3, 1, Sampling(max_tokens=room, seed=7, stop=stop)
-    )
+        parts, engine, agent_row(tokenizer), "0.0/file:0", 3, 1,
+        Sampling(max_tokens=room, seed=7, stop=stop, stop_token_ids=ids),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -183,6 +186,25 @@ async def test_a_stop_string_that_is_a_token_does_not_end_the_turn_for_the_templ
     (_, drawn, added) = one.episode().segments
     assert turn.raw == "<tool_call>x</tool_call>" and drawn.tokens[-1] in tokenizer.added_tokens_decoder
     assert added.tokens[0] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "is_end"),
+    [("qwen2.5", "</tool_call>", False), ("qwen2.5", "<|im_end|>", True), ("llama3", "<|eot_id|>", True)],
+)
+@awaited
+async def test_a_token_of_stop_token_ids_ends_the_turn_if_it_is_the_templates_end(
+    name: str, end: str, is_end: bool
+) -> None:
+    tokenizer = style(name)
+    (number,) = tokenizer(end, add_special_tokens=False)["input_ids"]
+    one = session(DrawnTurns(tokenizer, ["x"], end=number), ids=(number,))
+    turn = await one.draw()
+    one.append([{"role": "user", "content": "more"}])
+    (_, drawn, added) = one.episode().segments
+    assert drawn.tokens[-1] == number and turn.raw == ("x" if is_end else f"x{end}")
+    of_template = TurnRenderer(tokenizer).closing_id
+    assert (added.tokens[0] == of_template) != is_end and of_template in (drawn.tokens[-1], added.tokens[0])
 
 
 @awaited

@@ -30,8 +30,8 @@ from tests.algorithms.loss_cases import (
 LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
 TAU_POS, TAU_NEG, PAID = 1.1, 1.7, 0.6
 SELECTING = ("clip_cov", "kl_cov")
-WITHOUT_CLIPS = ("gpg", "policy_gradient", "sapo", "kl_cov")
-OF_SEQUENCES = ("gspo", "geo_mean")
+WITHOUT_CLIPS = ("gpg", "policy_gradient", "sapo", "kl_cov", "sppo")
+OF_SEQUENCES = ("gspo", "geo_mean", "sppo")
 EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
 
 
@@ -121,7 +121,12 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
         for t, moved in zip(rows, change, strict=True):
             advantage, logprob = float(x["advantages"][t]), x["logprobs"][t]
             selected = float(x["selection"][t]) >= 0
-            mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change, selected)
+            if config.loss_mode == "sppo":
+                error = sum(change) - sum(float(x["advantages"][row]) for row in rows) / len(rows)
+                mine = error**2 / len(rows) + 2 * error * (logprob - logprob.detach())
+            else:
+                old = float(x["old_logprobs"][t])
+                mine = token_loss(config.loss_mode, logprob, old, advantage, mean_change, selected)
             mine = mine * float(x["weights"][t])
             kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]), x["full_kl"][t])
             ratio = torch.tensor(mean_change if config.loss_mode == "gspo" else moved).exp()
@@ -221,6 +226,33 @@ def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+def test_sppo_has_value_and_gradient_of_the_sequence_form() -> None:
+    """Equation 3.3 of arXiv:2405.00675, differentiated as it stands, and by central differences."""
+    batch = drawn(4, lengths=(5, 8, 3, 6, 2))
+    fields = batch.fields | {"advantages": torch.tensor([0.5, -0.5, 0.25, 0.0, 1.0]).double()[batch.sequence]}
+    batch = replace(batch, fields=fields).without("weights")
+
+    def squares(logprobs_T: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for index in range(len(batch.lengths)):
+            rows = (batch.sequence == index) & batch.mask
+            if rows.any():
+                error = (logprobs_T - fields["old_logprobs"])[rows].sum() - fields["advantages"][rows][0]
+                total = total + error**2
+        return total
+
+    sums = policy_loss(actor("sppo", LossAggregation.seq_mean_token_sum))(whole(batch))
+    expected = squares(fields["logprobs"])
+    torch.testing.assert_close(sums.total, expected)
+    for mine, theirs in zip(batch.gradients(sums.total), batch.gradients(expected), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    logprobs_T, mine_T = fields["logprobs"].detach(), batch.gradients(sums.total)[0]
+    for t in range(len(logprobs_T)):
+        step_T = torch.zeros_like(logprobs_T).index_fill(0, torch.tensor(t), 1e-4)
+        slope = float(squares(logprobs_T + step_T) - squares(logprobs_T - step_T)) / 2e-4
+        assert float(mine_T[t]) == pytest.approx(slope, abs=1e-7)
+
+
 @pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
 def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> None:
     loss = policy_loss(actor(mode, aggregation, **EVERYTHING))
@@ -267,7 +299,12 @@ def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) 
     fields["selection"] = torch.full_like(fields["selection"], -1.0)  # none: what else such a loss does is by choice
     batch = replace(batch, fields=fields)
     sums = policy_loss(actor(mode))(whole(batch))
-    expected = -(batch.fields["advantages"] * batch.fields["weights"] * batch.mask)
+    advantages_T = batch.fields["advantages"]
+    if mode == "sppo":  # of the square of a response's log-ratio, which is 0: twice its mean advantage
+        rows_S = [(batch.sequence == index) & batch.mask for index in range(len(batch.lengths))]
+        means_S = torch.stack([advantages_T[rows].sum() / rows.sum().clamp(min=1) for rows in rows_S])
+        advantages_T = 2 * means_S[batch.sequence]
+    expected = -(advantages_T * batch.fields["weights"] * batch.mask)
     torch.testing.assert_close(batch.gradients(sums.total)[0], expected)
     assert float(sums.metrics["actor/ratio"]) == float(batch.mask.sum())
     assert float(sums.metrics["actor/approx_kl"]) == float(sums.metrics["actor/approx_kl_k1"]) == 0

@@ -44,6 +44,8 @@ READ = {
     "remax": ("remax", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),
     "rloo": ("rloo", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),
     "sapo": ("grpo", "sapo", "seq_mean_token_mean", "", ""),
+    "sppo": ("win_rate", "sppo", "seq_mean_token_sum", "", ""),
+    "sppo_softmean": ("softmean", "sppo", "seq_mean_token_sum", "", ""),
 }
 
 

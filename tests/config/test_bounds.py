@@ -32,6 +32,7 @@ from mcore_rl.config.compose import ERRORS
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.launch import load_cluster
+from mcore_rl.config.names import field_of
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.errors import ConfigError, Violation
@@ -110,7 +111,7 @@ def _structured(schema: type[Any]) -> Any:
 
 def with_value(sound: Any, each: Setting, text: str, violations: Refusals) -> list[Violation]:
     """The violations of ``sound`` with ``text`` as the value of the key, as omegaconf reads and types it."""
-    *groups, name = each.key.split(".")
+    *groups, name = field_of(each.key).split(".")
     group = reduce(getattr, groups, sound)
     try:
         value = OmegaConf.create(f"value: {text}").value

@@ -20,6 +20,7 @@ from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, KlUnit, OffPolicy
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
+from mcore_rl.config.names import value_at
 from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
 from tests.algorithms.loss_cases import drawn, whole
@@ -49,6 +50,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "algorithm.gdpo_reward_keys": (["format", "score"],),
     "algorithm.gdpo_reward_weights": ([3.0, 0.5],),
     "algorithm.pass_k": (2, 3),
+    "algorithm.sppo_eta": (1.0, 2.0),
     "actor.clip_ratio": (0.05,),
     "actor.clip_ratio_low": (0.07,),
     "actor.clip_ratio_high": (0.06,),
@@ -65,6 +67,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "actor.kl_loss_type": (KlPenalty.k2, KlPenalty.k3),
     "critic.cliprange_value": (0.01,),
 }
+reading = cache(readers)  # of all algorithms at once
 LENGTHS = (6, 5, 7, 4, 6, 5)
 GROUP_S = torch.tensor([0, 0, 0, 1, 1, 1])
 SCORES = {name: torch.tensor(row) for name, row in (
@@ -144,31 +147,39 @@ def base(name: str) -> RunConfig:
 
 
 def at(run: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), run)
+    return value_at(run, key)
 
 
-def matters(run: RunConfig, key: str) -> bool:
+@cache
+def given(name: str, overrides: tuple[str, ...]) -> tuple[RunConfig, list[list[float]]]:
+    """The algorithm with ``overrides``, and its numbers."""
+    run = reduce(with_override, overrides, base(name))
+    return run, numbers(run)
+
+
+def matters(key: str, name: str, *overrides: str) -> bool:
+    """Whether another value of ``key`` gives other numbers."""
+    run, before = given(name, overrides)
     value = next(each for each in OTHER[key] if each != at(run, key))
-    return numbers(run) != numbers(changed(run, key, value))
+    return numbers(changed(run, key, value)) != before
 
 
 @pytest.mark.parametrize("name", list(algorithms()))
 def test_an_algorithm_reads_what_changes_its_numbers(name: str) -> None:
-    run = base(name)
-    wrong = {key: readers(key).get(name) for key in OTHER if matters(run, key) != (readers(key).get(name) == ())}
+    wrong = {key: reading(key).get(name) for key in OTHER if matters(key, name) != (reading(key).get(name) == ())}
     assert wrong == {}
 
 
 @pytest.mark.parametrize("name", list(algorithms()))
 def test_a_key_is_read_with_what_is_said_and_with_nothing_less(name: str) -> None:
-    asked = {key: readers(key)[name] for key in OTHER if readers(key).get(name)}
+    asked = {key: reading(key)[name] for key in OTHER if reading(key).get(name)}
     assert len(asked) > 5
-    unread = [key for key, needed in asked.items() if not matters(reduce(with_override, needed, base(name)), key)]
+    unread = [key for key, needed in asked.items() if not matters(key, name, *needed)]
     needless = [
         (key, left_out)
         for key, needed in asked.items()
         for left_out in needed
-        if matters(reduce(with_override, [each for each in needed if each != left_out], base(name)), key)
+        if matters(key, name, *(each for each in needed if each != left_out))
     ]
     assert (unread, needless) == ([], [])
 

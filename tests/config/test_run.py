@@ -92,12 +92,21 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ),
         (
             "trainer.mode=one_step_off",
-            "trainer.mode=one_step_off: engines draw while the trainer trains, and with trainer.placement=colocated "
-            "they take turns. Write trainer.placement=separate, or trainer.mode=sync",
+            "trainer.placement=colocated: engines and trainer take turns, and with trainer.mode=one_step_off both work "
+            "at once. Write separate, or trainer.mode=sync",
+        ),
+        (
+            "trainer.mode=async",
+            "trainer.placement=colocated: engines and trainer take turns, and with trainer.mode=async both",
         ),
         (
             "algorithm=rloo trainer.mode=one_step_off trainer.placement=separate",
-            "trainer.mode=one_step_off: trains each batch an update later than it was drawn: "
+            "trainer.mode=one_step_off: trains batches of older weights than its own: "
+            "actor.loss_mode=policy_gradient has no ratio",
+        ),
+        (
+            "algorithm=rloo trainer.mode=async trainer.placement=separate",
+            "trainer.mode=async: trains batches of older weights than its own: "
             "actor.loss_mode=policy_gradient has no ratio",
         ),
         ("data.gen_batch_size=7", "data.gen_batch_size=7: differs from data.train_batch_size=1024, and no groups"),
@@ -286,6 +295,8 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     assert refusals("algorithm=gpg", "actor.ppo_mini_batch_size=256", "actor.ppo_epochs=2", asked) == []
     apart = ("trainer.mode=one_step_off", "trainer.placement=separate")
     assert refusals("algorithm=gpg", *apart, asked) == refusals(*apart) == []
+    turns = ("trainer.mode=async", "trainer.placement=separate", "async.max_staleness=0")
+    assert refusals("algorithm=gpg", *turns) == refusals(*turns) == [], "no sample is of older weights"
     assert refusals("algorithm=gpg", *apart, "algorithm.off_policy=decoupled") == [], (
         "weights correct the sampler's age"
     )

@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 from mcore_rl.config.algorithm_registry import estimators, policy_losses
 from mcore_rl.config.compose import all_keys
 from mcore_rl.config.launch import load_recipe, recipe_names
+from mcore_rl.config.names import key_of
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.unread_keys import switches
 from mcore_rl.errors import Violation
-from tests.support.composed import composed
+from tests.support.composed import composed, recipe
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 
@@ -46,6 +47,10 @@ CASES = {
     "algorithm=dapo actor.clip_ratio=0.1": ("are both there instead of it", "actor.clip_ratio_low=null"),
     "actor.shuffle=false": ("there is one pass over the samples", "actor.ppo_epochs=2"),
     "actor.allow_stale_updates=true": ("the loss has a ratio", "algorithm=gpg"),
+    "async.max_staleness=2": ("trainer.mode itself says", "trainer.mode=async"),
+    "trainer.mode=async trainer.placement=separate async.max_staleness=0 async.overdue=redraw": (
+        "nothing is drawn ahead", "async.max_staleness=1",
+    ),
     "actor.loss_agg_constant=9": ("divides by no constant", "actor.loss_agg_mode=sum_over_constant"),
     "critic.optim.lr=1e-5": ("there is no critic", "algorithm=ppo"),
     "critic.parallel={tp: 2}": ("there is no critic", "algorithm=ppo"),
@@ -119,7 +124,7 @@ def test_what_was_written_is_known_after_a_field_is_replaced() -> None:
 
 
 def test_every_key_of_the_rules_is_a_key() -> None:
-    known = set(all_keys(OmegaConf.structured(RunConfig)))
+    known = {key_of(each) for each in all_keys(OmegaConf.structured(RunConfig))}
     keys = {key.rstrip(".") for switch in switches() for key in switch.keys}
     keys |= {key for part in (*estimators().values(), *policy_losses().values()) for key in part.reads}
     assert len(keys) > 20 and keys <= known
@@ -127,7 +132,7 @@ def test_every_key_of_the_rules_is_a_key() -> None:
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not name.endswith("sft")])
 def test_a_recipe_writes_no_key_that_it_does_not_read(name: str) -> None:
-    run = load_recipe(name)
+    run = recipe(name)
     assert isinstance(run, RunConfig)
     assert len(run.written) > 10 and run_violations(run) == []
 

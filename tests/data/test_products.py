@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mcore_rl.data.arithmetic import Split, split_of
-from mcore_rl.data.products import products
+from mcore_rl.data.products import Product, products
 from mcore_rl.errors import ConfigError
 
 
@@ -16,8 +16,14 @@ def test_questions_are_of_their_split_and_differ(split: Split) -> None:
     made = products(300, 5, split)
     assert made == products(300, 5, split) != products(300, 6, split)
     assert len({each.question for each in made}) == 300
-    assert {split_of(each.question) for each in made} == {split}
+    assert {split_of(each.pair) for each in made} == {split}
     assert all(100 <= number <= 999 for each in made for number in (each.left, each.right))
+
+
+def test_no_product_is_in_both_splits_whichever_number_comes_first() -> None:
+    trained = {frozenset((each.left, each.right)) for each in products(20_000, 1, Split.train)}
+    assert not trained & {frozenset((each.left, each.right)) for each in products(5_000, 1, Split.validation)}
+    assert Product(3, 7).pair == Product(7, 3).pair
 
 
 def test_the_conversation_calls_for_what_is_asked() -> None:

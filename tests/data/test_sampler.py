@@ -97,3 +97,26 @@ def test_batches_per_epoch() -> None:
     assert [sampler.batches_per_epoch(size) for size in (1, 3, 5, 10)] == [10, 3, 2, 1]
     with pytest.raises(ConfigError, match=r"data\.gen_batch_size=11: is more than the 10 prompts.*Write 10 or less"):
         sampler.batches_per_epoch(11, "data.gen_batch_size")
+
+
+def test_what_was_given_back_is_drawn_first_in_its_own_epoch() -> None:
+    sampler = PromptSampler(4, 0, shuffle=False)
+    taken = sampler.next_of_epochs(3) + sampler.next_of_epochs(3)
+    assert taken == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)] and sampler.num_drawn == 6
+    state = json.loads(json.dumps(sampler.state_with([(0, 2), (1, 0)])))
+    resumed = PromptSampler(4, 0, shuffle=False)
+    resumed.load_state_dict(state)
+    assert resumed.num_drawn == 4 and resumed.drawn == [1] and resumed.state_dict() == state
+    assert resumed.next_of_epochs(1) == [(0, 2)]
+    assert resumed.state_with([(0, 2)]) == state, "those that are still to come stay behind those of now"
+    assert resumed.next_of_epochs(3) == [(1, 0), (1, 2), (1, 3)]
+    assert resumed.state_dict() == state | {"position": 4, "again": []} and resumed.num_drawn == 8
+    assert Counter([*taken, (1, 2), (1, 3)]) == Counter((epoch, index) for epoch in (0, 1) for index in range(4))
+
+
+def test_a_state_without_returned_places_is_read() -> None:
+    state = PromptSampler(4, 0, False).state_dict()
+    del state["again"]
+    sampler = PromptSampler(4, 0, False)
+    sampler.load_state_dict(state)  # of a checkpoint of an earlier release
+    assert sampler.next(2) == [0, 1]

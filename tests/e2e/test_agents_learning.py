@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.cli import main
@@ -41,11 +42,10 @@ def test_a_tiny_model_learns_to_use_a_calculator(
     assert last["agent/end/answered"] > 0.9 and last["agent/failed_call_share"] < 0.1
 
     # The same weights without the tool: what they can work out by themselves.
+    rows = pq.read_table("runs/products/data/val.parquet").drop_columns("agent_name")
+    pq.write_table(rows, "alone.parquet")
     alone = ["train", "recipe=products_grpo", "model.path=runs/products/grpo/hf/final", "trainer.val_only=true"]
-    own = tmp_path / "loop.py"
-    own.write_text("class Alone:\n    async def run(self, row, session):\n        await session.draw()\n"
-                   "        return session.episode()\n")  # fmt: skip
-    settings = ["rollout.agent.tools=[calculator]", f"rollout.agent.loops.tool_agent={own}:Alone"]
+    settings = ["data.val_files=[alone.parquet]", "rollout.agent.tools=[]", "rollout.agent.max_turns=8"]
     assert main([*alone, *settings, "trainer.default_local_dir=runs/alone", ON_VLLM_DEVICE["trainer"]]) == 0
     (without,) = [each["val/products/accuracy"] for each in read_metrics(tmp_path / "runs/alone/metrics.jsonl")]
     assert without < WITHOUT

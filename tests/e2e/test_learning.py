@@ -54,6 +54,8 @@ CASES = {
         "algorithm=grpo", "rollout.n=8", "actor.loss_mode=kl_cov", "actor.kl_cov_ratio=0.02",
         "algorithm.off_policy=decoupled", "algorithm.rollout_correction.batch_normalize=true",
     ),
+    "sppo": ("algorithm=sppo", "rollout.n=8", "algorithm.sppo_eta=4"),
+    "sppo_softmean": ("algorithm=sppo_softmean", "rollout.n=8", "algorithm.sppo_eta=4"),
     "gspo": (
         "algorithm=gspo", "rollout.n=8", "actor.loss_mode=gspo", "actor.loss_agg_mode=seq_mean_token_mean",
         "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2",

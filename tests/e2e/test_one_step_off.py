@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from mcore_rl.controller.step.rollout_source import DRAWN_AHEAD
 from mcore_rl.tracking.timeline import read_timeline
+from tests.support.ahead_runs import APART, lines, prompts, staleness, versions
 from tests.support.crash_runs import doing, drawing, nothing_survives, says, start
 from tests.support.run_task import write_task
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("processes")]
 
 STEPS = 3
-APART = (
-    "trainer.mode=one_step_off", "trainer.placement=separate", "trainer.n_gpus_per_node=1", "actor.parallel.ep=1",
-)  # fmt: skip
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["step"] > 0]
-
-
-def staleness(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    return [(row["rollout/staleness_mean"], row["rollout/staleness_max"]) for row in rows]
-
-
-def prompts(directory: Path, steps: int) -> list[str]:
-    """Of every step, each once."""
-    drawn: list[str] = []
-    for step in range(1, steps + 1):
-        rows = pq.read_table(directory / "rollouts" / f"step_{step}.parquet").to_pylist()
-        drawn += [row["prompt_id"] for row in rows if row["sample"] == 0]
-    return drawn
-
-
-def versions(directory: Path, step: int) -> set[int]:
-    """Of the weights that drew the samples of ``step``."""
-    return {*pq.read_table(directory / "rollouts" / f"step_{step}.parquet")["version"].to_pylist()}
+MODE = ("trainer.mode=one_step_off", *APART)
 
 
 def test_the_next_step_is_drawn_while_a_step_is_trained(tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     task, directory = write_task(tmp_path / "task"), tmp_path / "run"
     with nothing_survives(tmp_path) as traces:
-        run = start(task, directory, traces, *APART, steps=STEPS)
+        run = start(task, directory, traces, *MODE, steps=STEPS)
         assert run.finish() == 0, run.said()
     assert "never retrieved" not in run.said()
     rows = lines(directory)
@@ -80,20 +52,20 @@ def test_deaths_lose_no_prompt_and_double_none(tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     task, directory, steps = write_task(tmp_path / "task"), tmp_path / "run", 5
     with nothing_survives(tmp_path) as traces:
-        run = start(task, directory, traces, *APART, steps=steps)
+        run = start(task, directory, traces, *MODE, steps=steps)
         run.strike_at(doing(2, "score"), "engine-0.log")
         run.until(says(r"engine 0: started again, 1 of 3(.|\n)*engine 0: ready after"))
         run.strike_at(doing(3, "train_step"), "controller", SIGKILL)
         assert run.finish() == -SIGKILL
-        run = start(task, directory, traces, *APART, steps=steps)
+        run = start(task, directory, traces, *MODE, steps=steps)
         run.strike_at(doing(4, "train_step"), "controller", SIGTERM)
         assert run.finish() == REQUEUE, run.said()
         assert says("left after step 4, on SIGTERM")(run), run.said()
         assert "Traceback" not in run.said() and "never retrieved" not in run.said()
-        run = start(task, directory, traces, *APART, steps=steps)
+        run = start(task, directory, traces, *MODE, steps=steps)
         run.strike_at(drawing(5), "controller", SIGTERM)
         assert run.finish() == REQUEUE, run.said()
-        run = start(task, directory, traces, *APART, steps=steps)
+        run = start(task, directory, traces, *MODE, steps=steps)
         assert run.finish() == 0, run.said()
     rows = lines(directory)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))

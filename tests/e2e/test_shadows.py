@@ -27,6 +27,7 @@ from mcore_rl.families.registry import family_of
 from mcore_rl.planning.recipes import recipe_config_json
 from mcore_rl.runtime.cluster import ray_cluster
 from tests.support import shadows
+from tests.support.composed import recipe
 
 NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
 # In the tier `test`: of each family and each kind of layout one.  The others are of the tier `full`.
@@ -48,11 +49,6 @@ class Trained:
     config: RunConfig | SftConfig
     directory: Path
     metrics: list[dict[str, Any]]
-
-
-@cache
-def recipe(name: str) -> RunConfig | SftConfig:
-    return load_recipe(name)
 
 
 @cache

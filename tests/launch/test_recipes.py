@@ -6,7 +6,7 @@ That it trains is ``tests/e2e/test_shadows.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from mcore_rl.planning.recipes import num_steps, recipe_config_json, recipe_mode
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
+from tests.support.composed import recipe
 
 NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
 MOST_OVERRIDES = 36
@@ -65,6 +66,7 @@ class Row:
 
 
 ADAPTERS = tuple(f"qwen25_{size}_grpo_lora" for size in ("05b", "15b", "3b", "7b", "14b", "32b", "72b"))
+OWN = ("qwen3_30b_a3b_grpo_lora", "mixtral_8x22b_grpo_lora", "qwen25_7b_sft_lora")  # adapters that nobody published
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
     "qwen25_05b_ppo": Row("gae", 256, 64, 1, (1024, 512), 1e-6, "reward", 0.001, 435, 1e-5),
@@ -89,11 +91,6 @@ PUBLISHED = {
 }
 
 
-@cache
-def recipe(name: str) -> RunConfig | SftConfig:
-    return load_recipe(name)
-
-
 def rl_recipe(name: str) -> RunConfig:
     run = recipe(name)
     assert isinstance(run, RunConfig)
@@ -101,7 +98,7 @@ def rl_recipe(name: str) -> RunConfig:
 
 
 def test_every_row_has_its_recipe() -> None:
-    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", *PUBLISHED}
+    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", *OWN, *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,6 +227,20 @@ def test_adapters_are_as_published(name: str) -> None:
     lora = rl_recipe(name).actor.lora
     assert (lora.rank, lora.alpha, lora.target_modules, lora.use_rslora) == (32, 32.0, ["all-linear"], False)
     assert not rl_recipe(name).data.shuffle
+
+
+def test_adapters_of_our_own_are_trained_as_those_that_were_published() -> None:
+    for name in OWN:
+        lora = recipe(name).actor.lora
+        assert (lora.rank, lora.alpha, lora.target_modules, lora.use_rslora) == (32, 32.0, ["all-linear"], False)
+        assert (
+            recipe(name).recipe.published.score is None and "No run is published" in recipe(name).recipe.published.note
+        )
+    for name in OWN[:2]:
+        run, row = rl_recipe(name), PUBLISHED[ADAPTERS[0]]
+        assert (run.data.train_batch_size, run.rollout.n, run.actor.optim.lr) == (row.batch, row.n, row.lr)
+        assert num_steps(run) == row.steps
+    assert recipe(OWN[2]).actor.optim.lr == 10 * recipe("gemma2_2b_sft").actor.optim.lr
 
 
 def test_supervised_fine_tuning_is_as_published() -> None:

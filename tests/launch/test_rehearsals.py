@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.config.launch import load_recipe, recipe_names
+from mcore_rl.config.launch import recipe_names
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rehearsal.stages import ranks_of_stages
 from tests.house.source import ROOT
+from tests.support import composed
 
 NEAR = 0.05  # the planner's device peak beside the rehearsal's
 MOST_RESIDENT = 2 << 30
@@ -23,8 +24,8 @@ QUICK = [("qwen25_05b_ppo", 0), ("mixtral_8x22b_rloo", 48)]  # dense, with a cri
 ALL = [
     (name, rank)
     for name in recipe_names()
-    if load_recipe(name).recipe.checkpoint
-    for rank in ranks_of_stages(load_recipe(name).actor.parallel, load_recipe(name).trainer.world_size)
+    if composed.recipe(name).recipe.checkpoint
+    for rank in ranks_of_stages(composed.recipe(name).actor.parallel, composed.recipe(name).trainer.world_size)
 ]
 
 
@@ -68,7 +69,7 @@ def test_every_recipe_at_its_first_middle_and_last_stage(recipe: str, rank: int,
 
 
 def test_all_stages_of_interest_are_there() -> None:
-    layout = Layout.of(load_recipe("mixtral_8x22b_rloo").actor.parallel, 64)
+    layout = Layout.of(composed.recipe("mixtral_8x22b_rloo").actor.parallel, 64)
     assert {layout.coords(rank).pp for name, rank in ALL if name == "mixtral_8x22b_rloo"} == {0, 2, 3}
     assert set(QUICK) <= set(ALL)
 

@@ -6,27 +6,47 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import PreTrainedModel
 
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.engine.environment import usable_cores
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
+from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling, requests_of
 from tests.support import rollouts
 from tests.support.forked import start_engine
-from tests.support.rollouts import assert_same, collect, generate, prompts, until_running, wait_until_gone
+from tests.support.rollouts import (
+    assert_same,
+    chosen,
+    collect,
+    generate,
+    prompts,
+    reference_logprobs,
+    until_running,
+    wait_until_gone,
+)
 
 LONG = Sampling(max_tokens=64, ignore_eos=True, seed=11)
 REQUESTS = requests_of(prompts(12), 4)
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[list[EngineProcess]]:
-    directory = tmp_path_factory.mktemp("llama")
-    rollouts.write("llama", directory)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> PreTrainedModel:
+    return rollouts.write("llama", directory)
+
+
+@pytest.fixture(scope="module")
+def engines(directory: Path, model: PreTrainedModel, processes: None) -> Iterator[list[EngineProcess]]:
     cores = usable_cores()
     started = [
         start_engine(f"rollout-{index}", directory, rollouts.config(max_num_seqs=8), cores=share, wait=False)
@@ -51,6 +71,63 @@ def test_two_engines_draw_what_one_draws(engines: list[EngineProcess], expected:
     assert_same(generate(EnginePool(engines, 8), REQUESTS, LONG), expected, 1e-5)
     shares = [asyncio.run(e.statistics()).generated_tokens - b for e, b in zip(engines, before, strict=True)]
     assert sum(shares) == len(REQUESTS) * 64 and min(shares) > 0.25 * sum(shares)
+
+
+def assert_of_the_model(samples: dict[tuple[str, int], Sample], model: PreTrainedModel) -> None:
+    """Every request has its whole response, and every token the log-prob that transformers gives it."""
+    assert samples.keys() == {request.key for request in REQUESTS}
+    for request in REQUESTS:
+        sample = samples[request.key]
+        assert sample.finish is FinishReason.length and len(sample.tokens) == sample.versions[-1].end == 64
+        reference = reference_logprobs(model, request.prompt.tokens, sample.tokens)
+        np.testing.assert_allclose(sample.logprobs, chosen(reference, sample.tokens), rtol=0, atol=1e-5)
+
+
+def test_samples_that_a_failed_update_aborts_go_on_after_one_that_succeeds(
+    engines: list[EngineProcess], model: PreTrainedModel
+) -> None:
+    async def run() -> dict[tuple[str, int], Sample]:
+        pool = EnginePool(engines, 8)
+        drawing = asyncio.create_task(collect(pool, REQUESTS, LONG))
+        await until_running(engines[0])
+        async with pool.held():
+            for engine in engines:
+                await engine.start_update()
+                await engine.fail_update("rank 1 is out of memory")
+                await engine.start_update()
+            assert pool.num_unfinished == 0 and not drawing.done()
+            for engine in engines:
+                await engine.finish_update(1)
+        return await drawing
+
+    samples = asyncio.run(run())
+    assert_of_the_model(samples, model)
+    assert [0, 1] in [[span.version for span in sample.versions] for sample in samples.values()]
+
+
+def test_an_interrupt_gives_everything_back_and_all_of_it_goes_on(
+    engines: list[EngineProcess], model: PreTrainedModel
+) -> None:
+    pool = EnginePool(engines, 8)
+
+    async def run() -> dict[tuple[str, int], Sample]:
+        drawing = asyncio.create_task(collect(pool, REQUESTS, LONG))
+        await until_running(engines[0])
+        await until_running(engines[1])
+        await pool.interrupt()
+        assert pool.num_unfinished == 0
+        return await asyncio.wait_for(drawing, 5)
+
+    parts = asyncio.run(run())
+    given_back = [part for part in parts.values() if part.finish is FinishReason.abort]
+    assert any(len(part.tokens) for part in given_back) and any(not len(part.tokens) for part in given_back)
+    requests = [Request(prompt=each.prompt, index=each.index, so_far=parts[each.key]) for each in REQUESTS]
+    on = generate(pool, [each for each in requests if parts[each.key] in given_back], LONG)
+    assert_of_the_model(parts | on, model)
+    for key, sample in on.items():  # what was drawn stays; and what follows is not drawn by the same random numbers
+        before = len(parts[key].tokens)
+        np.testing.assert_array_equal(sample.tokens[:before], parts[key].tokens)
+        assert before < 8 or (sample.tokens[before : 2 * before] != parts[key].tokens[: 64 - before]).any()
 
 
 def test_the_engine_that_is_killed_is_named_and_what_it_left_the_other_draws_alike(

@@ -1,4 +1,4 @@
-"""Configurations for tests that are not about composing: hydra reads our yaml files once for each algorithm."""
+"""Configurations for tests that are not about composing: hydra reads our files once for each algorithm or recipe."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.compose import ERRORS, compose, read, typed
+from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.override_text import keep_text
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.written_keys import Composed, written_keys
 
 T = TypeVar("T")
+
+
+@cache
+def recipe(name: str) -> RunConfig | SftConfig:
+    """What ``load_recipe`` gives, once for all files of tests.  Callers must not change it."""
+    return load_recipe(name)
 
 
 @cache

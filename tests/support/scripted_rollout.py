@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
+from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.single_turn import single_turn
@@ -80,6 +81,13 @@ def conversation(number: int, turns: Sequence[Segment], score: Score | None = No
     segments = (prompt_segment(of), *turns)
     episode = Episode(row=of, prompt_id=f"p{number}", group=group, index=0, segments=segments, end=FinishReason.stop)
     return episode if score is None else episode.with_score(score)
+
+
+def lost_episode(number: int, score: Score | None = None) -> Episode:
+    """One whose interaction failed."""
+    turns = [replace(turn(Author.model, (9,)), trained=False)]
+    counts = AgentCounts(reason="interaction_failed", turns=1)
+    return replace(conversation(number, turns, score), end=FinishReason.abort, agent=counts)
 
 
 class ScriptedEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ MODELS: dict[str, ModelConfig] = {
     # One key/value head: two ranks share it, in training as in vLLM.
     "qwen2": models.dense(tie_output=True, qkv_bias=True, hidden_size=128, head_dim=32, num_query_groups=1),
     "qwen3": models.dense(qk_norm=True, **SIZES),
-    "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
+    "mixtral": models.moe(ffn_hidden_size=64, max_position_embeddings=256, **SIZES),  # a prompt over a block of vLLM's
     "gemma2": models.gemma2(embedding_scale=8.0, **SIZES),
     "gemma3_text": models.gemma3(embedding_scale=8.0, **SIZES),
     "phi3": models.phi3(hidden_size=128, head_dim=32, rope=models.phi3_rope(32)),
@@ -56,6 +57,7 @@ MODELS: dict[str, ModelConfig] = {
 # Families of which vLLM's CPU build has kernels of bfloat16 alone; all others run in float32.
 BFLOAT16 = {"qwen3_next"}
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
+RESPONSE = 96  # tokens, the longest
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
 
 
@@ -88,8 +90,8 @@ def engine(
         ep=layout.ep,
         device=VLLM_DEVICE,
         dtype=dtype,
-        max_prompt_length=32,
-        max_response_length=96,
+        max_prompt_length=json.loads((directory / "config.json").read_text())["max_position_embeddings"] - RESPONSE,
+        max_response_length=RESPONSE,
         kv_cache_memory_bytes=1 << 26,
     )
     return start_engine(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.protocol import EngineMemory
+from mcore_rl.rollout.protocol import EngineMemory, Pause
 from mcore_rl.training.offload import OffloadPart
 
 OFFLOADED = ("actor", "offload", (OffloadPart.weights,))  # what the actor is told once the engines have its weights
@@ -34,6 +35,8 @@ class Engines:
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.dies_in = log, ""
+        self.death: DeadEngineError | None = None  # of one of several engines, while the others draw on
+        self.holds: list[tuple[int, Pause]] = []  # after how much of the log requests were kept back, and how
 
     def _told(self, verb: Any) -> None:
         name = verb if isinstance(verb, str) else verb[0]
@@ -54,6 +57,11 @@ class Engines:
 
     async def check(self) -> None:
         self._told("check")
+
+    @asynccontextmanager
+    async def held(self, mode: Pause = Pause.keep) -> AsyncIterator[None]:
+        self.holds.append((len(self.log), mode))
+        yield
 
     def rejoin(self) -> None:
         self.log.append("rejoin")
@@ -108,5 +116,5 @@ def turns(placement: Placement = Placement.colocated, *, check_freq: int = 0, li
     actor: Any = Trainer(log)
     engines: Any = Engines(log)
     restarter = Restarter(log, limit)
-    weights = WeightSync(engines, restarter, check_freq)
+    weights = WeightSync(engines, restarter, engines, check_freq)
     return Turns(log, actor, engines, restarter, weights, DeviceSharing(placement, actor, engines, weights, restarter))

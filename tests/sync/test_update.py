@@ -10,21 +10,24 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.engine.process import EngineProcess
-from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
+from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.protocol import Pause, Prompt, Request, Sampling, VersionSpan, requests_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers, in_two_stages
-from tests.support.rollouts import collect
-from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, precision_of, same
+from tests.support.rollouts import chosen, collect, reference_logprobs
+from tests.support.sync_cases import MODELS, distance_from_transformers, greedy, precision_of, same
 from tests.sync.conftest import Running
 
 DENSE = ("tp=2", "pp=2")
@@ -114,24 +117,43 @@ def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, running: Run
 
 
 async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
+    """Each token has the log-prob that transformers computes with the weights that drew it, over the whole prefix.
+
+    The prompt fills a block of vLLM's prefix cache; some requests have begun when the update comes, others wait.
+    """
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
-    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
-    await sync.update(50)
-    await trainers.order("load", b)  # before the samples, so that they are still running when the update comes
-    long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
-    for version in range(51, 71):  # on a busy machine a sample may be done before the update comes
+    sync, pool = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers), EnginePool([engine], 64)
+    prompt = Prompt(id="long", tokens=tuple(3 + (7 * at) % 50 for at in range(150)))
+    first, more = requests_of([prompt], 3), [Request(prompt=prompt, index=index) for index in (3, 4)]
+    long = Sampling(max_tokens=90, ignore_eos=True)
+    for version in range(51, 71, 2):  # on a busy machine samples may be done before the update comes
+        await trainers.order("load", a)
+        await sync.update(version)
+        await trainers.order("load", b)
         drawn = (await engine.statistics()).generated_tokens
-        sampling = asyncio.create_task(collect(engine, [Request(prompt=PROMPTS[0])], long))
-        while (await engine.statistics()).generated_tokens < drawn + 3:
+        sampling = asyncio.create_task(collect(pool, first, long))
+        while (await engine.statistics()).generated_tokens < drawn + 9:
             await asyncio.sleep(0.001)
-        await sync.update(version, pause=Pause.keep)
-        (sample,) = (await sampling).values()
-        if len(sample.versions) > 1:
+        async with pool.held():
+            waiting = asyncio.create_task(collect(pool, more, long))
+            await sync.update(version + 1, pause=Pause.keep)
+        samples, later = await sampling, await waiting
+        if all(len(sample.versions) > 1 for sample in samples.values()):
             break
-    assert [span.version for span in sample.versions] == [version - 1, version]
-    assert sample.versions[0].end == sample.versions[1].start > 2
-    assert sample.versions[1].end == len(sample.tokens) == 90
-    assert await engine.version() == version
+    assert await engine.version() == version + 1
+    assert all([span.version for span in sample.versions] == [version + 1] for sample in later.values())
+    by_a, by_b = (AutoModelForCausalLM.from_pretrained(each, attn_implementation="eager").eval() for each in (a, b))
+    for sample in (*samples.values(), *later.values()):
+        old, new = (reference_logprobs(each, prompt.tokens, sample.tokens) for each in (by_a, by_b))
+        switch = sample.versions[-1].start
+        expected = np.concatenate([chosen(old, sample.tokens)[:switch], chosen(new, sample.tokens)[switch:]])
+        assert np.abs(sample.logprobs - expected).max() < TOLERANCE
+        assert np.abs(chosen(old, sample.tokens) - chosen(new, sample.tokens))[switch:].max() > 0.1, "nothing is proven"
+        assert sample.versions[-1].end == len(sample.tokens) == 90
+    for sample in samples.values():
+        before, after = sample.versions
+        assert (before.version, before.start, after.version) == (version, 0, version + 1)
+        assert 2 < before.end == after.start < 90
 
 
 @pytest.mark.parametrize(

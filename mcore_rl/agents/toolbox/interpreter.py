@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
@@ -84,14 +86,19 @@ class PythonInterpreter(EpisodeTool):
         """See ``EpisodeTool.create``."""
         self._cells[instance_id], self._turns[instance_id] = [], asyncio.Lock()
 
+    @asynccontextmanager
+    async def place(self, instance_id: str) -> AsyncIterator[None]:
+        """See ``EpisodeTool.place``."""
+        async with self._turns[instance_id], self._room:
+            yield
+
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """See ``EpisodeTool.execute``."""
         cells = self._cells[instance_id]
         cell = program_of(str(parameters["code"]))
-        async with self._turns[instance_id], self._room:
-            result, is_kept = await asyncio.to_thread(run_cells, (*cells, cell), self._code)
-            if is_kept:
-                cells.append(cell)
+        result, is_kept = await asyncio.to_thread(run_cells, (*cells, cell), self._code)
+        if is_kept:
+            cells.append(cell)
         return result
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:

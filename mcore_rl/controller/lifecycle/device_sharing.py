@@ -3,10 +3,16 @@
 The one that does not work frees the device's memory: the trainer moves to host memory, the engines sleep.  In a
 separate run each has devices of its own, and nothing is moved.  ``weight_sync`` keeps the engines' weights up to date;
 ``fault_tolerance`` restarts engines that die.
+
+The invariant, also where engines draw while the trainer trains: from ``to_trainer`` to ``to_engines`` the trainer has
+its turn, in which its weights are of no version, and nobody else sends them to engines.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 from mcore_rl.config.trainer import Placement
@@ -14,7 +20,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.protocol import EngineMemory
+from mcore_rl.rollout.protocol import EngineMemory, Pause
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.training.offload import OffloadPart
 
@@ -25,7 +31,7 @@ class DeviceSharing:
     """Moves trainer and engines on and off the devices that they share.
 
     Args:
-        placement: if separate, no method does anything.
+        placement: if separate, nothing is moved but weights.
         actor: its weights stay on the device until the engines have received them.
         engines: the rollout engines, which generate while they have the devices.
         weights: is told when the engines drop their weights.
@@ -45,20 +51,40 @@ class DeviceSharing:
         self._is_shared = placement is Placement.colocated
         self._actor, self._engines, self._weights, self._restarter = actor, engines, weights, restarter
         self._reward_model = reward_model
+        self._turn, self._is_trainers = asyncio.Lock(), False  # held in the trainer's turn, and in ``engines_turn``
 
-    async def to_engines(self, version: int) -> None:
-        """Gives the devices to the engines, with the actor's weights as ``version``.
+    @asynccontextmanager
+    async def engines_turn(self) -> AsyncIterator[None]:
+        """Within: the trainer's weights are those that it published last; waits until its turn is over."""
+        async with self._turn:
+            yield
+
+    async def to_engines(self, version: int, pause: Pause = Pause.keep) -> None:
+        """Ends the trainer's turn: gives the devices to the engines, with the actor's weights as ``version``.
 
         The engines take the memory of their weights beside the actor's and receive them; the actor then offloads its
         own, and the engines take their KV cache.  So a device never has both.  The trainer must already have offloaded
-        everything else (``TrainWorker.rest``).  Raises as ``WeightSync.update``.
+        everything else (``TrainWorker.rest``).
+
+        pause: what happens to samples under way, see ``EnginePool.held``.  Raises as ``WeightSync.update``.
         """
+        await self._wake_engines(version, pause)
+        if self._is_trainers:
+            self._is_trainers = False
+            self._turn.release()
+
+    async def send_again(self, version: int) -> None:
+        """Sends the engines the weights that they had, ``version``, after a restart; only within ``engines_turn``."""
+        await self._wake_trainer(keep_weights=False)
+        await self._wake_engines(version, Pause.keep)
+
+    async def _wake_engines(self, version: int, pause: Pause) -> None:
         if not self._is_shared:
-            await self._weights.update(version)
+            await self._weights.update(version, pause)
             return
         while True:
             await self._restarter.repeat(partial(self._engines.wake, EngineMemory.weights))
-            await self._weights.update(version)
+            await self._weights.update(version, pause)
             await self._actor.offload([OffloadPart.weights])
             num_restarts = self._restarter.num_restarts
             await self._restarter.repeat(partial(self._engines.wake, EngineMemory.kv_cache))
@@ -70,11 +96,18 @@ class DeviceSharing:
             await self._reward_model.wake()
 
     async def to_trainer(self, *, keep_weights: bool = False) -> None:
-        """Gives the devices to the trainer, whose workers load what they need when they need it.
+        """Begins the trainer's turn: gives it the devices, whose workers load what they need when they need it.
+
+        Waits until a recovery of engines that died has ended.
 
         keep_weights: the engines keep their weights in host memory, since the trainer will not change its own; else
         they drop them.
         """
+        await self._turn.acquire()
+        self._is_trainers = True
+        await self._wake_trainer(keep_weights=keep_weights)
+
+    async def _wake_trainer(self, *, keep_weights: bool) -> None:
         if not self._is_shared:
             return
         if self._reward_model is not None:

@@ -233,11 +233,12 @@ def _prompts(
         limit = data.val_max_samples
         validation = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
     sets = [each for each in (train, validation) if each is not None]
-    if any(agents.runs(each[index]) for each in sets for index in range(len(each))):
+    rows = (each[index] for each in sets for index in range(len(each)))
+    if loops := {agents.loop_of_row(row) for row in rows if agents.runs(row)}:
         if config.actor.router_replay is RouterReplay.r3:
             problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
             refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
-        for line in agents.check_template():
+        for line in agents.check(loops):
             warn(line)
     elif config.rollout.agent != AgentConfig():
         problem = "says how agents run, and no row asks for one"

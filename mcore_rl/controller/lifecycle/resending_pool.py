@@ -23,14 +23,15 @@ class ResendingPool:
     """A ``SampleSource`` over ``pool`` that survives the death of engines, as often as ``restarter`` allows.
 
     Restarted engines have no weights.  So before any more sampling, the devices go to the trainer and back, and
-    all engines receive the weights that they had.
+    all engines receive the weights that they had.  While the trainer has its turn, those are no more: who draws waits
+    for the publishing of the new ones, which restarts the engines.
     """
 
     def __init__(
         self, pool: EnginePool, restarter: EngineRestarter, devices: DeviceSharing, weights: WeightSync
     ) -> None:
         self._pool, self._restarter, self._devices, self._weights = pool, restarter, devices, weights
-        self._num_calls = self._num_recoveries = 0
+        self._num_calls = 0
         self._recovering = asyncio.Lock()
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
@@ -38,7 +39,7 @@ class ResendingPool:
         unfinished = {request.key: request for request in requests}
         while unfinished:
             async with self._recovering:  # an agent's next turn may begin meanwhile: nobody draws from engines that
-                num_recoveries = self._num_recoveries  # sleep, or that have no weights yet
+                num_restarts = self._restarter.num_restarts  # sleep, or that have no weights yet
                 self._num_calls += 1
             try:
                 async with aclosing(self._pool.generate(list(unfinished.values()), sampling)) as samples:
@@ -50,18 +51,22 @@ class ResendingPool:
                 death = error
             finally:
                 self._num_calls -= 1
-            await self._recover(death, num_recoveries)
+            await self._recover(death, num_restarts)
 
-    async def _recover(self, death: DeadEngineError, num_recoveries: int) -> None:
-        """Recovers once for all calls that one death ended; waits for them, since engines must not sleep meanwhile."""
+    async def _recover(self, death: DeadEngineError, num_restarts: int) -> None:
+        """Recovers once for all calls that one death ended; waits for them, since engines must not sleep meanwhile.
+
+        num_restarts: when the call began.  Others since then were a recovery, or a publishing that met the death.
+        """
         async with self._recovering:
-            if self._num_recoveries != num_recoveries:
+            if self._restarter.num_restarts != num_restarts:
                 return
             while self._num_calls:
                 await asyncio.sleep(QUIET_S)
-            version = self._weights.version
-            assert version is not None, "engines draw with weights that they were given"
-            await self._restarter.restart_dead(death)
-            await self._devices.to_trainer()
-            await self._devices.to_engines(version)
-            self._num_recoveries += 1
+            async with self._devices.engines_turn():
+                if self._restarter.num_restarts != num_restarts:
+                    return
+                version = self._weights.version
+                assert version is not None, "engines draw with weights that they were given"
+                await self._restarter.restart_dead(death)
+                await self._devices.send_again(version)

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
-from mcore_rl.config.trainer import Mode, Placement
+from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
@@ -31,6 +32,7 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.controller.training_run import begin_records, open_directory
+from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind
@@ -85,7 +87,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         else:
             tracker.now("starting the trainer and the rollout engines")
             groups, engines = await _together(starting_roles, starting_engines())
-        pool, reward_model = pool_of(engines, config.rollout), None
+        pool, reward_model = pool_of(engines, config.rollout, goes_on=not colocated), None
         if prepared.encoder is not None:
             tracker.now("starting the reward model")
             bundles, shared = places.reward_model, groups[policy] if colocated else None
@@ -93,20 +95,28 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
         updater = await _weight_updater(config, platform, places, groups[policy], engines, store)
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
-        weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
+        weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
         stack.callback(prepared.agents.close)
         collector = RolloutCollector(samples, scorer, config, reward_model, recorded, prepared.agents)
         ahead = None
-        if trainer.mode is Mode.one_step_off:
-            bare = RolloutCollector(pool, scorer, config, reward_model, recorded, prepared.agents)
-            ahead = Ahead(collector=bare, restart_dead=restarter.restart_dead)
+        if trains_stale(config):
+            recover = partial(_recover, restarter, weights)
+            ahead = Ahead(collector=collector.over(pool), restart_dead=restarter.restart_dead, recover=recover)
         begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead)
         stack.push_async_callback(run.saver.close)
         yield run
+
+
+async def _recover(restarter: EngineRestarter, weights: WeightSync, death: DeadEngineError) -> None:
+    """Restarts dead engines while the trainer waits, and gives all engines the weights that they had."""
+    version = weights.version
+    assert version is not None, "engines draw with weights that they were given"
+    await restarter.restart_dead(death)
+    await weights.update(version)
 
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:

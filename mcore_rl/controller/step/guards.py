@@ -101,8 +101,8 @@ def _agreement(history: History, config: GuardConfig) -> str | None:
         return None
     return (
         f"sampler and trainer differ by {history.last:.3g} nats a token. Where samples are of older weights, write "
-        "trainer.mode=sync or algorithm.off_policy=decoupled; else set trainer.guards.check_weights_freq=1 "
-        "for a step, and where weights agree, find out why with mcore-rl compare"
+        "a smaller async.max_staleness, trainer.mode=sync or algorithm.off_policy=decoupled; else set "
+        "trainer.guards.check_weights_freq=1 for a step, and where weights agree, find out why with mcore-rl compare"
     )
 
 
@@ -111,7 +111,7 @@ def _sample_size(history: History, config: GuardConfig) -> str | None:
         return None
     return (
         f"the effective sample size is {history.last:.0%}: few samples are of the policy that is trained, and outweigh "
-        "the others. Write trainer.mode=sync, or algorithm.off_policy=decoupled with "
+        "the others. Write a smaller async.max_staleness, trainer.mode=sync, or algorithm.off_policy=decoupled with "
         "algorithm.rollout_correction.level=token or geometric"
     )
 
@@ -121,7 +121,8 @@ def _masked(history: History, config: GuardConfig) -> str | None:
         return None
     return (
         f"{history.last:.0%} of the trained tokens are left out of the loss, over trainer.guards.max_masked_share="
-        f"{config.max_masked_share:g}. Widen the bounds of algorithm.rollout_correction, or write trainer.mode=sync"
+        f"{config.max_masked_share:g}. Widen the bounds of algorithm.rollout_correction, or write a smaller "
+        "async.max_staleness, or trainer.mode=sync"
     )
 
 

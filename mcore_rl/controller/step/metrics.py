@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from mcore_rl.agents.session import END_REASONS
 from mcore_rl.algorithms.correction import MEASURE, correction_metrics
 from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.role_loss import RoleLoss
@@ -18,12 +19,13 @@ from mcore_rl.parallel.device import Memory
 from mcore_rl.types import SequenceScores
 
 GIB = 2**30
+OTHER_REASON = "other"  # of loops of users' own: as many metrics as they can think of would be too many
 
 
 def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """The metrics of episodes and their rewards."""
     episodes = rollouts.episodes
-    rewards = [each.reward for each in episodes]
+    rewards = [each.reward for each in episodes if not each.lost]
     lengths = [each.num_response_tokens for each in episodes]
     prompts = [each.num_prompt_tokens for each in episodes]
     metrics = {
@@ -45,7 +47,7 @@ def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     correct = [each.graded.correct for each in episodes if each.graded.correct is not None]
     if correct:
         metrics["reward/accuracy"] = fmean(correct)
-    return metrics | _reward_parts(episodes) | agent_metrics(episodes)
+    return metrics | _reward_parts(episodes) | agent_metrics(episodes) | dict(rollouts.metrics)
 
 
 def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -56,7 +58,7 @@ def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     counts = [agent for _, agent in by_agents]
     calls, tokens = sum(each.calls for each in counts), sum(each.num_response_tokens for each, _ in by_agents)
     trained = sum(len(segment.tokens) for each, _ in by_agents for segment in each.segments if segment.trained)
-    reasons = Counter(each.reason for each in counts)
+    reasons = Counter(each.reason if each.reason in END_REASONS else OTHER_REASON for each in counts)
     return {
         "agent/turns_mean": fmean(each.turns for each in counts),
         "agent/turns_max": float(max(each.turns for each in counts)),
@@ -67,6 +69,7 @@ def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "agent/trained_share": trained / max(1, tokens),
         "agent/cached_tokens_mean": fmean(each.cached_tokens for each in counts),
         "agent/turn_reward_mean": fmean(math.fsum(each.turn_rewards) for each, _ in by_agents),
+        "agent/lost": float(sum(each.lost for each, _ in by_agents)),
         **{f"agent/end/{reason}": count / len(counts) for reason, count in sorted(reasons.items())},
     }
 

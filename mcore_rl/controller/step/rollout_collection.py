@@ -8,10 +8,11 @@ of its answers that are trained are right and others wrong.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.shaping import has_signal
@@ -22,6 +23,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, prompt_segment, reward_request
+from mcore_rl.errors import RolloutError
+from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.routes import checked_routes
@@ -40,6 +43,7 @@ class RolloutBatch:
     num_batches: the batches of prompts that were sampled.
     num_dropped: the groups that were sampled but are not trained.
     seconds: that sampling and grading took.
+    metrics: of how it came together, where drawing is ahead of training.
     """
 
     episodes: list[Episode]
@@ -47,6 +51,7 @@ class RolloutBatch:
     num_batches: int
     num_dropped: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class RolloutCollector:
@@ -81,18 +86,34 @@ class RolloutCollector:
             groups = await self._collect_groups(step, batches, rows, progress)
             batches += 1
             for group in groups:
-                (kept if self._teaches(group) else spare).append(group)
+                (kept if self.teaches(group) else spare).append(group)
         dropped = len(spare) if len(kept) >= wanted else len(spare) - (wanted - len(kept))
         chosen = [*kept, *spare][:wanted]
-        numbered = [[replace(each, group=number) for each in group] for number, group in enumerate(chosen)]
-        greedy = [group.pop().reward for group in numbered] if run.needs_greedy else None
+        episodes, greedy = numbered(step, chosen, needs_greedy=run.needs_greedy)
         return RolloutBatch(
-            episodes=[each for group in numbered for each in group],
+            episodes=episodes,
             greedy=greedy,
             num_batches=batches,
             num_dropped=dropped,
             seconds=time.perf_counter() - begun,
         )
+
+    def over(self, engine: SampleSource) -> RolloutCollector:
+        """A collector that differs from this one in nothing but its engine."""
+        other = copy.copy(self)
+        other.engine = engine
+        return other
+
+    async def collect_group(self, ordinal: int, row: PromptRow) -> list[Episode]:
+        """The group of one prompt; as the last its greedy sample if the algorithm needs one.
+
+        ordinal: the number of the group among all of the run.  Its random draws depend on nothing else: neither on the
+        step that trains it nor on when it is drawn.
+        """
+        rollout = self._run.rollout
+        sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART)
+        (group,) = await self._with_greedy([(f"{ordinal}/{row.id}", row)], sampling, lambda done, of: None)
+        return group
 
     async def collect_validation(self, rows: Sequence[PromptRow], progress: CollectProgress) -> list[Episode]:
         """``rollout.val_kwargs.n`` episodes of each of ``rows``, sampled as in validation; the seed never changes."""
@@ -105,8 +126,10 @@ class RolloutCollector:
         filtering = self._run.algorithm.filter_groups
         return filtering.enable and batches < filtering.max_num_gen_batches
 
-    def _teaches(self, group: Sequence[Episode]) -> bool:
-        algorithm, sampled = self._run.algorithm, group[: self._run.rollout.n]
+    def teaches(self, group: Sequence[Episode]) -> bool:
+        """Whether a group has a signal, or all groups are trained.  group: as ``collect_group`` returns it."""
+        algorithm = self._run.algorithm
+        sampled = [each for each in group[: self._run.rollout.n] if not each.lost]
         if not algorithm.filter_groups.enable:
             return True
         scores = [filter_score(each, algorithm.filter_groups.metric) for each in sampled]
@@ -115,14 +138,18 @@ class RolloutCollector:
     async def _collect_groups(
         self, step: int, batch: int, rows: Sequence[PromptRow], progress: CollectProgress
     ) -> list[list[Episode]]:
-        """The samples of each row, and as the last its greedy sample if the algorithm needs one.
-
-        batch: the number of this batch of prompts within the step.
-        """
+        """The groups of ``rows``.  batch: the number of this batch of prompts within the step."""
         rollout = self._run.rollout
         sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART + step)
         # A small data set may give a prompt twice in a step: its place in the step distinguishes the two.
         named = [(f"{batch}.{place}/{row.id}", row) for place, row in enumerate(rows)]
+        return await self._with_greedy(named, sampling, progress)
+
+    async def _with_greedy(
+        self, named: Sequence[tuple[str, PromptRow]], sampling: Sampling, progress: CollectProgress
+    ) -> list[list[Episode]]:
+        """The samples of each row, and as the last its greedy sample if the algorithm needs one."""
+        rollout = self._run.rollout
         if not self._run.needs_greedy:
             return await self._collect(named, rollout.n, sampling, progress)
         greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
@@ -186,10 +213,28 @@ class RolloutCollector:
         return await self._grade(episode, sampling.max_tokens)
 
     async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
+        if episode.lost:
+            return episode.with_score(Score(0.0))
         request = reward_request(episode, max_tokens)
         if self._reward_model is not None and episode.row.scored_by_model:
             return episode.with_score(await self._reward_model.score(request))
         return episode.with_score(await self.scorer.score(request))
+
+
+def numbered(
+    step: int, groups: Sequence[Sequence[Episode]], *, needs_greedy: bool
+) -> tuple[list[Episode], list[float] | None]:
+    """The episodes of ``groups``, which they are numbered by, and the reward of each group's greedy sample.
+
+    needs_greedy: whether the last of each group is greedy, and therefore not among the episodes.
+    Raises RolloutError if every episode was lost.
+    """
+    if all(each.lost for group in groups for each in group):
+        ends = {each.agent.reason for group in groups for each in group if each.agent is not None}
+        raise RolloutError(f"step {step}: every episode was lost ({', '.join(sorted(ends))}); nothing can be trained")
+    of_groups = [[replace(each, group=number) for each in group] for number, group in enumerate(groups)]
+    greedy = [group.pop().reward for group in of_groups] if needs_greedy else None
+    return [each for group in of_groups for each in group], greedy
 
 
 def filter_score(episode: Episode, metric: FilterMetric) -> float:

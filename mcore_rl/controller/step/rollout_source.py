@@ -27,11 +27,13 @@ class Ahead:
     """How rollouts are drawn while the trainer works.
 
     collector: its engines are not restarted: the weights that they would need are being changed.
-    restart_dead: restarts dead engines, once the trainer has done its work.
+    restart_dead: restarts dead engines, once the trainer has done its work; they receive weights later.
+    recover: restarts dead engines while the trainer waits, and gives all engines the weights that they had.
     """
 
     collector: RolloutCollector
     restart_dead: Callable[[DeadEngineError], Awaitable[None]]
+    recover: Callable[[DeadEngineError], Awaitable[None]]
 
 
 class RolloutSource:

@@ -34,15 +34,18 @@ def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         by_source[episode.row.data_source].append(episode)
     metrics: dict[str, float] = {}
     for source, of_source in by_source.items():
+        graded = [each for each in of_source if not each.lost]
         correct = [each.graded.correct for each in of_source if each.graded.correct is not None]
         if correct:
             metrics[f"val/{source}/accuracy"] = fmean(correct)
         metrics |= {
-            f"val/{source}/reward": fmean(each.reward for each in of_source),
+            f"val/{source}/reward": fmean(each.reward for each in graded) if graded else 0.0,
             f"val/{source}/response_length": fmean(each.num_response_tokens for each in of_source),
             f"val/{source}/clip_share": fmean(each.truncated for each in of_source),
             f"val/{source}/prompts": float(len({each.row.id for each in of_source})),
         }
+        if len(graded) < len(of_source):
+            metrics[f"val/{source}/lost"] = float(len(of_source) - len(graded))
     return metrics
 
 

@@ -25,7 +25,7 @@ from vllm.v1.executor import Executor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
-from mcore_rl.errors import RolloutError
+from mcore_rl.errors import RolloutError, WeightsIncompleteError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
@@ -201,7 +201,7 @@ class VllmEngine:
     def _demand_whole_weights(self) -> None:
         if self._refusal:
             remedy = "Send all weights again and finish the update"
-            raise RolloutError(f"{self.name} does not generate: {self._refusal}. {remedy}")
+            raise WeightsIncompleteError(f"{self.name} does not generate: {self._refusal}. {remedy}")
 
     async def _generate_one(
         self, request: Request, sampling: Sampling, finished: asyncio.Queue[Sample | Exception]

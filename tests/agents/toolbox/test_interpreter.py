@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 
 import pytest
 
+from mcore_rl.agents.episode_calls import EpisodeCalls
 from mcore_rl.agents.toolbox.interpreter import NOTHING, SCHEMA, PythonInterpreter
+from mcore_rl.agents.tools import ToolCall, ToolSet
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from tests.support.awaited import awaited
 
@@ -27,10 +30,9 @@ async def test_variables_stay_and_output_is_of_the_last_cell() -> None:
 
 @awaited
 async def test_calls_of_one_turn_run_in_their_order() -> None:
-    tool = PythonInterpreter({}, SCHEMA)
-    await tool.create("e")
+    calls = EpisodeCalls(ToolSet({"python": PythonInterpreter({}, SCHEMA)}), AgentConfig(), "e", {})
     cells = ["import time\ntime.sleep(0.5)\nx = 1", "x += 1", "x"]
-    said = await asyncio.gather(*(tool.execute("e", {"code": cell}) for cell in cells))
+    said = await calls.run([ToolCall(name="python", arguments=json.dumps({"code": cell})) for cell in cells])
     assert [each.text for each in said] == [NOTHING, NOTHING, "2"]
 
 

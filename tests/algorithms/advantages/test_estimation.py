@@ -25,6 +25,7 @@ Reference = Callable[[Case, AlgorithmConfig], Rows]
 GAMMA, LAM = 0.9, 0.8
 WEIGHTS = [1.0, 0.25]  # of gdpo
 PASS_K = 3
+ETA = 0.7
 
 
 def backwards(row: list[float], factor: float) -> list[float]:
@@ -138,6 +139,20 @@ def pass_at_k_formula(score: float, place: int, scores: list[float], lengths: li
     return mean(gains)
 
 
+def win_rate_formula(score: float, place: int, scores: list[float], lengths: list[int]) -> float:
+    won = [(score > other) + (score == other) / 2 for i, other in enumerate(scores) if i != place]
+    return ETA * (mean(won) - 0.5)
+
+
+def softmean_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
+    trained = case.trained(case.rewards)
+    scores = [math.fsum(row) for row in trained]
+    members = [math.exp(ETA * score) for score, row in zip(scores, trained, strict=True) if row]
+    return [
+        [ETA * score - math.log(mean(members or [1.0]))] * len(row) for score, row in zip(scores, trained, strict=True)
+    ]
+
+
 def raft_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
     return [[max(math.fsum(row), 0.0)] * len(row) for row in case.trained(case.rewards)]
 
@@ -157,10 +172,12 @@ REFERENCES: dict[str, Reference] = {
     "raft": raft_by_hand,
     "best_of_n": per_group(best_of_n_formula),
     "pass_at_k": per_group(pass_at_k_formula),
+    "win_rate": per_group(win_rate_formula),
+    "softmean": softmean_by_hand,
 }
 COMPARES = {
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline",
-    "gpg", "opo", "lite_ppo", "gdpo", "best_of_n", "pass_at_k",
+    "gpg", "opo", "lite_ppo", "gdpo", "best_of_n", "pass_at_k", "win_rate",
 }  # fmt: skip
 WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
@@ -220,6 +237,7 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
         whiten_advantages=whiten,
         gdpo_reward_weights=WEIGHTS,
         pass_k=PASS_K,
+        sppo_eta=ETA,
     )
     for name, case in ALL.items():
         advantages_T = estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).advantages_T
@@ -232,7 +250,9 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
 
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_float32_is_near(estimator: str) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS, pass_k=PASS_K)
+    config = AlgorithmConfig(
+        adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS, pass_k=PASS_K, sppo_eta=ETA
+    )
     for name, case in ALL.items():
         inputs, parts_SK = case.inputs(torch.float32), case.parts_SK(torch.float32)
         advantages_T = estimate_advantages(inputs, case.group_S, config, parts_SK).advantages_T
@@ -275,6 +295,7 @@ def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten:
         whiten_advantages=whiten,
         gdpo_reward_weights=WEIGHTS,
         pass_k=PASS_K,
+        sppo_eta=ETA,
     )
     for case in ALL.values():
         clean = case.inputs()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_rl.config.launch import load_recipe, load_words
+from mcore_rl.config.names import value_at
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.verl.answer import Difference, ModelFacts
 from mcore_rl.config.verl.translate import Translation, translate
@@ -34,9 +35,7 @@ def translated(*words: str, version: str = "0.9.0", model: ModelFacts | None = N
 
 
 def at(config: Any, key: str) -> Any:
-    value = reduce(
-        lambda group, name: group[name] if isinstance(group, dict) else getattr(group, name), key.split("."), config
-    )
+    value = value_at(config, key)
     return getattr(value, "value", value)
 
 

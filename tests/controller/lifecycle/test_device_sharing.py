@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DROP_WEIGHTS, KEEP_WEIGHTS, DeviceSharing
 from mcore_rl.errors import DeadEngineError
+from mcore_rl.rollout.protocol import Pause
 from tests.support.turns import OFFLOADED, Judges, turns
 
 
@@ -61,7 +62,7 @@ def test_separate_only_weights_travel() -> None:
 def test_the_actor_keeps_the_device_where_the_engines_did_not_get_its_weights() -> None:
     both = turns()
 
-    async def update(version: int) -> None:
+    async def update(version: int, pause: Pause) -> None:
         raise ValueError("no route")
 
     both.weights.update = update  # type: ignore[method-assign]

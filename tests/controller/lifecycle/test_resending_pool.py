@@ -4,15 +4,16 @@ tests/crash."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from mcore_rl.controller.lifecycle.device_sharing import DROP_WEIGHTS
-from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle.device_sharing import DROP_WEIGHTS, DeviceSharing
+from mcore_rl.controller.lifecycle.resending_pool import QUIET_S, ResendingPool
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.protocol import Prompt, Request, Sampling
+from mcore_rl.rollout.protocol import Pause, Prompt, Request, Sampling
 from tests.support.turns import OFFLOADED, Turns, turns
 
 SAMPLING = Sampling(max_tokens=4)
@@ -91,7 +92,7 @@ def test_a_call_that_begins_during_a_recovery_waits_for_it() -> None:
     """As an agent's next turn, whose tool ran while an engine died."""
     samples, pool, both = resending([3])
     asked_at = list[int]()
-    to_engines = both.devices.to_engines
+    send_again = both.devices.send_again
 
     async def run() -> list[tuple[str, int]]:
         turn: list[asyncio.Task[list[tuple[str, int]]]] = []
@@ -100,14 +101,71 @@ def test_a_call_that_begins_during_a_recovery_waits_for_it() -> None:
             turn.append(asyncio.create_task(keys(samples, requests("turn", 1))))
             await asyncio.sleep(0.05)
             asked_at.append(len(pool.asked))
-            await to_engines(version)
+            await send_again(version)
 
-        both.devices.to_engines = slowly  # type: ignore[method-assign]
+        both.devices.send_again = slowly  # type: ignore[method-assign]
         await keys(samples, requests("a", 8))
         return await turn[0]
 
     assert asyncio.run(run()) == [("turn", 0)]
     assert asked_at == [1], "nothing is asked of engines before they have their weights"
+
+
+def turn_of_the_trainer(samples: ResendingPool, pool: Pool, both: Turns, publish: Callable[[], None]) -> list[str]:
+    """What a death leads to while the trainer trains; ``publish`` is called before it publishes version 8."""
+    both.devices = samples._devices = DeviceSharing(
+        Placement.separate, both.actor, both.engines, both.weights, both.restarter
+    )
+
+    async def run() -> None:
+        await both.devices.to_trainer()
+        drawing = asyncio.create_task(keys(samples, requests("a", 8)))
+        await asyncio.sleep(3 * QUIET_S)
+        assert not drawing.done() and not both.log and pool.asked == [8], "half-trained weights are of no version"
+        publish()
+        await both.devices.to_engines(VERSION + 1)
+        assert len(await asyncio.wait_for(drawing, 5)) == 8
+
+    asyncio.run(run())
+    return both.log
+
+
+def test_a_death_while_the_trainer_trains_waits_for_what_it_publishes() -> None:
+    samples, pool, both = resending([3])
+    log = turn_of_the_trainer(samples, pool, both, lambda: None)
+    assert log == [("update", VERSION + 1), "restart", "rejoin", ("update", VERSION + 1)]
+
+
+def test_a_death_that_the_publishing_met_is_no_second_restart() -> None:
+    samples, pool, both = resending([3])
+
+    def publish() -> None:
+        both.engines.dies_in = "update"
+
+    log = turn_of_the_trainer(samples, pool, both, publish)
+    assert log == ["death in update", "restart", "rejoin", ("update", VERSION + 1)]
+
+
+def test_a_step_is_handed_out_once_a_recovery_has_ended() -> None:
+    samples, _, both = resending([3])
+    update = both.weights.update
+
+    async def run() -> None:
+        begun = asyncio.Event()
+
+        async def slowly(version: int, pause: Pause) -> None:
+            begun.set()
+            await asyncio.sleep(0.05)
+            await update(version, pause)
+
+        both.weights.update = slowly  # type: ignore[method-assign]
+        drawing = asyncio.create_task(keys(samples, requests("a", 8)))
+        await begun.wait()
+        await both.devices.to_trainer()
+        assert ("update", VERSION) in both.log
+        await drawing
+
+    asyncio.run(run())
 
 
 def test_too_many_deaths_are_raised() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from mcore_rl.errors import DeadEngineError
+from mcore_rl.rollout.protocol import Pause
 from tests.support.turns import turns
 
 
@@ -34,6 +36,22 @@ def test_engines_that_were_restarted_meanwhile_are_given_the_version_that_the_ot
     asyncio.run(both.weights.update(7))
     asyncio.run(both.weights.update(7))
     assert both.log == [("update", 7), "rejoin", ("update", 7)]
+
+
+def test_an_engine_that_died_while_others_drew_is_restarted_before_they_are_kept_from_drawing() -> None:
+    both = turns()
+    asyncio.run(both.weights.update(7))
+    both.engines.death = DeadEngineError("engine 1 died")
+    asyncio.run(both.weights.update(8, Pause.wait))
+    assert both.log == [("update", 7), "restart", "rejoin", ("update", 8)]
+    assert both.engines.holds == [(0, Pause.keep), (2, Pause.wait)]
+
+
+def test_nothing_is_kept_back_for_weights_that_engines_have() -> None:
+    both = turns()
+    for _ in range(2):
+        asyncio.run(both.weights.update(7))
+    assert len(both.engines.holds) == 1
 
 
 def test_weights_are_checked_in_the_updates_that_are_due() -> None:

@@ -28,7 +28,7 @@ from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.types import SequenceScores, StepResult
-from tests.support.scripted_rollout import answered, conversation, turn
+from tests.support.scripted_rollout import answered, conversation, lost_episode, turn
 
 
 def known(metrics: dict[str, float]) -> dict[str, float]:
@@ -48,10 +48,27 @@ def test_agents_are_counted() -> None:
             "agent/turns_mean": 3.0, "agent/turns_max": 4.0, "agent/calls_mean": 2.0, "agent/failed_call_share": 0.25,
             "agent/tool_s_mean": 3.0, "agent/tool_s_max": 4.0, "agent/trained_share": 7 / 8,
             "agent/cached_tokens_mean": 16.0, "agent/turn_reward_mean": 0.25,
-            "agent/end/answered": 0.5, "agent/end/max_turns": 0.5,
+            "agent/end/answered": 0.5, "agent/end/max_turns": 0.5, "agent/lost": 0.0,
         }
     )  # fmt: skip
     assert agent_metrics([answered(3, Score(1.0))]) == {}
+
+
+def test_reasons_of_ones_own_are_one_metric() -> None:
+    ends = [AgentCounts(reason=reason, turns=1) for reason in ("answered", "row 1 gave up", "row 2 gave up", "done")]
+    metrics = known(agent_metrics([replace(answered(1, Score(1.0)), agent=each) for each in ends]))
+    assert {key: value for key, value in metrics.items() if key.startswith("agent/end/")} == {
+        "agent/end/answered": 0.25, "agent/end/other": 0.75,
+    }  # fmt: skip
+
+
+def test_lost_episodes_are_counted_and_no_reward() -> None:
+    lost = lost_episode(2, Score(0.0))
+    batch = RolloutBatch(
+        episodes=[answered(1, Score(3.0, correct=1.0)), lost], greedy=None, num_batches=1, num_dropped=0, seconds=1.0
+    )
+    metrics = known(sample_metrics(batch))
+    assert (metrics["reward/mean"], metrics["reward/accuracy"], metrics["agent/lost"]) == (3.0, 1.0, 1.0)
 
 
 def test_samples_are_counted() -> None:

@@ -14,6 +14,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, Filte
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author
@@ -21,7 +22,7 @@ from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support import models
-from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, conversation, row, turn
+from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, conversation, lost_episode, row, turn
 
 Rows = Callable[[int], list[PromptRow]]
 
@@ -343,6 +344,47 @@ def test_rows_of_agents_are_run_by_them_among_the_others() -> None:
     ((requests, _),) = engine.calls
     assert {request.prompt.id for request in requests} == {"0.1/file:1", "0.3/file:3"}
     assert seen == [(done, 8) for done in range(1, 9)]
+
+
+class Losing(Agents):
+    """Loses the episodes with an index in ``lost``, of the rows that it runs."""
+
+    def __init__(self, lost: tuple[int, ...]) -> None:
+        self.lost = lost
+
+    async def run(self, source, row, prompt_id, group, index, sampling):  # type: ignore[no-untyped-def]
+        if index not in self.lost:
+            return await super().run(source, row, prompt_id, group, index, sampling)
+        return replace(lost_episode(0), row=row, prompt_id=prompt_id, group=group, index=index)
+
+
+def test_lost_episodes_are_neither_graded_nor_trained() -> None:
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(wanted=2), agents=Losing((1,)))  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
+    assert [each.lost for each in drawn.episodes] == [False, True, False, False]
+    assert len(scorer.requests) == 3 and drawn.episodes[1].graded == Score(0.0)
+    masks = assemble(drawn.episodes).batch.mask_T.tolist()
+    first, second = (each.num_tokens for each in drawn.episodes[:2])
+    assert any(masks[:first]) and not any(masks[first : first + second])
+
+
+def test_a_lost_episode_is_no_signal() -> None:
+    """It has the score 0 where the other has 1: a group without another score has none to compare with."""
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(wanted=1, attempts=3), agents=Losing((1,)))  # type: ignore[arg-type]
+    assert asyncio.run(collector.collect(1, endless()[0], lambda done, of: None)).num_batches > 1
+
+
+def test_a_step_without_any_other_episode_ends_the_run() -> None:
+    class All(Losing):
+        def runs(self, row: PromptRow) -> bool:
+            return True
+
+    scorer = ScriptedScorer(lambda request: 1.0)
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(), agents=All((0, 1)))  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match=r"step 1: every episode was lost \(interaction_failed\)"):
+        asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
 
 
 def test_an_agent_that_fails_ends_the_step() -> None:

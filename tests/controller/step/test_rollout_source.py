@@ -68,7 +68,7 @@ class Stage:
             self.restarted.append(str(error))
             self.working.error = None
 
-        apart = Ahead(collector=RolloutCollector(self.working, scorer, run), restart_dead=restart)
+        apart = Ahead(collector=RolloutCollector(self.working, scorer, run), restart_dead=restart, recover=restart)
         self.source = RolloutSource(
             RolloutCollector(self.waiting, scorer, run),
             self.sampler,

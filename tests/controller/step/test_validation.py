@@ -12,7 +12,7 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
-from tests.support.scripted_rollout import answered, row
+from tests.support.scripted_rollout import answered, lost_episode, row
 
 
 def episode(
@@ -42,6 +42,13 @@ def test_means_over_the_samples_of_each_data_source() -> None:
     )  # fmt: skip
     for key in metrics:
         metric_of(key)
+
+
+def test_lost_episodes_are_counted_and_in_no_mean() -> None:
+    metrics = validation_metrics([episode(0, "sums", 1.0, correct=1.0), lost_episode(1, Score(0.0))])
+    assert (metrics["val/sums/accuracy"], metrics["val/sums/reward"], metrics["val/sums/lost"]) == (1.0, 1.0, 1.0)
+    assert all(metric_of(key) for key in metrics)
+    assert validation_metrics([lost_episode(1, Score(0.0))])["val/sums/reward"] == 0.0
 
 
 def test_one_number_is_the_mean_over_data_sources() -> None:

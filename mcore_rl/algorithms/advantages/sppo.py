@@ -1,0 +1,37 @@
+"""What SPPO aims at: the log-ratio that a response is to have after the step (arXiv:2405.00675)."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.groups import PromptGroups
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+
+def win_rate(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+    """``A = eta (P - 1/2)``, P the share of the other members that score less; an equal score counts half.
+
+    The paper's ``P(y > pi_t | x)`` (eq. 4.4) averages a preference model's probabilities over the samples of a prompt,
+    the response itself included; here scores decide, and a response does not compete with itself.
+    """
+    margins_S = torch.zeros_like(groups.scores_S)
+    for index in torch.unique(groups.index_S[groups.has_siblings_S]):
+        members = (groups.member_S & (groups.index_S == index)).nonzero().squeeze(1)
+        scores_N = groups.scores_S[members]
+        margins_S[members] = (scores_N[:, None] - scores_N[None, :]).sign().mean(1) / 2
+    return config.sppo_eta * margins_S * groups.sizes_S / (groups.sizes_S - 1).clamp(min=1)
+
+
+def softmean(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+    """``A = eta R - log mean exp(eta R)``, the mean over all responses of the step (verl's recipe/sppo).
+
+    It needs no group.  The policy that has these log-ratios is ``pi_t exp(eta R) / Z``, if all prompts had one Z.
+    """
+    scaled_S = config.sppo_eta * groups.raw_S
+    if not groups.member_S.any():
+        return torch.zeros_like(scaled_S)
+    level = torch.logsumexp(scaled_S[groups.member_S], 0) - log(int(groups.member_S.sum()))
+    return torch.where(groups.member_S, scaled_S - level, 0)

@@ -1,0 +1,1 @@
+"""Which rollouts a step trains."""

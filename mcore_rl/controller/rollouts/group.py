@@ -1,0 +1,86 @@
+"""A group, the responses to one prompt, from the moment at which it is begun until a step trains it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Episode, VersionSpan
+from mcore_rl.rollout.protocol import Request, Sample, SampleSource, Sampling
+
+
+class KeptSamples:
+    """A ``SampleSource`` over ``source`` that keeps the finished samples of one group, until the group is finished.
+
+    A request that was answered before is answered the same way, and not sent again: what an engine drew before it died
+    is not lost.  An agent may ask for the same turn after other tokens; then it is drawn.
+    """
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+        self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {}
+
+    @property
+    def oldest(self) -> int | None:
+        """The version of the oldest token that is kept; None: there is none."""
+        return oldest_of(sample.versions for sample in self._kept.values())
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        """See ``SampleSource.generate``."""
+        asked = {request.key: (request.key, tuple(request.tokens)) for request in requests}
+        missing = list[Request]()
+        for request in requests:
+            if (kept := self._kept.get(asked[request.key])) is None:
+                missing.append(request)
+            else:
+                yield kept
+        if missing:
+            async for sample in self._source.generate(missing, sampling):
+                self._kept[asked[sample.prompt_id, sample.index]] = sample
+                yield sample
+
+    def forget(self) -> None:
+        """Keep nothing of what was drawn so far."""
+        self._kept.clear()
+
+
+@dataclass(kw_only=True, eq=False)
+class Group:
+    """One group; a ``Standing`` of ``admission``.
+
+    ordinal: its number in the order in which groups are begun.  row: the prompt.  samples: what is drawn for it.
+    oldest: the version of its oldest token; until it is finished, the oldest that it can be.
+    episodes: when it is finished, graded, a greedy one last if the algorithm needs it.
+    """
+
+    ordinal: int
+    row: PromptRow
+    samples: KeptSamples
+    oldest: int
+    episodes: list[Episode] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether a step can train it."""
+        return self.episodes is not None
+
+    def finish(self, episodes: list[Episode]) -> None:
+        """Take its graded responses."""
+        self.episodes = episodes
+        self.samples.forget()
+        drawn = oldest_of(part.versions for each in episodes for part in each.segments if part.trained)
+        assert drawn is None or drawn >= self.oldest, f"{self.row.id} has tokens of version {drawn}"
+        self.oldest = self.oldest if drawn is None else drawn
+
+    def begin_again(self, version: int, *, whole: bool) -> None:
+        """Draw on with ``version`` after an engine died.  whole: draw the finished responses again, too."""
+        if whole:
+            self.samples.forget()
+        kept = self.samples.oldest
+        self.oldest = version if kept is None else min(kept, version)
+
+
+def oldest_of(spans: Iterable[Sequence[VersionSpan]]) -> int | None:
+    """The lowest version of any token; None: there are no tokens whose version is known."""
+    return min((span.version for of_one in spans for span in of_one if span.end > span.start), default=None)

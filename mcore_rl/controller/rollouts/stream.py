@@ -1,0 +1,279 @@
+"""``trainer.mode=async``: groups are drawn while steps are trained, and each step takes a batch of finished ones.
+
+Each group is a task of its own.  Those that are finished and not yet trained are the buffer; ``admission`` says how
+many may be begun, and which are trained.  Nothing is drawn while engines receive weights: the last response of a
+version ends before the next version is published.  Validation and checkpoints therefore meet no draw.
+
+What is not trained is in no checkpoint but for its place in the data: its prompt is drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from mcore_rl.config.asynchrony import Overdue
+from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
+from mcore_rl.controller.rollouts.admission import Admission
+from mcore_rl.controller.rollouts.group import Group, KeptSamples
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, numbered
+from mcore_rl.controller.step.rollout_source import Ahead
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.episodes import Episode
+from mcore_rl.errors import DeadEngineError
+from mcore_rl.tracking.clock import Clock
+
+DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups are drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What a stream draws with, and by which rules.
+
+    ahead: what draws, and what restarts engines.
+    admission: how many groups may be begun, and which are trained.
+    redraws: draw the whole group again if an engine dies with a part of it (``async.overdue``).
+    num_samples: responses to a prompt.  needs_greedy: whether a group has a greedy one beside them.
+    gen_batch: groups that count as one batch in ``dropped/generation_batches``.
+    most_dropped: groups without a signal that may be replaced for one step (``algorithm.filter_groups``).
+    """
+
+    ahead: Ahead
+    admission: Admission
+    redraws: bool
+    num_samples: int
+    needs_greedy: bool
+    gen_batch: int
+    most_dropped: int
+
+
+def drawing_of(run: RunConfig, num_steps: int, ahead: Ahead) -> Drawing:
+    """How ``run`` draws in ``trainer.mode=async``.  num_steps: the last step."""
+    batch, filtering = run.data.train_batch_size, run.algorithm.filter_groups
+    gen_batch = batch if run.data.gen_batch_size is None else run.data.gen_batch_size
+    most = filtering.max_num_gen_batches * gen_batch - batch if filtering.enable else 0
+    return Drawing(
+        ahead=ahead,
+        admission=Admission(batch=batch, bound=run.async_.max_staleness, num_steps=num_steps),
+        redraws=run.async_.overdue is Overdue.redraw,
+        num_samples=run.rollout.n,
+        needs_greedy=run.needs_greedy,
+        gen_batch=gen_batch,
+        most_dropped=max(0, most),
+    )
+
+
+class RolloutStream:
+    """The rollouts of one step after the other, as ``RolloutSource``; a context manager, which ends all draws.
+
+    Args:
+        drawing: what draws, and by which rules.
+        sampler: ``next_rows(count)`` takes rows from it.
+        num_trained: groups that were trained before the run was resumed.
+        clock: shows in the timeline when groups were drawn.
+        progress: is told of the groups that the trainer waits for.
+    """
+
+    def __init__(
+        self,
+        drawing: Drawing,
+        sampler: PromptSampler,
+        next_rows: Callable[[int], list[PromptRow]],
+        num_trained: int,
+        clock: Clock,
+        progress: CollectProgress,
+    ) -> None:
+        self._drawing, self._sampler, self._next_rows, self._progress = drawing, sampler, next_rows, progress
+        self._num_begun, self._ordinal = num_trained, sampler.num_drawn
+        self._version, self._may_draw = 0, False
+        self._live: dict[int, Group] = {}  # begun, neither trained nor dropped, by ordinal
+        self._tasks: dict[Group, asyncio.Task[list[Episode]]] = {}  # of the groups under way
+        self._changed = asyncio.Event()  # a group is no longer under way
+        self._death: DeadEngineError | None = None
+        self._failure: BaseException | None = None
+        self._busy = BusyTime(clock)
+        self._num_dropped = self._num_redrawn = 0  # since the last step got its groups
+
+    async def __aenter__(self) -> RolloutStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = [*self._tasks.values()]
+        self.return_to(self.place)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The sampler's state, to which the prompts of all groups that no step has are given back."""
+        rows = [self._live[ordinal].row for ordinal in sorted(self._live)]
+        return self._sampler.state_with((row.epoch, row.number) for row in rows)
+
+    def return_to(self, place: dict[str, Any]) -> None:
+        """Gives all rows after ``place`` back to the sampler, and cancels every draw."""
+        self._may_draw = False
+        for task in self._tasks.values():
+            task.cancel()
+        self._live.clear()
+        self._sampler.load_state_dict(place)
+
+    async def next(self, step: int) -> RolloutBatch:
+        """The rollouts of ``step``.  Raises what a draw or a grader raised, as ``RolloutCollector.collect`` does."""
+        rules, admission = self._drawing, self._drawing.admission
+        self._version, self._may_draw, held_s = step - 1, True, 0.0
+        self._draw()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._death is not None:
+                await self._recover(self._death)
+            if chosen := admission.choose(self._version, self._live.values()):
+                break
+            num_finished = self._num_finished
+            shown = min(num_finished, admission.batch) * rules.num_samples
+            self._progress(shown, admission.batch * rules.num_samples)
+            begun = time.perf_counter()
+            self._changed.clear()
+            assert self._tasks, "a step waits for groups, and none is under way"
+            await self._changed.wait()
+            held_s += (time.perf_counter() - begun) * (num_finished >= admission.batch)
+        for group in chosen:
+            del self._live[group.ordinal]
+        return self._batch(step, chosen, held_s)
+
+    async def settle(self, preemption: Preemption) -> None:
+        """Waits until nothing is drawn, as it must be before engines receive weights; nothing is begun until ``next``.
+
+        If the run is told to end, all draws are cancelled.  If an engine died, it is restarted, and ``next`` draws on
+        with the weights that it receives.  Raises as ``EngineRestarter.restart_dead``.
+        """
+        self._may_draw = False
+        try:
+            await preemption.cancel_if_asked(self._quiet())
+        except Preempted:
+            for task in self._tasks.values():
+                task.cancel()
+            await self._quiet()
+            return
+        if self._death is not None and self._failure is None:
+            await self._drawing.ahead.restart_dead(self._death)
+            self._death = None
+
+    @property
+    def _num_finished(self) -> int:
+        return sum(group.finished for group in self._live.values())
+
+    async def _quiet(self) -> None:
+        """Waits until no group is under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    async def _recover(self, death: DeadEngineError) -> None:
+        """Restarts dead engines while the trainer waits, and draws on."""
+        await self._quiet()
+        await self._drawing.ahead.recover(death)
+        self._death = None
+        self._draw()
+
+    def _draw(self) -> None:
+        """Goes on with groups that an engine died with, and begins as many as the bound allows."""
+        if not self._may_draw or self._death is not None or self._failure is not None:
+            return
+        for group in self._live.values():
+            if not group.finished and group not in self._tasks:
+                self._num_redrawn += 1
+                group.begin_again(self._version, whole=self._drawing.redraws)
+                self._begin(group)
+        for _ in range(self._drawing.admission.room(self._version, self._num_begun)):
+            (row,) = self._next_rows(1)
+            samples = KeptSamples(self._drawing.ahead.collector.engine)
+            group = Group(ordinal=self._ordinal, row=row, samples=samples, oldest=self._version)
+            self._live[group.ordinal] = group
+            self._ordinal, self._num_begun = self._ordinal + 1, self._num_begun + 1
+            self._begin(group)
+
+    def _begin(self, group: Group) -> None:
+        collector = self._drawing.ahead.collector.over(group.samples)
+        task = asyncio.create_task(collector.collect_group(group.ordinal, group.row))
+        self._tasks[group] = task
+        task.add_done_callback(partial(self._ended, group))
+        self._busy.set(True)
+
+    def _ended(self, group: Group, task: asyncio.Task[list[Episode]]) -> None:
+        """Takes the episodes of ``group``, or the error that ended its draw, which ``next`` and ``settle`` see to."""
+        del self._tasks[group]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, DeadEngineError):
+            self._death = self._death or error
+        elif error is not None:
+            self._failure = self._failure or error
+        elif not task.cancelled() and group.ordinal in self._live:
+            self._take(group, task.result())
+        self._draw()
+        self._busy.set(bool(self._tasks))
+        self._changed.set()
+
+    def _take(self, group: Group, episodes: list[Episode]) -> None:
+        """Puts ``group`` into the buffer; or drops it if it has no signal, so that another is begun in its place."""
+        if self._num_dropped < self._drawing.most_dropped and not self._drawing.ahead.collector.teaches(episodes):
+            del self._live[group.ordinal]
+            self._num_begun -= 1
+            self._num_dropped += 1
+        else:
+            group.finish(episodes)
+
+    def _batch(self, step: int, chosen: list[Group], held_s: float) -> RolloutBatch:
+        """What a step gets; counts begin anew."""
+        rules, dropped, redrawn = self._drawing, self._num_dropped, self._num_redrawn
+        self._num_dropped = self._num_redrawn = 0
+        groups = [group.episodes for group in chosen if group.episodes is not None]
+        episodes, greedy = numbered(step, groups, needs_greedy=rules.needs_greedy)
+        return RolloutBatch(
+            episodes=episodes,
+            greedy=greedy,
+            num_batches=math.ceil((len(chosen) + dropped) / rules.gen_batch),
+            num_dropped=dropped,
+            seconds=self._busy.take(),
+            metrics={
+                "rollout/buffer": float(self._num_finished),
+                "rollout/under_way": float(len(self._tasks)),
+                "rollout/redrawn": float(redrawn),
+                "rollout/held_s": held_s,
+            },
+        )
+
+
+class BusyTime:
+    """Seconds in which groups were under way, and the time of them as ``DRAWING`` in the timeline of ``clock``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._shown: AbstractContextManager[None] | None = None
+        self._since = self._seconds = 0.0
+
+    def set(self, busy: bool) -> None:
+        """Whether groups are under way from now on."""
+        if busy and self._shown is None:
+            self._shown, self._since = self._clock.beside(DRAWING), time.perf_counter()
+            self._shown.__enter__()
+        elif not busy and self._shown is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._shown.__exit__(None, None, None)
+            self._shown = None
+
+    def take(self) -> float:
+        """Since the last call."""
+        now = time.perf_counter()
+        seconds, self._seconds = self._seconds + (0.0 if self._shown is None else now - self._since), 0.0
+        self._since = now
+        return seconds

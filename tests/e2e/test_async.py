@@ -1,0 +1,88 @@
+"""``trainer.mode=async`` from the command line, with a real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+
+import pytest
+
+from mcore_rl.controller.lifecycle.preemption import REQUEUE
+from mcore_rl.controller.rollouts.stream import DRAWING
+from mcore_rl.tracking.timeline import read_timeline
+from tests.support.ahead_runs import APART, lines, prompts, staleness, versions
+from tests.support.crash_runs import bits_of, doing, drawing, nothing_survives, says, start
+from tests.support.run_task import write_task
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("processes")]
+
+STEPS, BOUND = 4, 2
+MODE = ("trainer.mode=async", f"async.max_staleness={BOUND}", *APART)
+
+
+def test_groups_are_drawn_while_steps_are_trained_and_none_is_older_than_the_bound(tmp_path: Path) -> None:
+    (tmp_path / "task").mkdir()
+    task, directory = write_task(tmp_path / "task"), tmp_path / "run"
+    with nothing_survives(tmp_path) as traces:
+        run = start(task, directory, traces, *MODE, steps=STEPS)
+        assert run.finish() == 0, run.said()
+    assert "never retrieved" not in run.said()
+    rows = lines(directory)
+    # Three batches are begun with version 0, and one with each version after it, until the last step has its own.
+    assert staleness(rows) == [(0, 0), (1, 1), (2, 2), (2, 2)]
+    assert [versions(directory, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {0}, {1}]
+    assert [row["rollout/buffer"] + row["rollout/under_way"] for row in rows] == [16, 16, 8, 0]
+    assert [row["rollout/redrawn"] for row in rows] == [0] * STEPS
+    assert [row["progress/epoch"] for row in rows] == [step * 8 / 40 for step in range(1, STEPS + 1)]
+    assert len(set(prompts(directory, STEPS))) == 8 * STEPS
+    timeline = read_timeline(directory / "timeline.jsonl")
+    for step in (1, 2):
+        (drawn,) = [span for span in timeline[step] if span.phase == DRAWING]
+        logprobs = next(span for span in timeline[step] if span.phase == "logprobs")
+        last_sync = max((span for span in timeline[step] if span.phase == "sync"), key=lambda span: span.start)
+        assert drawn.start < logprobs.end and drawn.end > logprobs.start, "engines draw while the trainer works"
+        assert drawn.end <= last_sync.start, "nothing is drawn while engines receive weights"
+    assert [span for step in (3, 4) for span in timeline[step] if span.phase == DRAWING] == []
+
+
+@pytest.mark.tier("full")
+def test_a_bound_of_0_has_the_bits_of_sync(tmp_path: Path) -> None:
+    (tmp_path / "task").mkdir()
+    task = write_task(tmp_path / "task")
+    modes = {"sync": ["trainer.mode=sync"], "async": ["trainer.mode=async", "async.max_staleness=0"]}
+    with nothing_survives(tmp_path) as traces:
+        for name, mode in modes.items():
+            run = start(task, tmp_path / name, traces, *mode, *APART, steps=3)
+            assert run.finish() == 0, run.said()
+    in_turns, bounded = (bits_of(tmp_path / name) for name in modes)
+    assert in_turns.metrics == bounded.metrics and in_turns.rollouts == bounded.rollouts
+    assert in_turns.states == bounded.states and len(in_turns.states) > 1
+
+
+@pytest.mark.tier("full")
+def test_deaths_lose_no_prompt_and_double_none(tmp_path: Path) -> None:
+    """An engine that dies while a step is trained, the controller killed, a signal; then to the end."""
+    (tmp_path / "task").mkdir()
+    task, directory, steps = write_task(tmp_path / "task"), tmp_path / "run", 5
+    with nothing_survives(tmp_path) as traces:
+        run = start(task, directory, traces, *MODE, steps=steps)
+        run.strike_at(doing(1, "score"), "engine-0.log")
+        run.until(says(r"engine 0: started again, 1 of 3(.|\n)*engine 0: ready after"))
+        run.strike_at(doing(3, "train_step"), "controller", SIGKILL)
+        assert run.finish() == -SIGKILL
+        run = start(task, directory, traces, *MODE, steps=steps)
+        run.strike_at(doing(4, "train_step"), "controller", SIGTERM)
+        assert run.finish() == REQUEUE, run.said()
+        assert says("left after step 4, on SIGTERM")(run), run.said()
+        assert "Traceback" not in run.said() and "never retrieved" not in run.said()
+        run = start(task, directory, traces, *MODE, steps=steps)
+        run.strike_at(drawing(5), "controller", SIGTERM)
+        assert run.finish() == REQUEUE, run.said()
+        run = start(task, directory, traces, *MODE, steps=steps)
+        assert run.finish() == 0, run.said()
+    rows = lines(directory)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert max(most for _, most in staleness(rows)) <= BOUND
+    drawn = prompts(directory, steps)
+    assert len(set(drawn)) == len(drawn) == 8 * steps, "no prompt is lost, and none comes twice"
+    assert rows[-1]["progress/epoch"] == 1.0
