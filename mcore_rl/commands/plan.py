@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes",
         action="store_true",
-        help="sync and async over splits of the devices, simulated; train has no async yet",
+        help="sync and async over splits of the devices, simulated",
     )
     parser.add_argument("--lengths", metavar="MEAN|RUN", help="of responses for --modes: a mean, or those of a run")
     parser.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")

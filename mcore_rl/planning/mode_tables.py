@@ -80,9 +80,12 @@ def _more_seqs(best: ModeResult) -> str:
 
 def _overrides(row: ModeResult) -> list[str]:
     placement = "separate" if row.engine_nodes else "colocated"
-    return [
-        f"trainer.placement={placement}", f"trainer.nnodes={row.trainer_nodes}", *row.candidate.overrides
-    ]  # fmt: skip
+    overrides = [f"trainer.placement={placement}", f"trainer.nnodes={row.trainer_nodes}"]
+    if row.mode == ONE_STEP_OFF:
+        overrides.append("trainer.mode=one_step_off")
+    elif row.mode.max_staleness:
+        overrides += ["trainer.mode=async", f"async.max_staleness={row.mode.max_staleness}"]
+    return [*overrides, *row.candidate.overrides]
 
 
 def mode_values(result: ModesResult) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import ASYNC, Mode
 from mcore_rl.planning import modes, timing
 from mcore_rl.planning.lengths import Lognormal
 from mcore_rl.planning.mode_tables import mode_values, why
@@ -93,11 +94,14 @@ def test_every_row_fits_on_the_devices_of_the_run() -> None:
 
 
 def test_the_overrides_of_a_row_compose_to_what_was_simulated() -> None:
+    modes_of = {"sync, colocated": Mode.sync, "sync, separate": Mode.sync, "one_step_off": Mode.one_step_off}
     for row, values in zip(compared().rows, mode_values(compared())["rows"], strict=True):
         run = load_recipe("qwen2_7b_grpo", ["data.train_batch_size=256", *values["overrides"]])
         assert isinstance(run, RunConfig) and isinstance(row.candidate.run, RunConfig)
-        assert (run.rollout, run.trainer) == (row.candidate.run.rollout, row.candidate.run.trainer)
+        mode = modes_of.get(row.mode.name, ASYNC)
+        assert (run.rollout, run.trainer) == (row.candidate.run.rollout, replace(row.candidate.run.trainer, mode=mode))
         assert run.actor == row.candidate.run.actor
+        assert mode is not ASYNC or run.async_.max_staleness == row.mode.max_staleness
 
 
 def test_what_pays_is_said_and_why() -> None:
