@@ -2,7 +2,7 @@
 
     mcore-rl plan recipe=mixtral_8x22b_rloo [cluster=nvidia_h200] [trainer.nnodes=16 ...]
     mcore-rl plan recipe=mixtral_8x22b_rloo --search
-    mcore-rl plan recipe=qwen3_30b_a3b_grpo trainer.nnodes=16 --modes [--lengths 512 | --lengths runs/mine]
+    mcore-rl plan recipe=qwen3_30b_a3b_grpo trainer.nnodes=16 --modes [--search] [--lengths 512 | --lengths runs/mine]
     mcore-rl plan --config-dir my_recipes --config-name gsm8k cluster=cpu
 
 recipe, cluster: by name (mcore-rl recipes lists them), or paths of yaml files; a cluster that is left out
@@ -13,7 +13,8 @@ cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured,
 
 --modes simulates drawing and training one after another (sync) and at the same time (one_step_off, async), with the
 run's devices shared, and split between engines and trainer: a quarter, a half and three quarters of the nodes for the
-engines.  Each row has the layouts of its own with which it is fastest.  "x sync" is its speed over sync on shared
+engines; with --search also the splits between, towards the fastest of each mode.
+Each row has the layouts of its own with which it is fastest.  "times sync" is its speed over sync on shared
 devices; staleness is in versions of the weights.  Responses have lognormal lengths, half as long on average as
 data.max_response_length, or as --lengths says: a mean in tokens, or the directory of a run, whose groups are drawn.
 
@@ -49,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="recipe=, cluster=, and overrides")
     parser.add_argument("--config-dir", type=typed(InputDirectory), help="of yaml files of your own")
     parser.add_argument("--config-name", help="the yaml file there to begin with")
-    parser.add_argument("--search", action="store_true", help="the fastest layouts that fit, and what was refused")
+    parser.add_argument("--search", action="store_true", help="the fastest layouts that fit; with --modes, splits")
     parser.add_argument(
         "--limit", type=typed(PositiveInt), default=10, help="layouts that --search shows (default: 10)"
     )
     parser.add_argument(
         "--modes",
         action="store_true",
-        help="sync and async over splits of the devices, simulated; train has no async yet",
+        help="sync and async over splits of the devices, simulated",
     )
     parser.add_argument("--lengths", metavar="MEAN|RUN", help="of responses for --modes: a mean, or those of a run")
     parser.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")
@@ -120,12 +121,13 @@ def compared(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: C
     if not cluster.gpus_per_node:
         remedy = "Leave it out, or name a cluster with GPUs"
         wrong.append(Violation("--modes", "", "searches layouts of accelerators", remedy))
-    if options.search or options.html:
-        wrong.append(Violation("--modes", "", "goes with --lengths and --json alone", "Leave out --search and --html"))
+    if options.html:
+        problem = "goes with --search, --lengths and --json alone"
+        wrong.append(Violation("--modes", "", problem, "Leave out --html"))
     refuse_if_any(wrong)
     assert isinstance(run, RunConfig)
     lengths = lengths_of(options, run.data.max_response_length)
-    result = compare_modes(run, run_model(run), cluster, lengths)
+    result = compare_modes(run, run_model(run), cluster, lengths, searches=options.search)
     if not result.rows:
         raise ConfigError([Violation("--modes", "", "no layout fits: " + "; ".join(result.refused), "Take more nodes")])
     Console().print(mode_tables(result))

@@ -8,7 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.modes import ModeResult, ModesResult
+from mcore_rl.planning.simulation import ONE_STEP_OFF
 from mcore_rl.planning.tables import seconds_text
 
 HEAD = (
@@ -30,7 +32,7 @@ def mode_tables(result: ModesResult) -> Group:
     shown.columns[0].no_wrap = True
     for row in result.rows:
         shown.add_row(*_cells(result, row))
-    text = "nodes: of engines / of the trainer; x sync: times as fast; staleness: mean / most, versions"
+    text = "staleness: mean / most, versions of the weights; drained: they change when all that was begun is drawn"
     mean = f"{result.lengths.mean:,.0f} of at most {result.lengths.longest:,} tokens"
     parts: list[Any] = [Text(f"simulated, with responses of {mean} on average"), shown]
     parts += [Text(line) for line in (text, *result.refused, why(result))]
@@ -52,22 +54,38 @@ def why(result: ModesResult) -> str:
     if result.ratio(best) < 1 + LITTLE:
         share = base.simulation.drawing
         return f"no mode pays: none is {LITTLE:.0%} faster than {base.mode.name}, of which drawing is {share:.0%}"
-    overlap = [row for row in result.rows if row.mode.max_staleness == 1 and not row.mode.in_flight]
+    overlap = [row for row in result.rows if row.mode == ONE_STEP_OFF]
     text = f"{best.mode.name} pays: {result.ratio(best):.2f} times {base.mode.name}"
     if overlap:
         fastest = max(map(result.ratio, overlap))
-        text += f"; overlap alone (one_step_off) {fastest:.2f} times"
+        text += f"; overlap alone (one_step_off) {fastest:.2f} times, since training is {base.simulation.training:.0%}"
+        text += f" of a step of {base.mode.name}"
     engines, trainer = best.simulation.engines_idle, best.simulation.trainer_idle
     if abs(engines - trainer) < LITTLE:
-        return f"{text}; engines and trainer wait for each other equally"
-    return f"{text}; the {'engines' if engines > trainer else 'trainer'} wait{'' if engines > trainer else 's'} most"
+        text += "; engines and trainer wait for each other equally"
+    else:
+        text += f"; the {'engines' if engines > trainer else 'trainer'} wait{'' if engines > trainer else 's'} most"
+    return text + _more_seqs(best)
+
+
+def _more_seqs(best: ModeResult) -> str:
+    """What lets more responses run together, where engines that never wait have room for more."""
+    run = best.candidate.run
+    assert isinstance(run, RunConfig), "fine-tuning has no modes"
+    most = run.rollout.max_num_seqs
+    if best.simulation.engines_idle >= LITTLE or best.cache_seqs < most * (1 + LITTLE):
+        return ""
+    return f"; rollout.max_num_seqs={most} run together, and the cache of an engine holds {best.cache_seqs}"
 
 
 def _overrides(row: ModeResult) -> list[str]:
     placement = "separate" if row.engine_nodes else "colocated"
-    return [
-        f"trainer.placement={placement}", f"trainer.nnodes={row.trainer_nodes}", *row.candidate.overrides
-    ]  # fmt: skip
+    overrides = [f"trainer.placement={placement}", f"trainer.nnodes={row.trainer_nodes}"]
+    if row.mode == ONE_STEP_OFF:
+        overrides.append("trainer.mode=one_step_off")
+    elif row.mode.max_staleness:
+        overrides += ["trainer.mode=async", f"async.max_staleness={row.mode.max_staleness}"]
+    return [*overrides, *row.candidate.overrides]
 
 
 def mode_values(result: ModesResult) -> dict[str, Any]:

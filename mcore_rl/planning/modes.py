@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.model import ModelConfig
@@ -41,7 +42,13 @@ from mcore_rl.planning.simulation import (
 )
 from mcore_rl.planning.timing import Rates, compute_flops_rate, nodes_reduction_s, optimizer_s, streamed_bytes
 
-SEPARATE_MODES = (SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(1), asynchronous(2), asynchronous(4))
+SEPARATE_MODES = (
+    SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(4, in_flight=False), asynchronous(1), asynchronous(2), asynchronous(4),
+)  # fmt: skip
+PROMISING = 1.5  # times as long as the fastest engines draw by plan: slower layouts are not simulated
+# Engines are alike, and so are groups.  Of more than these, a share of the engines is simulated with that share of the
+# groups; steps of sync are up to 1 % shorter for it, those of async within 1 % of what all take.
+MOST_ENGINES, LEAST_GROUPS = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,7 @@ class ModeResult:
     """A mode on a split, with the fastest layouts that fit.
 
     engine_nodes: nodes of the engines; 0: they are on the trainer's.  trainer_nodes: the others.
+    cache_seqs: responses, on average half made, that the cache of an engine holds.
     """
 
     mode: SimulatedMode
@@ -56,6 +64,7 @@ class ModeResult:
     trainer_nodes: int
     candidate: Candidate
     simulation: Simulation
+    cache_seqs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,39 +99,87 @@ def num_nodes(run: RunConfig, cluster: ClusterConfig) -> int:
 
 
 def splits_of(nodes: int) -> tuple[int, ...]:
-    """The numbers of engine nodes to try: a quarter, a half and three quarters of ``nodes``."""
+    """The numbers of engine nodes to try first: a quarter, a half and three quarters of ``nodes``."""
     return tuple(sorted({round(nodes * share) for share in (0.25, 0.5, 0.75)} & set(range(1, nodes))))
 
 
 def compare_modes(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths | None = None, *,
-    splits: Sequence[int] = (), modes: Sequence[SimulatedMode] = SEPARATE_MODES, steps: int = 8, seed: int = 0,
+    modes: Sequence[SimulatedMode] = SEPARATE_MODES, searches: bool = False, steps: int = 8, seed: int = 0,
 ) -> ModesResult:  # fmt: skip
-    """Every mode on every split of the run's nodes, each with the layouts of its own with which it is fastest.
+    """Every mode on the splits of the run's nodes, each with the layouts of its own with which it is fastest.
 
-    lengths: None: lognormal, with the mean that the plan assumes.  splits: see ``splits_of``.  modes: of separate
-    devices.  steps, seed: see ``simulate``.
+    lengths: None: lognormal, with the mean that the plan assumes.  modes: of separate devices.  searches: beyond
+    ``splits_of``, look for the fastest split of each mode, to a 32nd of the nodes.  steps, seed: see ``simulate``.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     longest = run.data.max_response_length
     lengths = lengths or Lognormal(MEAN_RESPONSE_SHARE * longest, longest)
-    nodes, rows, refused = num_nodes(run, cluster), list[ModeResult](), list[str]()
-    for engine_nodes in (0, *(splits or splits_of(nodes))):
-        placed = _placed(run, cluster, nodes, engine_nodes)
-        candidates = fastest_by_rollout(placed, model, cluster)
+    comparison = _Comparison(run, model, cluster, lengths, steps, seed)
+    comparison.try_split(0, (SYNC_COLOCATED,))
+    for engine_nodes in splits_of(comparison.nodes):
+        comparison.try_split(engine_nodes, modes)
+    for mode in modes if searches else ():
+        comparison.search(mode)
+    rows = sorted(comparison.rows, key=lambda row: row.engine_nodes)
+    return ModesResult(rows=tuple(rows), refused=tuple(comparison.refused.values()), lengths=lengths)
+
+
+class _Comparison:
+    """The rows of ``compare_modes`` as they come.  refused: by the number of engine nodes."""
+
+    def __init__(
+        self, run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths, steps: int, seed: int
+    ) -> None:
+        self._run, self._model, self._cluster = run, model, cluster
+        self._lengths, self._steps, self._seed = lengths, steps, seed
+        self._candidates: dict[int, list[Candidate]] = {}
+        self.nodes = num_nodes(run, cluster)
+        self.rows, self.refused = list[ModeResult](), dict[int, str]()
+
+    def try_split(self, engine_nodes: int, modes: Sequence[SimulatedMode]) -> None:
+        """Simulate ``modes`` with so many nodes of engines; 0: they share the trainer's."""
+        candidates = self._promising(engine_nodes)
         if not candidates:
             where = f"{engine_nodes} nodes of engines" if engine_nodes else "engines on the trainer's devices"
-            refused.append(f"{where}: no layout fits")
-        for mode in modes if engine_nodes else (SYNC_COLOCATED,):
-            results = [(each, _simulated(mode, each, model, cluster, lengths, steps, seed)) for each in candidates]
-            if results:
-                candidate, result = min(results, key=lambda each: each[1].step_s)
-                row = ModeResult(
-                    mode=mode, engine_nodes=engine_nodes, trainer_nodes=nodes - engine_nodes, candidate=candidate,
-                    simulation=result,
-                )  # fmt: skip
-                rows.append(row)
-    return ModesResult(rows=tuple(rows), refused=tuple(refused), lengths=lengths)
+            self.refused[engine_nodes] = f"{where}: no layout fits"
+            return
+        for mode in modes:
+            simulated = (
+                (each, _simulated(mode, each, self._model, self._cluster, self._lengths, self._steps, self._seed))
+                for each in candidates
+            )
+            candidate, result = min(simulated, key=lambda each: each[1].step_s)
+            row = ModeResult(
+                mode=mode, engine_nodes=engine_nodes, trainer_nodes=self.nodes - engine_nodes, candidate=candidate,
+                simulation=result, cache_seqs=_cache_seqs(candidate, self._model, self._cluster, self._lengths),
+            )  # fmt: skip
+            self.rows.append(row)
+
+    def search(self, mode: SimulatedMode) -> None:
+        """Move the fastest split of ``mode`` by an eighth of the nodes while that is faster, then by ever less."""
+        distance = self.nodes // 8
+        while distance >= max(1, self.nodes // 32):
+            tried = {row.engine_nodes: row.simulation.step_s for row in self.rows if row.mode == mode}
+            if not tried:
+                return
+            fastest = min(tried, key=lambda nodes: tried[nodes])
+            near = {fastest - distance, fastest + distance} & set(range(1, self.nodes))
+            untried = sorted(near - tried.keys() - self.refused.keys())
+            for engine_nodes in untried:
+                self.try_split(engine_nodes, (mode,))
+            if not untried:
+                distance //= 2
+
+    def _promising(self, engine_nodes: int) -> list[Candidate]:
+        if engine_nodes not in self._candidates:
+            run = _placed(self._run, self._cluster, self.nodes, engine_nodes)
+            each = fastest_by_rollout(run, self._model, self._cluster)
+            least = min((candidate.plan.seconds["generate"] for candidate in each), default=0.0)
+            self._candidates[engine_nodes] = [
+                candidate for candidate in each if candidate.plan.seconds["generate"] <= PROMISING * least
+            ]
+        return self._candidates[engine_nodes]
 
 
 def _placed(run: RunConfig, cluster: ClusterConfig, nodes: int, engine_nodes: int) -> RunConfig:
@@ -134,6 +191,13 @@ def _placed(run: RunConfig, cluster: ClusterConfig, nodes: int, engine_nodes: in
     return replace(run, trainer=trainer, rollout=replace(run.rollout, tp=1, dp=devices, ep=1))
 
 
+def _cache_seqs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths) -> int:
+    run = candidate.run
+    assert isinstance(run, RunConfig), "fine-tuning has no modes"
+    costs = engine_costs_of(run, model, cluster, lengths.mean)
+    return int(costs.capacity / (costs.slot + workload(run, lengths).prompt + lengths.mean / 2))
+
+
 def _simulated(
     mode: SimulatedMode, candidate: Candidate, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths,
     steps: int, seed: int,
@@ -142,8 +206,25 @@ def _simulated(
     assert isinstance(run, RunConfig), "fine-tuning has no modes"
     layout = run.rollout.layout
     costs, work = engine_costs_of(run, model, cluster, lengths.mean), workload(run, lengths)
-    trainer = trainer_costs(candidate, model, cluster)
-    return simulate(mode, work, costs, layout.num_engines * layout.engine_dp, trainer, steps=steps, seed=seed)
+    return simulate_share(
+        mode, work, costs, layout.num_engines * layout.engine_dp, trainer_costs(candidate, model, cluster),
+        steps=steps, seed=seed,
+    )  # fmt: skip
+
+
+def simulate_share(
+    mode: SimulatedMode, work: Workload, costs: EngineCosts, num_engines: int, trainer: TrainerCosts, *,
+    steps: int, seed: int,
+) -> Simulation:  # fmt: skip
+    """``simulate``, of many engines a share; see ``MOST_ENGINES``.  What is counted is that of the share."""
+    few = max(MOST_ENGINES, ceil(LEAST_GROUPS * num_engines / work.groups))
+    if few >= num_engines:
+        return simulate(mode, work, costs, num_engines, trainer, steps=steps, seed=seed)
+    groups = round(work.groups * few / num_engines)
+    share = work.groups / groups
+    less = replace(trainer, token_s=trainer.token_s * share)
+    result = simulate(mode, replace(work, groups=groups), costs, few, less, steps=steps, seed=seed)
+    return replace(result, samples_per_s=result.samples_per_s * share)
 
 
 def workload(run: RunConfig, lengths: Lengths) -> Workload:

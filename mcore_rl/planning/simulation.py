@@ -47,9 +47,10 @@ SYNC_SEPARATE = SimulatedMode(name="sync, separate")
 ONE_STEP_OFF = SimulatedMode(name="one_step_off", max_staleness=1)
 
 
-def asynchronous(max_staleness: int) -> SimulatedMode:
+def asynchronous(max_staleness: int, *, in_flight: bool = True) -> SimulatedMode:
     """The mode ``async`` with this bound, ``async.max_staleness``."""
-    return SimulatedMode(name=f"async, {max_staleness}", max_staleness=max_staleness, in_flight=True)
+    name = f"async, {max_staleness}" + ("" if in_flight else ", drained")
+    return SimulatedMode(name=name, max_staleness=max_staleness, in_flight=in_flight)
 
 
 @dataclass(frozen=True, kw_only=True)

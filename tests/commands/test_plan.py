@@ -120,7 +120,7 @@ def test_modes_are_compared_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["recipe=gemma2_2b_sft", "--modes", "--search"], ["fine-tuning has none", "goes with --lengths"]),
+        (["recipe=gemma2_2b_sft", "--modes", "--html", "a"], ["fine-tuning has none", "goes with --search, --lengths"]),
         (["recipe=qwen25_05b_ppo", "cluster=cpu", "--modes"], ["searches layouts of accelerators"]),
         (["recipe=qwen25_05b_ppo", "--modes", "--lengths", "9999"], ["is not within 1 and 512 tokens"]),
         (["recipe=qwen25_05b_ppo", "--modes", "--lengths", "nowhere"], ["has no rollouts/step_N.parquet"]),
