@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.lifecycle.saving import WriteMore
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
@@ -69,12 +72,17 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream:
         """What hands each step its rollouts in ``trainer.mode``."""
         sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
+        rollouts: RolloutSource | RolloutStream
         if ahead is None or self.config.trainer.mode is not ASYNC:
-            return RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
-        num_trained = self.progress.step * self.config.data.train_batch_size
-        return RolloutStream(
-            drawing_of(self.config, steps, ahead), sampler, self.next_rows, num_trained, self.clock, shown
-        )
+            rollouts = RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
+        else:
+            num_trained = self.progress.step * self.config.data.train_batch_size
+            rollouts = RolloutStream(
+                drawing_of(self.config, steps, ahead), sampler, self.next_rows, num_trained, self.clock, shown
+            )
+        if self.prepared.kept is not None:
+            rollouts.resume(self.prepared.kept, self.progress.step)
+        return rollouts
 
     @property
     def policy(self) -> TrainGroup:
@@ -159,9 +167,19 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Without the rows of rollouts that no step has yet."""
         return self.rollouts.place
 
-    def return_to(self, place: dict[str, Any]) -> None:
-        """Gives the rows after ``place`` back to the sampler, and drops rollouts that were drawn ahead."""
-        self.rollouts.return_to(place)
+    @contextmanager
+    def place_kept(self) -> Iterator[None]:
+        """Within: a step that is preempted gives its rollouts back, and what was begun since to the sampler."""
+        kept = self.rollouts.kept
+        try:
+            yield
+        except Preempted:
+            self.rollouts.return_to(kept)
+            raise
+
+    def drawn_now(self) -> WriteMore:
+        """Writes the rollouts that no step has, as they are now, into a checkpoint."""
+        return partial(self.rollouts.kept.write, settings=self.prepared.draw_settings)
 
     def next_rows(self, count: int) -> list[PromptRow]:
         """The next ``count`` prompts of the sampler."""

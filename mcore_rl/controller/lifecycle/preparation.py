@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,11 +30,13 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.sampler import PromptSampler
@@ -77,6 +79,8 @@ class Prepared(PreparedRun):
     encoder: of the reward model; None without one.
     agents: run the rows that ask for an agent.
     data_sources: those of the prompts that graders grade.
+    draw_settings: on which it depends what is drawn and how it is graded.
+    kept: rollouts of the checkpoint that were drawn and not trained, to go on with; None: there are none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,6 +90,8 @@ class Prepared(PreparedRun):
     encoder: Encoder | None
     agents: AgentRunner
     data_sources: frozenset[str]
+    draw_settings: dict[str, Any]
+    kept: KeptDraws | None
 
 
 def to_resume(
@@ -199,6 +205,9 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
         kl.load_state_dict(progress.kl)
+    settings, kept = draw_settings(config, identity), None
+    if checkpoint is not None and train is not None:
+        kept = kept_rollouts(checkpoint, progress.step, config, settings, train)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
@@ -213,6 +222,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         encoder=encoder,
         agents=agents,
         data_sources=data_sources,
+        draw_settings=settings,
+        kept=kept,
     )
 
 
