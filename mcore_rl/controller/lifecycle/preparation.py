@@ -34,6 +34,7 @@ from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_roll
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
+from mcore_rl.controller.lifecycle.replay_check import settings_sum
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
@@ -81,6 +82,7 @@ class Prepared(PreparedRun):
     data_sources: those of the prompts that graders grade.
     draw_settings: on which it depends what is drawn and how it is graded.
     kept: rollouts of the checkpoint that were drawn and not trained, to go on with; None: there are none.
+    settings_sum: of the settings that a replay may not change.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -92,6 +94,7 @@ class Prepared(PreparedRun):
     data_sources: frozenset[str]
     draw_settings: dict[str, Any]
     kept: KeptDraws | None
+    settings_sum: str
 
 
 def to_resume(
@@ -127,13 +130,14 @@ def complete(config: RunConfig, platform: Platform) -> RunConfig:
     config = with_replicas(config, on_accelerators=platform.is_accelerator)
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
     place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
+    replayed = config.trainer.replay and str(Path(config.trainer.replay).resolve())
     longest = float(config.data.max_response_length)
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}
     return replace(
         config.with_groups(roles),
         model=replace(config.model, path=path),
-        trainer=replace(config.trainer, default_local_dir=place),
+        trainer=replace(config.trainer, default_local_dir=place, replay=replayed),
         reward_model=replace(
             judge,
             model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
@@ -175,7 +179,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     }
     violations = [*model_run_violations(config, models), *adapter_violations(config)]
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
-    violations += replay_model_violations(config, policy, why_unrecorded(platform))
+    records = config.trainer.replay is not None  # its engines were other ones
+    violations += replay_model_violations(config, policy, None if records else why_unrecorded(platform))
     encoder = None
     if config.reward_model.enable:
         violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
@@ -206,7 +211,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     if checkpoint is not None:
         kl.load_state_dict(progress.kl)
     settings, kept = draw_settings(config, identity), None
-    if checkpoint is not None and train is not None:
+    if checkpoint is not None and train is not None and config.trainer.replay is None:
         kept = kept_rollouts(checkpoint, progress.step, config, settings, train)
     return Prepared(
         tokenizer=tokenizer,
@@ -224,6 +229,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         data_sources=data_sources,
         draw_settings=settings,
         kept=kept,
+        settings_sum=settings_sum(identity),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rollouts in a file: random ones come back to the last bit, and a file that was damaged anywhere is told of as such."""
+"""Rollouts in a file: random ones come back to the last bit, and a file that was damaged anywhere is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def spans(draw: random.Random, count: int) -> tuple[VersionSpan, ...]:
     if draw.random() < 0.2:
         return ()
     cuts = sorted({0, count, *(draw.randint(0, count) for _ in range(draw.randint(0, 3)))})
-    of = list(zip(cuts, cuts[1:], strict=False)) or [(0, 0)]
+    of = list(pairwise(cuts)) or [(0, 0)]
     return tuple(VersionSpan(version=draw.randint(0, 9), start=start, end=end) for start, end in of)
 
 
@@ -112,14 +113,12 @@ def drawn(seed: int) -> list[DrawnGroup]:
     draw, groups = random.Random(seed), list[DrawnGroup]()
     for number in range(draw.randint(0, 6)):
         of, finished = prompts(draw.randint(0, 11), draw.randint(0, 3)), draw.random() < 0.6
-        asked = lambda: tuple(draw.randint(0, 99) for _ in range(draw.randint(0, 4)))  # noqa: E731
+        samples = [(tuple(range(draw.randint(0, 4))), sample(draw, index)) for index in range(draw.randint(0, 4))]
         groups.append(
             DrawnGroup(
                 row=of,
                 episodes=tuple(episode(draw, of, index) for index in range(draw.randint(1, 4))) if finished else (),
-                samples=()
-                if finished
-                else tuple((asked(), sample(draw, index)) for index in range(draw.randint(0, 4))),
+                samples=() if finished else tuple(samples),
                 facts={"ordinal": number, "oldest": draw.randint(0, 9)},
             )
         )
