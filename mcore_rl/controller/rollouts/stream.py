@@ -245,7 +245,8 @@ class RolloutStream:
         for group in self._live.values():
             if not group.finished and group not in self._tasks:
                 self._num_redrawn += 1
-                group.begin_again(self._version, whole=self._drawing.redraws)
+                whole = self._drawing.redraws or not self._drawing.ahead.collector.can_replay(group.row)
+                group.begin_again(self._version, whole=whole)
                 self._begin(group)
         for _ in range(self._drawing.admission.room(self._version, self._num_trained + len(self._live))):
             (row,) = self._next_rows(1)
