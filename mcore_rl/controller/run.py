@@ -67,9 +67,9 @@ class Run(TrainingRun[RunConfig, Prepared]):
         }
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream:
-        """What hands each step its rollouts in ``trainer.mode``."""
+        """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""
         sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
-        if ahead is None or self.config.trainer.mode is not ASYNC:
+        if ahead is None or not (self.config.trainer.mode is ASYNC or self.config.rollout.partial):
             return RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
         num_trained = self.progress.step * self.config.data.train_batch_size
         return RolloutStream(
