@@ -103,6 +103,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
         _length_violations,
         _validation_violations,
         _agent_violations,
+        _partial_violations,
         _missing,
         _out_violations,
     ]
@@ -128,6 +129,15 @@ def _agent_violations(config: GenerateConfig) -> Iterator[Violation]:
     if config.rollout.agent != AgentConfig():
         problem = "says how agents run in training, and one answer to each prompt is generated here"
         yield Violation("rollout.agent", "...", problem, "Leave it out")
+
+
+def _partial_violations(config: GenerateConfig) -> Iterator[Violation]:
+    usual = RolloutConfig()
+    for name in ("partial", "over_sampling"):
+        value = getattr(config.rollout, name)
+        if value != getattr(usual, name):
+            problem = "says what a training step leaves to later ones, and every response is waited for here"
+            yield Violation(f"rollout.{name}", value, problem, "Leave it out")
 
 
 def _missing(config: GenerateConfig) -> Iterator[Violation]:

@@ -39,6 +39,7 @@ from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Places, place
@@ -104,8 +105,13 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         collector = RolloutCollector(samples, scorer, config, reward_model, recorded, prepared.agents)
         ahead = None
         if trains_stale(config):
-            recover = partial(_recover, restarter, weights)
-            ahead = Ahead(collector=collector.over(pool), restart_dead=restarter.restart_dead, recover=recover)
+            ahead = Ahead(
+                collector=collector.over(pool),
+                is_dead=lambda: pool.death is not None,
+                restart_dead=partial(_restart_dead, pool, restarter),
+                recover=partial(_recover, pool, restarter, devices, weights),
+                interrupt=pool.interrupt,
+            )
         begin_records(config, prepared, planned, tracker)
         if trainer.record_rollouts:
             keep_identity(prepared.identity, Path(trainer.default_local_dir))
@@ -115,12 +121,23 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         yield run
 
 
-async def _recover(restarter: EngineRestarter, weights: WeightSync, death: DeadEngineError) -> None:
-    """Restarts dead engines while the trainer waits, and gives all engines the weights that they had."""
+async def _restart_dead(pool: EnginePool, restarter: EngineRestarter, death: DeadEngineError) -> None:
+    """Restarts dead engines, unless somebody has since ``death`` was met."""
+    if pool.death is not None:
+        await restarter.restart_dead(death)
+
+
+async def _recover(
+    pool: EnginePool, restarter: EngineRestarter, devices: DeviceSharing, weights: WeightSync, death: DeadEngineError
+) -> None:
+    """As ``_restart_dead``, while the trainer waits; gives all engines the weights that they had."""
+    if pool.death is None:
+        return
     version = weights.version
     assert version is not None, "engines draw with weights that they were given"
-    await restarter.restart_dead(death)
-    await weights.update(version)
+    async with devices.engines_turn():
+        await restarter.restart_dead(death)
+        await devices.send_again(version)
 
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:

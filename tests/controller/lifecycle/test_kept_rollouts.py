@@ -12,7 +12,6 @@ import pytest
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.trainer import ASYNC, Mode
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.preparation import complete, weights_of_roles
 from mcore_rl.controller.lifecycle.resume_check import Identity
@@ -58,7 +57,7 @@ def settings(task: Path, *more: str) -> dict[str, Any]:
     return draw_settings(of, Identity.of(as_dict(of), ["actor"], weights_of_roles(of)))
 
 
-def kept(task: Path, mode: Mode = ASYNC) -> KeptDraws:
+def kept(task: Path, *, ahead: bool = False) -> KeptDraws:
     row = replace(prompts(task)[7], epoch=1)
     drawn = sample("0/x", 0)  # of version 3
     episode = single_turn(row, prompt_segment(row), drawn, 0).with_score(Score(1.0))
@@ -67,10 +66,10 @@ def kept(task: Path, mode: Mode = ASYNC) -> KeptDraws:
         DrawnGroup(row=row, episodes=(episode,), facts=facts),
         DrawnGroup(row=row, samples=((row.tokens, drawn),), facts=facts | {"ordinal": 31}),
     )
-    if mode is Mode.one_step_off:
+    if ahead:
         batch = RolloutBatch(episodes=[episode], greedy=None, num_batches=1, seconds=1.0)
-        return KeptDraws(mode=mode, place={"a": 1}, batch=batch, before={"a": 0})
-    return KeptDraws(mode=mode, place={"a": 1}, groups=groups, next_ordinal=32, num_trained=5)
+        return KeptDraws(place={"a": 1}, batch=batch, before={"a": 0})
+    return KeptDraws(place={"a": 1}, groups=groups, next_ordinal=32, num_trained=5)
 
 
 def read(task: Path, directory: Path, *more: str, step: int = STEP) -> KeptDraws | None:
@@ -96,9 +95,9 @@ def test_they_are_kept_whatever_the_layout_and_the_engines(task: Path, tmp_path:
         ("data.max_response_length=7", "rollout.max_response_length"),
         ("reward.error_score=1.0", "reward.error_score"),
         ("algorithm=remax", "greedy samples"),
-        ("async.max_staleness=0", "waits for each step"),
-        ("trainer.mode=one_step_off", "trainer.mode=async, which now is one_step_off"),
-        ("trainer.mode=sync", "trainer.mode=async, which now is sync"),
+        ("async.max_staleness=0", "groups of any age, and trainer.mode=async as it is written draws none"),
+        ("trainer.mode=one_step_off", "trainer.mode=one_step_off as it is written"),
+        ("trainer.mode=sync", "trainer.mode=sync as it is written"),
     ],
 )
 def test_they_are_drawn_again_with_other_settings_and_a_note_says_so(
@@ -129,7 +128,7 @@ def test_a_batch_that_was_drawn_ahead_is_kept_for_a_step_of_its_size(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mode = "trainer.mode=one_step_off"
-    kept(task, Mode.one_step_off).write(tmp_path, settings(task, mode))
+    kept(task, ahead=True).write(tmp_path, settings(task, mode))
     found = read(task, tmp_path, mode)
     assert found is not None and found.batch is not None and found.before == {"a": 0} and found.groups == ()
     assert read(task, tmp_path, mode, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4") is None
@@ -146,5 +145,5 @@ def test_what_is_damaged_or_foreign_is_one_message(task: Path, tmp_path: Path) -
 
 
 def test_nothing_is_written_where_nothing_was_drawn(task: Path, tmp_path: Path) -> None:
-    assert KeptDraws(mode=ASYNC, place={}).write(tmp_path, {}) == 0
+    assert KeptDraws(place={}).write(tmp_path, {}) == 0
     assert not [*tmp_path.iterdir()]
