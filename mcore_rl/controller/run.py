@@ -16,6 +16,7 @@ from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
@@ -54,10 +55,11 @@ class Run(TrainingRun[RunConfig, Prepared]):
         collector: RolloutCollector,
         devices: DeviceSharing,
         weights: WeightSync,
+        elastic: ElasticEngines,
         ahead: Ahead | None = None,
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
-        self.collector, self.devices, self.weights = collector, devices, weights
+        self.collector, self.devices, self.weights, self.elastic = collector, devices, weights, elastic
         self.rollouts = self._rollouts(ahead)
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.engine_set import LivingEngines
 from mcore_rl.controller.lifecycle.start import check_run, open_run
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.program import run_program, show_check
@@ -13,7 +15,8 @@ from mcore_rl.controller.training_run import Callback
 
 async def run_training(config: RunConfig, callbacks: Sequence[Callback] = ()) -> int:
     """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
-    return await run_program(config, open_run, train, callbacks)
+    living = LivingEngines()
+    return await run_program(config, partial(open_run, living=living), train, callbacks, living)
 
 
 def check_training(config: RunConfig) -> int:
