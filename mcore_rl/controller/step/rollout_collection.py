@@ -32,6 +32,23 @@ from mcore_rl.rollout.single_turn import single_turn
 
 CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
 STEPS_APART = 1_000_003  # so that no step has the seed of a step of another run
+# Why a group that was drawn is not trained: it has no signal; or more groups had one than a step trains.
+FILTERED, SURPLUS = "filter_groups", "surplus"
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """A group that was drawn and that no step trains.  number, epoch, id: of its prompt.  reason: ``FILTERED``, say."""
+
+    number: int
+    epoch: int
+    id: str
+    reason: str
+
+    @classmethod
+    def of(cls, row: PromptRow, reason: str) -> DroppedGroup:
+        """The group of ``row``."""
+        return cls(row.number, row.epoch, row.id, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +58,22 @@ class RolloutBatch:
     episodes: graded, prompt by prompt; ``Episode.group`` counts the prompts from 0.
     greedy: the reward of the greedy response to each prompt, by group number; None if the algorithm needs none.
     num_batches: the batches of prompts that were sampled.
-    num_dropped: the groups that were sampled but are not trained.
     seconds: that sampling and grading took.
+    dropped: the groups that were sampled since the last step got its own, and that no step trains.
     metrics: of how it came together, where drawing is ahead of training.
     """
 
     episodes: list[Episode]
     greedy: list[float] | None
     num_batches: int
-    num_dropped: int
     seconds: float
+    dropped: tuple[DroppedGroup, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_dropped(self) -> int:
+        """The groups that were dropped because they have no signal."""
+        return sum(each.reason == FILTERED for each in self.dropped)
 
 
 class RolloutCollector:
@@ -87,15 +109,18 @@ class RolloutCollector:
             batches += 1
             for group in groups:
                 (kept if self.teaches(group) else spare).append(group)
-        dropped = len(spare) if len(kept) >= wanted else len(spare) - (wanted - len(kept))
-        chosen = [*kept, *spare][:wanted]
+        chosen, missing = [*kept, *spare][:wanted], max(0, wanted - len(kept))
+        dropped = [
+            *(DroppedGroup.of(group[0].row, FILTERED) for group in spare[missing:]),
+            *(DroppedGroup.of(group[0].row, SURPLUS) for group in kept[wanted:]),
+        ]
         episodes, greedy = numbered(step, chosen, needs_greedy=run.needs_greedy)
         return RolloutBatch(
             episodes=episodes,
             greedy=greedy,
             num_batches=batches,
-            num_dropped=dropped,
             seconds=time.perf_counter() - begun,
+            dropped=tuple(dropped),
         )
 
     def over(self, engine: SampleSource) -> RolloutCollector:
