@@ -301,6 +301,7 @@ class RolloutStream:
                 "rollout/under_way": float(len(self._tasks)),
                 "rollout/redrawn": float(redrawn),
                 "rollout/held_s": held_s,
+                **self._drawing.ahead.collector.agent_waits(episodes),
             },
         )
 

@@ -12,6 +12,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.runner import AgentRunner
@@ -121,7 +122,13 @@ class RolloutCollector:
             num_batches=batches,
             seconds=time.perf_counter() - begun,
             dropped=tuple(dropped),
+            metrics=self.agent_waits(episodes),
         )
+
+    def agent_waits(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Seconds since the last call in which engines were idle for tools; {} where no agent ran ``episodes``."""
+        idle_s = 0.0 if self._agents is None else self._agents.waits.take()
+        return {"agent/engines_idle_s": idle_s} if any(each.agent is not None for each in episodes) else {}
 
     def over(self, engine: SampleSource) -> RolloutCollector:
         """A collector that differs from this one in nothing but its engine."""
@@ -215,20 +222,25 @@ class RolloutCollector:
                         work = self._run_agent(*named[place], place, index, sampling)
                         graded.append(grading.create_task(work))
                         graded[-1].add_done_callback(lambda _: progress(next(finished), total))
-                async for sample in self.engine.generate(requests, sampling):
-                    place, experts = places[sample.prompt_id], None
-                    if trained and self._model is not None:
-                        experts = checked_routes(sample, len(prompts[place].tokens), self._model)
-                    episode = single_turn(named[place][1], prompts[place], sample, place, experts)
-                    assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
-                    graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
-                    progress(next(finished), total)
+                with self._drawing() if requests else nullcontext():
+                    async for sample in self.engine.generate(requests, sampling):
+                        place, experts = places[sample.prompt_id], None
+                        if trained and self._model is not None:
+                            experts = checked_routes(sample, len(prompts[place].tokens), self._model)
+                        episode = single_turn(named[place][1], prompts[place], sample, place, experts)
+                        assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
+                        graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
+                        progress(next(finished), total)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups: list[list[Episode]] = [[] for _ in named]
         for task in graded:
             groups[task.result().group].append(task.result())
         return [sorted(group, key=lambda each: each.index) for group in groups]
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """While open: engines are not idle, whatever agents do."""
+        return nullcontext() if self._agents is None else self._agents.waits.drawing()
 
     async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> Episode:
         """The graded episode of an agent.  name: the prompt id for the engine."""
