@@ -26,12 +26,15 @@ from mcore_rl.tracking.loggers import LOGGERS, LoggerStart, Sink, absent_loggers
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
+from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
 from mcore_rl.tracking.secrets import redact
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
 
 
 class RunDirectorySink:
-    """Writes metrics.jsonl, timeline.jsonl, rollouts/ and validation/.  keep: existing records up to this step stay.
+    """Writes metrics.jsonl, timeline.jsonl, schedule.jsonl, rollouts/ and validation/.
+
+    keep: existing records up to this step stay.
 
     A thread makes and writes samples, because those of a large step take seconds.  It writes at most one file at a
     time; the next call raises its error.
@@ -43,6 +46,7 @@ class RunDirectorySink:
         self._run_dir = run_dir
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", keep)
         self._timeline = TimelineFile(run_dir / TIMELINE, keep)
+        self._schedule = ScheduleFile(run_dir / SCHEDULE, keep)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[Path] | None = None
 
@@ -53,6 +57,10 @@ class RunDirectorySink:
     def timeline(self, step: int, spans: Sequence[PhaseSpan]) -> None:
         """Append a line to timeline.jsonl."""
         self._timeline.write(step, spans)
+
+    def schedule(self, step: ScheduledStep) -> None:
+        """Append a line to schedule.jsonl."""
+        self._schedule.write(step)
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """Start writing the step's file."""
@@ -68,6 +76,7 @@ class RunDirectorySink:
         """Wait until everything is written."""
         self._metrics.close()
         self._timeline.close()
+        self._schedule.close()
         self._writer.shutdown()
         self._finish_writing()
 
@@ -177,6 +186,15 @@ class Tracker:
         def write(sink: Sink) -> None:
             if isinstance(sink, RunDirectorySink):
                 sink.timeline(step, spans)
+
+        self._tell(write)
+
+    def schedule(self, step: ScheduledStep) -> None:
+        """Record which groups a step trained; only the run directory has it."""
+
+        def write(sink: Sink) -> None:
+            if isinstance(sink, RunDirectorySink):
+                sink.schedule(step)
 
         self._tell(write)
 

@@ -22,6 +22,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.replay_check import keep_identity
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_processes import Start
@@ -58,7 +59,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
     config = scheduled(config, prepared.num_steps)
     trainer, policy = config.trainer, config.policy.name
     async with AsyncExitStack() as stack:
-        stack.enter_context(_one_thread())
+        stack.enter_context(one_thread())
         await stack.enter_async_context(living.attempt(trainer.placement))
         scorer = stack.enter_context(_scorer(config, prepared))
         tracker = open_directory(config, prepared, platform, stack, None if living.kept else living.stack)
@@ -86,8 +87,11 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
             recover = partial(_recover, pool, restarter, weights, devices)
             ahead = Ahead(collector=collector.over(pool), restart_dead=restarter.restart_dead, recover=recover)
         begin_records(config, prepared, planned, tracker)
+        if trainer.record_rollouts:
+            keep_identity(prepared.identity, start.directory)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, elastic, ahead)
         stack.push_async_callback(run.saver.close)
+        stack.push_async_callback(run.recorder.close)
         yield run
 
 
@@ -150,7 +154,7 @@ def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """While active: torch uses one thread here, since the tensors are small and other processes need the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
