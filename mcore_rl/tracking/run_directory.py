@@ -4,6 +4,7 @@
     environment.json   versions, commit, hardware, command line, number of steps
     metrics.jsonl      one object a step
     timeline.jsonl     when the phases of each step were open
+    lanes.jsonl        what each engine and the trainer did in each step, and when
     rollouts/ validation/   samples, step_N.parquet
     logs/              of loggers and workers
     owner.json         who runs here, while it does (``run_owner``)
@@ -49,7 +50,7 @@ PACKAGES = (
     "numpy",
     "pyarrow",
 )
-RECORDS = ("metrics.jsonl", "timeline.jsonl", "rollouts", "validation", "report.html")
+RECORDS = ("metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "rollouts", "validation", "report.html")
 
 
 def plain(value: Any) -> Any:

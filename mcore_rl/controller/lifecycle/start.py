@@ -107,6 +107,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             ahead = Ahead(collector=collector.over(pool), restart_dead=restarter.restart_dead, recover=recover)
         begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead)
+        run.lanes = [engine.lane for engine in engines]
+        tracker.watch(run.lanes)
         stack.push_async_callback(run.saver.close)
         yield run
 
