@@ -31,6 +31,7 @@ COMMANDS = {
     "convert": "a checkpoint from Hugging Face to Megatron, or back",
     "verify": "prove that a model's weights go right: Hugging Face to Megatron to vLLM",
     "compare": "vLLM's log-probs against those of transformers and Megatron",
+    "audit": "prove that a run trained every prompt once in each epoch",
     "report": "the page of a run, or one that compares several",
     "doctor": "measure this machine or cluster, and say what is wrong before a run does",
     "from-verl": "a command or configuration of verl's into a yaml file of ours",

@@ -24,7 +24,7 @@ from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
-from mcore_rl.controller.lifecycle.saving import Saver
+from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
 from mcore_rl.controller.step.profiling import profiled
 from mcore_rl.controller.step.utilization import device_peak, utilization
@@ -106,10 +106,6 @@ class TrainingRun(ABC, Generic[C, P]):
         """The sampler's state after the rows of the steps that were begun, as a checkpoint records it."""
         return self.prepared.sampler.state_dict()
 
-    def return_to(self, place: dict[str, Any]) -> None:
-        """Gives the rows after ``place`` back to the sampler."""
-        self.prepared.sampler.load_state_dict(place)
-
     @contextmanager
     def place_kept(self) -> Iterator[None]:
         """Within: a step that is preempted gives its rows back to the sampler."""
@@ -117,7 +113,7 @@ class TrainingRun(ABC, Generic[C, P]):
         try:
             yield
         except Preempted:
-            self.return_to(place)
+            self.prepared.sampler.load_state_dict(place)
             raise
 
     def clocked(self) -> tuple[dict[str, float], StepLanes]:
@@ -145,11 +141,15 @@ class TrainingRun(ABC, Generic[C, P]):
     async def save(self) -> None:
         """Save a checkpoint of the last complete step, wherever the trainer's memory is."""
         with self.clock("save"):
-            await self.saver.save(self.progress_now())
+            await self.saver.save(self.progress_now(), self.drawn_now())
 
     async def conclude_saving(self) -> None:
         """Make sure that the last complete step has a checkpoint.  Raises CheckpointError if it cannot be written."""
-        await self.saver.conclude(self.progress_now())
+        await self.saver.conclude(self.progress_now(), self.drawn_now())
+
+    def drawn_now(self) -> WriteMore:
+        """Writes what was drawn and not trained, as it is now, into a checkpoint; here there is nothing."""
+        return write_nothing
 
     async def check_directory(self) -> None:
         """Make sure that the run directory is still there and still this run's.

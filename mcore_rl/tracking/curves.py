@@ -27,6 +27,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Responses cut off", ("response/clip_share",)),
     ("Turns of an agent", ("agent/turns_mean", "agent/turns_max")),
     ("Calls of tools", ("agent/calls_mean",)),
+    ("Calls that failed, and tokens that are trained", ("agent/failed_call_share", "agent/trained_share")),
+    ("Seconds in tools, and idle engines", ("agent/tool_s_mean", "agent/engines_idle_s")),
     ("Why agents' episodes end", ("agent/end/",)),
     ("KL to the reference, per token", ("kl/loss",)),
     ("KL to the reference, per response", ("kl/reward",)),

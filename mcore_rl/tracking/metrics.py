@@ -67,6 +67,9 @@ _AGENTS = (
     Metric("agent/failed_call_share", "share", "mean", "calls that were wrong, or whose tool failed", "failed", "down"),
     Metric("agent/tool_s_mean", "s", "mean", "in which tools of an episode ran", "tool s"),
     Metric("agent/tool_s_max", "s", "max", "in which tools of an episode ran", "tool s max"),
+    Metric(
+        "agent/engines_idle_s", "s", "sum", "in which nothing was drawn, since all waited for tools", "idle", "down"
+    ),
     Metric("agent/trained_share", "share", "mean", "tokens after the prompt that the model drew", "trained"),
     Metric(
         "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"

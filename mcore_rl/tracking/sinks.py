@@ -27,12 +27,13 @@ from mcore_rl.tracking.loggers import LOGGERS, LoggerStart, Sink, absent_loggers
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
+from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
 from mcore_rl.tracking.secrets import redact
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
 
 
 class RunDirectorySink:
-    """Writes metrics.jsonl, timeline.jsonl, lanes.jsonl, rollouts/ and validation/.
+    """Writes metrics.jsonl, timeline.jsonl, lanes.jsonl, schedule.jsonl, rollouts/ and validation/.
 
     keep: existing records up to this step stay.
 
@@ -47,6 +48,7 @@ class RunDirectorySink:
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", keep)
         self._timeline = TimelineFile(run_dir / TIMELINE, keep)
         self._lanes = LanesFile(run_dir / LANES, keep)
+        self._schedule = ScheduleFile(run_dir / SCHEDULE, keep)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[Path] | None = None
 
@@ -59,6 +61,10 @@ class RunDirectorySink:
         self._timeline.write(step, spans)
         if lanes is not None:
             self._lanes.write(step, lanes)
+
+    def schedule(self, step: ScheduledStep) -> None:
+        """Append a line to schedule.jsonl."""
+        self._schedule.write(step)
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """Start writing the step's file."""
@@ -75,6 +81,7 @@ class RunDirectorySink:
         self._metrics.close()
         self._timeline.close()
         self._lanes.close()
+        self._schedule.close()
         self._writer.shutdown()
         self._finish_writing()
 
@@ -195,6 +202,15 @@ class Tracker:
                 sink.watch(lanes)
 
         self._tell(show)
+
+    def schedule(self, step: ScheduledStep) -> None:
+        """Record which groups a step trained; only the run directory has it."""
+
+        def write(sink: Sink) -> None:
+            if isinstance(sink, RunDirectorySink):
+                sink.schedule(step)
+
+        self._tell(write)
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """Show the current activity in the live line.  done, total: its progress, in any unit."""

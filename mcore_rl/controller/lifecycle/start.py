@@ -22,6 +22,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, models_of, prepare
+from mcore_rl.controller.lifecycle.replay_check import keep_identity
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.start_plan import forecast
@@ -61,7 +62,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     config = scheduled(config, prepared.num_steps)
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
-        stack.enter_context(_one_thread())
+        stack.enter_context(one_thread())
         scorer = stack.enter_context(_scorer(config, prepared))
         tracker = open_directory(config, prepared, platform, stack)
         judge = config.reward_model
@@ -106,10 +107,13 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             recover = partial(_recover, restarter, weights)
             ahead = Ahead(collector=collector.over(pool), restart_dead=restarter.restart_dead, recover=recover)
         begin_records(config, prepared, planned, tracker)
+        if trainer.record_rollouts:
+            keep_identity(prepared.identity, Path(trainer.default_local_dir))
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead)
         run.lanes = [engine.lane for engine in engines]
         tracker.watch(run.lanes)
         stack.push_async_callback(run.saver.close)
+        stack.push_async_callback(run.recorder.close)
         yield run
 
 
@@ -160,7 +164,7 @@ def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """While active: torch uses one thread here, since the tensors are small and other processes need the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

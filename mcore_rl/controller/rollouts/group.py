@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, VersionSpan
 from mcore_rl.rollout.protocol import Request, Sample, SampleSource, Sampling
@@ -15,11 +16,20 @@ class KeptSamples:
 
     A request that was answered before is answered the same way, and not sent again: what an engine drew before it died
     is not lost.  An agent may ask for the same turn after other tokens; then it is drawn.
+
+    kept: of the group before the run was resumed, as ``kept`` gives them.
     """
 
-    def __init__(self, source: SampleSource) -> None:
+    def __init__(self, source: SampleSource, kept: Iterable[tuple[tuple[int, ...], Sample]] = ()) -> None:
         self._source = source
-        self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {}
+        self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {
+            ((sample.prompt_id, sample.index), asked): sample for asked, sample in kept
+        }
+
+    @property
+    def kept(self) -> tuple[tuple[tuple[int, ...], Sample], ...]:
+        """Each sample with the model's input that it answers, for another ``KeptSamples``."""
+        return tuple((asked, sample) for (_, asked), sample in self._kept.items())
 
     @property
     def oldest(self) -> int | None:
@@ -59,6 +69,19 @@ class Group:
     samples: KeptSamples
     oldest: int
     episodes: list[Episode] | None = None
+
+    @classmethod
+    def of(cls, kept: DrawnGroup, source: SampleSource) -> Group:
+        """The group that ``kept`` was made of, which goes on to draw from ``source``."""
+        ordinal, oldest = kept.facts["ordinal"], kept.facts["oldest"]
+        samples, episodes = KeptSamples(source, kept.samples), [*kept.episodes] or None
+        return cls(ordinal=ordinal, row=kept.row, samples=samples, oldest=oldest, episodes=episodes)
+
+    @property
+    def kept(self) -> DrawnGroup:
+        """The group as a checkpoint has it."""
+        episodes, facts = tuple(self.episodes or ()), {"ordinal": self.ordinal, "oldest": self.oldest}
+        return DrawnGroup(row=self.row, episodes=episodes, samples=self.samples.kept, facts=facts)
 
     @property
     def finished(self) -> bool:

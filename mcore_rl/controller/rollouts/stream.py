@@ -4,7 +4,7 @@ Each group is a task of its own.  Those that are finished and not yet trained ar
 many may be begun, and which are trained.  Nothing is drawn while engines receive weights: the last response of a
 version ends before the next version is published.  Validation and checkpoints therefore meet no draw.
 
-What is not trained is in no checkpoint but for its place in the data: its prompt is drawn again.
+A checkpoint keeps what is not trained (``kept_draws``): a run that is resumed goes on with it, at its age.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ from typing import Any
 
 from mcore_rl.config.asynchrony import Overdue
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.rollouts.admission import Admission
 from mcore_rl.controller.rollouts.group import Group, KeptSamples
-from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, numbered
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws
+from mcore_rl.controller.step.rollout_collection import (
+    FILTERED,
+    CollectProgress,
+    DroppedGroup,
+    RolloutBatch,
+    numbered,
+)
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
@@ -93,7 +101,7 @@ class RolloutStream:
         progress: CollectProgress,
     ) -> None:
         self._drawing, self._sampler, self._next_rows, self._progress = drawing, sampler, next_rows, progress
-        self._num_begun, self._ordinal = num_trained, sampler.num_drawn
+        self._num_trained, self._ordinal = num_trained, sampler.num_drawn
         self._version, self._may_draw = 0, False
         self._live: dict[int, Group] = {}  # begun, neither trained nor dropped, by ordinal
         self._tasks: dict[Group, asyncio.Task[list[Episode]]] = {}  # of the groups under way
@@ -101,7 +109,8 @@ class RolloutStream:
         self._death: DeadEngineError | None = None
         self._failure: BaseException | None = None
         self._busy = BusyTime(clock)
-        self._num_dropped = self._num_redrawn = 0  # since the last step got its groups
+        self._dropped, self._num_redrawn = list[DroppedGroup](), 0  # since the last step got its groups
+        self._kept_at_end: KeptDraws | None = None
 
     async def __aenter__(self) -> RolloutStream:
         return self
@@ -109,22 +118,65 @@ class RolloutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*self._tasks.values()]
-        self.return_to(self.place)
+        tasks, self._kept_at_end = [*self._tasks.values()], self.kept
+        self._give_back(self.place)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def place(self) -> dict[str, Any]:
-        """The sampler's state, to which the prompts of all groups that no step has are given back."""
+        """The sampler's state, to which the prompts of all groups that no step has, or has told of, are given back."""
         rows = [self._live[ordinal].row for ordinal in sorted(self._live)]
-        return self._sampler.state_with((row.epoch, row.number) for row in rows)
+        dropped = [(each.epoch, each.number) for each in self._dropped]
+        return self._sampler.state_with([*dropped, *((row.epoch, row.number) for row in rows)])
 
-    def return_to(self, place: dict[str, Any]) -> None:
+    @property
+    def kept(self) -> KeptDraws:
+        """All groups that no step has, as they are now; once the stream has ended, as they were then."""
+        if self._kept_at_end is not None:
+            return self._kept_at_end
+        return KeptDraws(
+            mode=ASYNC,
+            place=self._sampler.state_dict(),
+            groups=tuple(self._live[ordinal].kept for ordinal in sorted(self._live)),
+            next_ordinal=self._ordinal,
+            num_trained=self._num_trained,
+            dropped=tuple(self._dropped),
+        )
+
+    def return_to(self, kept: KeptDraws) -> None:
+        """Goes back to ``kept``, of this stream, but for what was drawn of its groups since; cancels every draw."""
+        known = self._live
+        self._give_back(kept.place)
+        self._go_on_with(kept)
+        self._live |= {ordinal: known[ordinal] for ordinal in self._live if ordinal in known}
+
+    def resume(self, kept: KeptDraws, version: int) -> None:
+        """Goes on with ``kept`` of a checkpoint, after step ``version``, before anything is drawn.
+
+        A group that would be trained beyond the bound, since the bound or the batch is another one now, is drawn again.
+        """
+        self._sampler.load_state_dict(kept.place)
+        self._go_on_with(kept)
+        late = self._drawing.admission.overdue(version, self._live.values())
+        for group in late:
+            del self._live[group.ordinal]
+        self._num_redrawn += len(late)
+        again = ((group.row.epoch, group.row.number) for group in late)
+        self._sampler.load_state_dict(self._sampler.state_with(again))
+
+    def _go_on_with(self, kept: KeptDraws) -> None:
+        engine = self._drawing.ahead.collector.engine
+        groups = [Group.of(each, engine) for each in kept.groups]
+        self._live = {group.ordinal: group for group in groups}
+        self._ordinal, self._num_trained, self._dropped = kept.next_ordinal, kept.num_trained, [*kept.dropped]
+
+    def _give_back(self, place: dict[str, Any]) -> None:
         """Gives all rows after ``place`` back to the sampler, and cancels every draw."""
         self._may_draw = False
         for task in self._tasks.values():
             task.cancel()
-        self._live.clear()
+        self._live = {}
+        self._dropped = []
         self._sampler.load_state_dict(place)
 
     async def next(self, step: int) -> RolloutBatch:
@@ -149,6 +201,7 @@ class RolloutStream:
             held_s += (time.perf_counter() - begun) * (num_finished >= admission.batch)
         for group in chosen:
             del self._live[group.ordinal]
+        self._num_trained += len(chosen)
         return self._batch(step, chosen, held_s)
 
     async def settle(self, preemption: Preemption) -> None:
@@ -194,12 +247,12 @@ class RolloutStream:
                 self._num_redrawn += 1
                 group.begin_again(self._version, whole=self._drawing.redraws)
                 self._begin(group)
-        for _ in range(self._drawing.admission.room(self._version, self._num_begun)):
+        for _ in range(self._drawing.admission.room(self._version, self._num_trained + len(self._live))):
             (row,) = self._next_rows(1)
             samples = KeptSamples(self._drawing.ahead.collector.engine)
             group = Group(ordinal=self._ordinal, row=row, samples=samples, oldest=self._version)
             self._live[group.ordinal] = group
-            self._ordinal, self._num_begun = self._ordinal + 1, self._num_begun + 1
+            self._ordinal += 1
             self._begin(group)
 
     def _begin(self, group: Group) -> None:
@@ -225,30 +278,30 @@ class RolloutStream:
 
     def _take(self, group: Group, episodes: list[Episode]) -> None:
         """Puts ``group`` into the buffer; or drops it if it has no signal, so that another is begun in its place."""
-        if self._num_dropped < self._drawing.most_dropped and not self._drawing.ahead.collector.teaches(episodes):
+        if len(self._dropped) < self._drawing.most_dropped and not self._drawing.ahead.collector.teaches(episodes):
             del self._live[group.ordinal]
-            self._num_begun -= 1
-            self._num_dropped += 1
+            self._dropped.append(DroppedGroup.of(group.row, FILTERED))
         else:
             group.finish(episodes)
 
     def _batch(self, step: int, chosen: list[Group], held_s: float) -> RolloutBatch:
         """What a step gets; counts begin anew."""
-        rules, dropped, redrawn = self._drawing, self._num_dropped, self._num_redrawn
-        self._num_dropped = self._num_redrawn = 0
+        rules, dropped, redrawn = self._drawing, tuple(self._dropped), self._num_redrawn
+        self._dropped, self._num_redrawn = [], 0
         groups = [group.episodes for group in chosen if group.episodes is not None]
         episodes, greedy = numbered(step, groups, needs_greedy=rules.needs_greedy)
         return RolloutBatch(
             episodes=episodes,
             greedy=greedy,
-            num_batches=math.ceil((len(chosen) + dropped) / rules.gen_batch),
-            num_dropped=dropped,
+            num_batches=math.ceil((len(chosen) + len(dropped)) / rules.gen_batch),
             seconds=self._busy.take(),
+            dropped=dropped,
             metrics={
                 "rollout/buffer": float(self._num_finished),
                 "rollout/under_way": float(len(self._tasks)),
                 "rollout/redrawn": float(redrawn),
                 "rollout/held_s": held_s,
+                **self._drawing.ahead.collector.agent_waits(episodes),
             },
         )
 
