@@ -53,7 +53,8 @@ PACKAGES = (
     "pyarrow",
 )
 RECORDS = (
-    "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record", "report.html",
+    "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
+    "report.html",
 )  # fmt: skip
 
 
