@@ -53,7 +53,7 @@ class EngineSet:
         layout: of any number of engines like these.
         connect: lets the training ranks plan for these engines.
 
-    newcomers: that are ready, and join at the next update.
+    newcomers: that are ready, and join at the next update.  lanes: what the members do.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class EngineSet:
         connect: Callable[[Sequence[Member]], Awaitable[None]],
     ) -> None:
         self.members, self.newcomers = members, list[Member]()
+        self.lanes = [member.client.lane for member in members]
         self._pool, self._restarter, self._updater = pool, restarter, updater
         self._layout, self._connect = layout, connect
         self._is_planned = True
@@ -75,6 +76,7 @@ class EngineSet:
         newcomers, self.newcomers = self.newcomers, []
         for member in newcomers:
             self.members.append(member)
+            self.lanes.append(member.client.lane)
             self._pool.add(member.client)
             self._restarter.add(member.client)
             self._is_planned = False
@@ -83,6 +85,7 @@ class EngineSet:
     def dismiss(self, member: Member) -> None:
         """Lets ``member`` receive neither weights nor requests; ``EnginePool.drain`` gives its samples to others."""
         self.members.remove(member)
+        self.lanes.remove(member.client.lane)
         self._pool.retire(member.client)
         self._restarter.remove(member.client)
         self._is_planned = False
