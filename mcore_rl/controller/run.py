@@ -62,6 +62,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
+        self.num_sequences = 0  # of the last step
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
@@ -80,11 +81,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def policy(self) -> TrainGroup:
         """The workers whose weights the engines draw with."""
         return self.groups[self.config.policy.name]
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
-        return self.config.data.train_batch_size * self.config.rollout.n
 
     def updates_policy(self, step: int) -> bool:
         """Whether ``step`` trains the policy: not while its critic warms up."""
@@ -174,7 +170,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
         return lambda done, of: self.tracker.now(what, done, of)
 
     def keep_rollouts(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Write the step's samples for people to read, if ``trainer.save_rollouts``."""
+        """Count the step's sequences, and write its samples for people to read, if ``trainer.save_rollouts``."""
+        self.num_sequences = len(episodes)
         if self.config.trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", partial(sample_rows, step, episodes, self.tokenizer))
 
