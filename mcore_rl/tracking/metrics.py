@@ -76,6 +76,10 @@ _AGENTS = (
     ),
     Metric("agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by whoever gave them", "turns"),
     Metric("agent/lost", "episodes", "sum", "not trained, because an interaction or an engine failed", "lost", "down"),
+    Metric(
+        "agent/conversations_mean", "episodes", "mean", "of a run of a user's program, trained each", "conversations"
+    ),
+    Metric("agent/rewritten_share", "share", "mean", "conversations that a user's program rewrote", "rewritten"),
     Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason; other: your own", "ends"),
 )
 
