@@ -103,7 +103,7 @@ class AgentConfig:
 
     @property
     def files(self) -> list[str]:
-        """The user's files: tools, loops, a parser, a program and what yaml files name; of ``FILE.py:NAME`` the file."""
+        """The files of the user: tools, loops, a parser, a program, yaml; of ``FILE.py:NAME`` the file."""
         places = [*self.tools, *map(str, self.loops.values()), self.tool_parser, self.program.function or ""]
         own = [place.rpartition(":")[0] for place in places if ":" in place]
         return [*own, *(path for path in (self.tool_config_path, self.interaction_config_path) if path is not None)]
