@@ -69,6 +69,7 @@ class Segment:
         earned it.  What the whole earned is the episode's score.
     text: the tokens as graders and people read them, without special tokens and stop string.  Empty for the prompt,
         whose messages are in its row.
+    tool_s: seconds in which the calls ran whose results these are; 0 for others.
     """
 
     author: Author
@@ -78,6 +79,7 @@ class Segment:
     versions: tuple[VersionSpan, ...] = ()
     reward: float | None = None
     text: str = ""
+    tool_s: float = 0.0
 
     def __post_init__(self) -> None:
         count, author = len(self.tokens), self.author.value

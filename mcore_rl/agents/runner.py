@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.agents.function_process import FunctionProcesses, imported
 from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars_of
 from mcore_rl.agents.loops import React, SingleTurn, ToolAgent
@@ -66,6 +67,7 @@ class AgentRunner:
         self._tools = load_tools(config, code, self._processes)
         self.schemas = self._tools.schemas
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self.waits = EngineWaits()
         self._warned = set[str]()  # kinds of failures
 
     @cached_property
@@ -77,6 +79,7 @@ class AgentRunner:
             renderer=TurnRenderer(self._tokenizer, self._template_kwargs, self.schemas),
             tools=self._tools,
             read_calls=self._read_calls if self.schemas else None,
+            waits=self.waits,
         )
 
     @cached_property
@@ -137,6 +140,21 @@ class AgentRunner:
     def tools_of(self, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """The tools that the chat template writes into a row's prompt; None: none."""
         return self.schemas if self.schemas and self.loop_of(record) not in WITHOUT_CALLS else None
+
+    def check_rows(self, rows: Iterable[PromptRow]) -> tuple[bool, list[str]]:
+        """(whether a row is for an agent, what a user should know of the chat template).
+
+        ConfigError: ``rollout.agent`` is set, and no row asks for an agent; and as ``check``.
+        """
+        if loops := {self.loop_of_row(row) for row in rows if self.runs(row)}:
+            return True, self.check(loops)
+        if self._config != AgentConfig():
+            problem = "says how agents run, and no row asks for one"
+            remedy = (
+                "Write rollout.agent.default_agent_loop=tool_agent, say, or agent_name in the rows, or leave it out"
+            )
+            raise ConfigError([Violation("rollout.agent", "...", problem, remedy)])
+        return False, []
 
     def check(self, loops: Collection[str]) -> list[str]:
         """Checks what rows of ``loops`` need; returns what a user should know of the chat template.

@@ -9,11 +9,12 @@ Invariant: a trained token is a token that the engine drew; the prompt of a turn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.agents.episode_calls import EpisodeCalls
 from mcore_rl.agents.rendering import TOOL, ChatMessage, TurnRenderer, call_id
 from mcore_rl.agents.tools import ToolCall, ToolSet
@@ -65,6 +66,7 @@ class SessionParts:
     """What all sessions of a run share.
 
     read_calls: reads the calls in a turn's ``raw``; None: the model has no tools.
+    waits: measures how long engines are idle.
     """
 
     config: AgentConfig
@@ -72,6 +74,7 @@ class SessionParts:
     renderer: TurnRenderer
     tools: ToolSet
     read_calls: Any = None
+    waits: EngineWaits = field(default_factory=EngineWaits)
 
 
 class Session:
@@ -92,6 +95,12 @@ class Session:
         self._tokens = list(row.tokens)
         self._last: int | None = None  # the drawn token that ended the last turn
         self.num_turns = self._cached_tokens = 0
+        self._seconds_told = 0.0  # of tools, by the segments so far
+
+    @property
+    def waits(self) -> EngineWaits:
+        """Is told when the episode waits for somebody else than the engine."""
+        return self._parts.waits
 
     @property
     def tools(self) -> ToolSet:
@@ -170,7 +179,8 @@ class Session:
         config = self._parts.config
         if len(calls) > config.max_calls_per_turn:
             raise EpisodeOverError(CALLS)
-        results = await self.tool_calls.run(calls)
+        with self.waits.waiting():
+            results = await self.tool_calls.run(calls)
         for result in results:
             self.reward(result.reward)
         if self.tool_calls.is_out_of_time:
@@ -214,7 +224,8 @@ class Session:
         name = self.prompt_id if self.num_turns == 0 else f"{self.prompt_id}/turn{self.num_turns}"
         request = Request(prompt=Prompt(id=name, tokens=tuple(self._tokens)), index=self.index)
         sampling = replace(self._sampling, max_tokens=limit, stop=(*self._sampling.stop, *stop))
-        samples = [sample async for sample in self._source.generate([request], sampling)]
+        with self.waits.drawing():
+            samples = [sample async for sample in self._source.generate([request], sampling)]
         (sample,) = samples
         return sample
 
@@ -240,7 +251,10 @@ class Session:
         if len(tokens) >= self.room:
             raise EpisodeOverError(RESPONSE_TOKENS)
         self._tokens += tokens
-        self._segments.append(Segment(author=author, tokens=np.asarray(tokens, dtype=np.int32), text=text))
+        seconds = self.tool_calls.seconds - self._seconds_told if author is Author.tool else 0.0
+        self._seconds_told += seconds
+        added = Segment(author=author, tokens=np.asarray(tokens, dtype=np.int32), text=text, tool_s=seconds)
+        self._segments.append(added)
 
 
 def tools_kwargs(row: PromptRow) -> dict[str, Any]:

@@ -53,3 +53,10 @@ class AgentConfig:
     max_tool_response_length: PositiveInt = 1024
     tool_response_cut: CutSide = CutSide.middle
     tool_reward_coef: NonNegativeFloat = 1.0
+
+    @property
+    def files(self) -> list[str]:
+        """The user's files: tools, loops, a parser and what yaml files name; of ``FILE.py:NAME`` the file."""
+        places = [*self.tools, *map(str, self.loops.values()), self.tool_parser]
+        own = [place.rpartition(":")[0] for place in places if ":" in place]
+        return [*own, *(path for path in (self.tool_config_path, self.interaction_config_path) if path is not None)]

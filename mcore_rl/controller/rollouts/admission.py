@@ -70,6 +70,20 @@ class Admission:
             most = min(most, (version + 1) * self.batch + self.extra)
         return max(0, most - num_begun)
 
+    def overdue(self, version: int, groups: Iterable[G]) -> list[G]:
+        """Those of ``groups`` that cannot be trained within the bound by the steps from ``version`` on.
+
+        While the bound and the batch stay as they are there are none.  The others can, each step taking those that are
+        due first.
+        """
+        late, num_in_time = list[G](), 0
+        for group in sorted(groups, key=lambda group: (group.oldest, group.ordinal)):
+            if num_in_time < (group.oldest + self.bound - version + 1) * self.batch:
+                num_in_time += 1
+            else:
+                late.append(group)
+        return late
+
     def choose(self, version: int, groups: Iterable[G]) -> list[G]:
         """The batch of the step that begins with ``version``, due first; [] if it must wait.
 

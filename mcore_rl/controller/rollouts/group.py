@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Request, Sample, SampleSource, Sampling
@@ -20,13 +21,26 @@ class KeptSamples:
     A sample that was given back unfinished (finish ``abort``) is kept too, and goes on from its tokens.  Who draws sees
     finished samples alone, and an agent's loop lives on while its turn waits.
 
+    kept: of the group before the run was resumed, as ``kept`` gives them.
     going: set while requests may be sent; those that come else wait.  None: always.
     """
 
-    def __init__(self, source: SampleSource, going: asyncio.Event | None = None) -> None:
+    def __init__(
+        self,
+        source: SampleSource,
+        kept: Iterable[tuple[tuple[int, ...], Sample]] = (),
+        going: asyncio.Event | None = None,
+    ) -> None:
         self._source, self._going = source, going
-        self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {}
+        self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {
+            ((sample.prompt_id, sample.index), asked): sample for asked, sample in kept
+        }
         self._num_calls = 0  # of ``source`` that go on
+
+    @property
+    def kept(self) -> tuple[tuple[tuple[int, ...], Sample], ...]:
+        """Each sample with the model's input that it answers, for another ``KeptSamples``."""
+        return tuple((asked, sample) for (_, asked), sample in self._kept.items())
 
     @property
     def oldest(self) -> int | None:
@@ -90,6 +104,19 @@ class Group:
     samples: KeptSamples
     oldest: int
     episodes: list[Episode] | None = None
+
+    @classmethod
+    def of(cls, kept: DrawnGroup, source: SampleSource, going: asyncio.Event | None = None) -> Group:
+        """The group that ``kept`` was made of, which goes on to draw from ``source``.  going: see ``KeptSamples``."""
+        ordinal, oldest = kept.facts["ordinal"], kept.facts["oldest"]
+        samples, episodes = KeptSamples(source, kept.samples, going), [*kept.episodes] or None
+        return cls(ordinal=ordinal, row=kept.row, samples=samples, oldest=oldest, episodes=episodes)
+
+    @property
+    def kept(self) -> DrawnGroup:
+        """The group as a checkpoint has it."""
+        episodes, facts = tuple(self.episodes or ()), {"ordinal": self.ordinal, "oldest": self.oldest}
+        return DrawnGroup(row=self.row, episodes=episodes, samples=self.samples.kept, facts=facts)
 
     @property
     def finished(self) -> bool:

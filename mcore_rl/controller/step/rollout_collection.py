@@ -12,6 +12,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.runner import AgentRunner
@@ -32,6 +33,23 @@ from mcore_rl.rollout.single_turn import single_turn
 
 CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
 STEPS_APART = 1_000_003  # so that no step has the seed of a step of another run
+# Why a group that was drawn is not trained: it has no signal; or more groups had one than a step trains.
+FILTERED, SURPLUS = "filter_groups", "surplus"
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """A group that was drawn and that no step trains.  number, epoch, id: of its prompt.  reason: ``FILTERED``, say."""
+
+    number: int
+    epoch: int
+    id: str
+    reason: str
+
+    @classmethod
+    def of(cls, row: PromptRow, reason: str) -> DroppedGroup:
+        """The group of ``row``."""
+        return cls(row.number, row.epoch, row.id, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +59,22 @@ class RolloutBatch:
     episodes: graded, prompt by prompt; ``Episode.group`` counts the prompts from 0.
     greedy: the reward of the greedy response to each prompt, by group number; None if the algorithm needs none.
     num_batches: the batches of prompts that were sampled.
-    num_dropped: the groups that were sampled but are not trained.
     seconds: that sampling and grading took.
+    dropped: the groups that were sampled since the last step got its own, and that no step trains.
     metrics: of how it came together, where drawing is ahead of training.
     """
 
     episodes: list[Episode]
     greedy: list[float] | None
     num_batches: int
-    num_dropped: int
     seconds: float
+    dropped: tuple[DroppedGroup, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_dropped(self) -> int:
+        """The groups that were dropped because they have no signal."""
+        return sum(each.reason == FILTERED for each in self.dropped)
 
 
 class RolloutCollector:
@@ -87,16 +110,25 @@ class RolloutCollector:
             batches += 1
             for group in groups:
                 (kept if self.teaches(group) else spare).append(group)
-        dropped = len(spare) if len(kept) >= wanted else len(spare) - (wanted - len(kept))
-        chosen = [*kept, *spare][:wanted]
+        chosen, missing = [*kept, *spare][:wanted], max(0, wanted - len(kept))
+        dropped = [
+            *(DroppedGroup.of(group[0].row, FILTERED) for group in spare[missing:]),
+            *(DroppedGroup.of(group[0].row, SURPLUS) for group in kept[wanted:]),
+        ]
         episodes, greedy = numbered(step, chosen, needs_greedy=run.needs_greedy)
         return RolloutBatch(
             episodes=episodes,
             greedy=greedy,
             num_batches=batches,
-            num_dropped=dropped,
             seconds=time.perf_counter() - begun,
+            dropped=tuple(dropped),
+            metrics=self.agent_waits(episodes),
         )
+
+    def agent_waits(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Seconds since the last call in which engines were idle for tools; {} where no agent ran ``episodes``."""
+        idle_s = 0.0 if self._agents is None else self._agents.waits.take()
+        return {"agent/engines_idle_s": idle_s} if any(each.agent is not None for each in episodes) else {}
 
     def over(self, engine: SampleSource) -> RolloutCollector:
         """A collector that differs from this one in nothing but its engine."""
@@ -190,20 +222,25 @@ class RolloutCollector:
                         work = self._run_agent(*named[place], place, index, sampling)
                         graded.append(grading.create_task(work))
                         graded[-1].add_done_callback(lambda _: progress(next(finished), total))
-                async for sample in self.engine.generate(requests, sampling):
-                    place, experts = places[sample.prompt_id], None
-                    if trained and self._model is not None:
-                        experts = checked_routes(sample, len(prompts[place].tokens), self._model)
-                    episode = single_turn(named[place][1], prompts[place], sample, place, experts)
-                    assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
-                    graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
-                    progress(next(finished), total)
+                with self._drawing() if requests else nullcontext():
+                    async for sample in self.engine.generate(requests, sampling):
+                        place, experts = places[sample.prompt_id], None
+                        if trained and self._model is not None:
+                            experts = checked_routes(sample, len(prompts[place].tokens), self._model)
+                        episode = single_turn(named[place][1], prompts[place], sample, place, experts)
+                        assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
+                        graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
+                        progress(next(finished), total)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups: list[list[Episode]] = [[] for _ in named]
         for task in graded:
             groups[task.result().group].append(task.result())
         return [sorted(group, key=lambda each: each.index) for group in groups]
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """While open: engines are not idle, whatever agents do."""
+        return nullcontext() if self._agents is None else self._agents.waits.drawing()
 
     async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> Episode:
         """The graded episode of an agent.  name: the prompt id for the engine."""

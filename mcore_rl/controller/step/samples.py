@@ -68,5 +68,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "num_tokens": len(segment.tokens),
         "trained": segment.trained,
         "reward": segment.reward,
+        "versions": sorted({span.version for span in segment.versions if span.end > span.start}),
+        "tool_s": segment.tool_s,
         "text": segment.text,
     }

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, FilterMetric
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
@@ -320,6 +321,8 @@ def test_without_replay_what_engines_report_is_dropped() -> None:
 
 class Agents:
     """Runs rows with an even number: two turns each, the later ones first."""
+
+    waits = EngineWaits()
 
     def runs(self, row: PromptRow) -> bool:
         return int(row.id.rpartition(":")[2]) % 2 == 0
