@@ -79,13 +79,13 @@ class Run(TrainingRun[RunConfig, Prepared]):
         }
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
-        """What hands each step its rollouts in ``trainer.mode``."""
+        """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""
         if self.collector is None:
             assert self.config.trainer.replay is not None, "without engines there is nothing but a record"
             return ReplaySource(Path(self.config.trainer.replay), self.row_of, self.prepared.sampler)
         sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
         rollouts: RolloutSource | RolloutStream
-        if ahead is None or self.config.trainer.mode is not ASYNC:
+        if ahead is None or not (self.config.trainer.mode is ASYNC or self.config.rollout.partial):
             rollouts = RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
         else:
             num_trained = self.progress.step * self.config.data.train_batch_size

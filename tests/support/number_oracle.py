@@ -139,6 +139,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.max_prompt_length": COUNT,
     "rollout.max_response_length": COUNT,
     "rollout.n": COUNT,
+    "rollout.over_sampling": POSITIVE,
     "rollout.seed": SEED,
     "rollout.stop_token_ids": (("[-1]", "[1.5]", "[99999999999]"), ("[0,2]", "[]", "3")),
     "rollout.temperature": TEMPERATURE,

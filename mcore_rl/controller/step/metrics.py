@@ -98,14 +98,24 @@ def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
 def staleness_metrics(episodes: Sequence[Episode], step: int) -> dict[str, float]:
     """How many versions older than the weights that ``step`` begins with (its number less 1) those of its tokens are.
 
-    An empty dict where the engine names no versions.
+    And how many responses were under way when weights changed.  An empty dict where the engine names no versions.
     """
-    spans = [span for each in episodes for part in each.segments if part.trained for span in part.versions]
-    ages = [(step - 1 - span.version, span.end - span.start) for span in spans if span.end > span.start]
+    spans = [
+        [span for part in each.segments if part.trained for span in part.versions if span.end > span.start]
+        for each in episodes
+    ]
+    ages = [(step - 1 - span.version, span.end - span.start) for of_one in spans for span in of_one]
     if not ages:
         return {}
-    mean = sum(age * count for age, count in ages) / sum(count for _, count in ages)
-    return {"rollout/staleness_mean": mean, "rollout/staleness_max": float(max(age for age, _ in ages))}
+    total = sum(count for _, count in ages)
+    versions = [len({span.version for span in of_one}) for of_one in spans if of_one]
+    return {
+        "rollout/staleness_mean": sum(age * count for age, count in ages) / total,
+        "rollout/staleness_max": float(max(age for age, _ in ages)),
+        "rollout/stale_token_share": sum(count for age, count in ages if age) / total,
+        "rollout/resumed_share": fmean(count > 1 for count in versions),
+        "rollout/versions_max": float(max(versions)),
+    }
 
 
 def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) -> dict[str, float]:
