@@ -255,7 +255,7 @@ def read_turn(parts: SessionParts, sampling: Sampling, sample: Sample) -> tuple[
     tokens: list[int] = sample.tokens.tolist()
     stop = sample.stop if isinstance(sample.stop, str) else None
     renderer, last = parts.renderer, tokens[-1]
-    ended = stop is None and last in renderer.encoder.control_ids
+    ended = stop is None and sample.finish is FinishReason.stop and last in renderer.encoder.control_ids
     if last in sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
         ended = ended and last == renderer.closing_id
     raw = str(parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
