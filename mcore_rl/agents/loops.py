@@ -105,7 +105,8 @@ def react_call(text: str, tools: ToolSet) -> ToolCall | None:
 async def _answered(session: Session, answers: EpisodeAnswers) -> bool:
     """Appends what the interaction answers; True: it ends the episode instead."""
     try:
-        ends, text, reward = await answers.answer(session.messages)
+        with session.waits.waiting():
+            ends, text, reward = await answers.answer(session.messages)
     except Exception as error:  # whatever the environment does
         raise EpisodeOverError(INTERACTION_FAILED, FinishReason.abort) from error
     session.reward(reward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
+from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.preparation import Prepared
@@ -61,15 +62,18 @@ class Run(TrainingRun[RunConfig, Prepared]):
         collector: RolloutCollector | None,
         devices: Devices,
         weights: WeightSync | None,
+        elastic: ElasticEngines | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
         self.collector, self.devices, self.weights = collector, devices, weights
+        self.elastic: AbstractAsyncContextManager[object] = elastic or nullcontext()
         self.recorder = Recorder(self.directory, warn=warn)
         self.rollouts = self._rollouts(ahead)
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
+        self.num_sequences = 0  # of the last step
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
@@ -96,11 +100,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def policy(self) -> TrainGroup:
         """The workers whose weights the engines draw with."""
         return self.groups[self.config.policy.name]
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
-        return self.config.data.train_batch_size * self.config.rollout.n
 
     def updates_policy(self, step: int) -> bool:
         """Whether ``step`` trains the policy: not while its critic warms up."""
@@ -208,11 +207,11 @@ class Run(TrainingRun[RunConfig, Prepared]):
         return lambda done, of: self.tracker.now(what, done, of)
 
     def keep_rollouts(self, step: int, rollouts: RolloutBatch) -> dict[str, Any]:
-        """Begins to write down what a step got; returns the place in the data after it.
+        """Counts the step's sequences, and begins to write down what it got; returns the place in the data after it.
 
         For people to read, if ``trainer.save_rollouts``; to the last bit, if ``trainer.record_rollouts``.
         """
-        place, trainer = self.place, self.config.trainer
+        place, trainer, self.num_sequences = self.place, self.config.trainer, len(rollouts.episodes)
         if trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", partial(sample_rows, step, rollouts.episodes, self.tokenizer))
         if trainer.record_rollouts:

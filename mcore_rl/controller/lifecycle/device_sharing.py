@@ -89,12 +89,15 @@ class DeviceSharing:
         own, and the engines take their KV cache.  So a device never has both.  The trainer must already have offloaded
         everything else (``TrainWorker.rest``).
 
-        pause: what happens to samples under way, see ``EnginePool.held``.  Raises as ``WeightSync.update``.
+        pause: what happens to samples under way, see ``EnginePool.held``.  Raises as ``WeightSync.update``; the turn
+        ends then, too, so that whoever waits for it learns of what is wrong by himself.
         """
-        await self._wake_engines(version, pause)
-        if self._is_trainers:
-            self._is_trainers = False
-            self._turn.release()
+        try:
+            await self._wake_engines(version, pause)
+        finally:
+            if self._is_trainers:
+                self._is_trainers = False
+                self._turn.release()
 
     async def send_again(self, version: int) -> None:
         """Sends the engines the weights that they had, ``version``, after a restart; only within ``engines_turn``."""

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
@@ -192,7 +191,10 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    agents = AgentRunner(
+        config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
+        config.data.max_prompt_length,
+    )  # fmt: skip
     train, validation = _prompts(config, tokenizer, agents)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
@@ -250,17 +252,12 @@ def _prompts(
         limit = data.val_max_samples
         validation = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
     sets = [each for each in (train, validation) if each is not None]
-    rows = (each[index] for each in sets for index in range(len(each)))
-    if loops := {agents.loop_of_row(row) for row in rows if agents.runs(row)}:
-        if config.actor.router_replay is RouterReplay.r3:
-            problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
-            refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
-        for line in agents.check(loops):
-            warn(line)
-    elif config.rollout.agent != AgentConfig():
-        problem = "says how agents run, and no row asks for one"
-        remedy = "Write rollout.agent.default_agent_loop=tool_agent, say, or agent_name in the rows; or leave it out"
-        refuse_if_any([Violation("rollout.agent", "...", problem, remedy)])
+    has_agents, notes = agents.check_rows(each[index] for each in sets for index in range(len(each)))
+    if has_agents and config.actor.router_replay is RouterReplay.r3:
+        problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
+        refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
+    for line in notes:
+        warn(line)
     return train, validation
 
 

@@ -21,15 +21,15 @@ class KeptSamples:
     A sample that was given back unfinished (finish ``abort``) is kept too, and goes on from its tokens.  Who draws sees
     finished samples alone, and an agent's loop lives on while its turn waits.
 
-    going: set while requests may be sent; those that come else wait.  None: always.
     kept: of the group before the run was resumed, as ``kept`` gives them.
+    going: set while requests may be sent; those that come else wait.  None: always.
     """
 
     def __init__(
         self,
         source: SampleSource,
-        going: asyncio.Event | None = None,
         kept: Iterable[tuple[tuple[int, ...], Sample]] = (),
+        going: asyncio.Event | None = None,
     ) -> None:
         self._source, self._going = source, going
         self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {
@@ -106,10 +106,10 @@ class Group:
     episodes: list[Episode] | None = None
 
     @classmethod
-    def of(cls, kept: DrawnGroup, source: SampleSource, going: asyncio.Event) -> Group:
-        """The group that ``kept`` was made of, which goes on to draw from ``source``.  going: of ``KeptSamples``."""
+    def of(cls, kept: DrawnGroup, source: SampleSource, going: asyncio.Event | None = None) -> Group:
+        """The group that ``kept`` was made of, which goes on to draw from ``source``.  going: see ``KeptSamples``."""
         ordinal, oldest = kept.facts["ordinal"], kept.facts["oldest"]
-        samples, episodes = KeptSamples(source, going, kept.samples), [*kept.episodes] or None
+        samples, episodes = KeptSamples(source, kept.samples, going), [*kept.episodes] or None
         return cls(ordinal=ordinal, row=kept.row, samples=samples, oldest=oldest, episodes=episodes)
 
     @property

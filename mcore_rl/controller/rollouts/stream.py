@@ -302,7 +302,7 @@ class RolloutStream:
                 self._begin(group)
         for _ in range(self._drawing.admission.room(self._version, self._num_trained + len(self._live))):
             (row,) = self._next_rows(1)
-            samples = KeptSamples(self._drawing.ahead.collector.engine, self._going)
+            samples = KeptSamples(self._drawing.ahead.collector.engine, going=self._going)
             group = Group(ordinal=self._ordinal, row=row, samples=samples, oldest=self._version)
             self._live[group.ordinal] = group
             self._ordinal += 1
@@ -355,6 +355,7 @@ class RolloutStream:
                 "rollout/kept_tokens": float(sum(each.samples.num_unfinished_tokens for each in self._live.values())),
                 "rollout/redrawn": float(redrawn),
                 "rollout/held_s": held_s,
+                **self._drawing.ahead.collector.agent_waits(episodes),
             },
         )
 

@@ -56,6 +56,12 @@ def test_a_conversation_s_row_holds_its_segments_too(tmp_path: Path) -> None:
         ("tool", 1, False, None, "5"),
         ("model", 3, True, None, "It is 5."),
     ]
+    assert [(each["versions"], each["tool_s"]) for each in rows[1]["segments"]] == [
+        ([], 0),
+        ([3], 0),
+        ([], 0),
+        ([3], 0),
+    ]
 
 
 def test_a_row_says_which_weights_drew_its_tokens_over_all_turns() -> None:
