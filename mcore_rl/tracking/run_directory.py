@@ -4,6 +4,7 @@
     environment.json   versions, commit, hardware, command line, number of steps
     metrics.jsonl      one object a step
     timeline.jsonl     when the phases of each step were open
+    lanes.jsonl        what each engine and the trainer did in each step, and when
     schedule.jsonl     which groups each step trained, and in which order
     rollouts/ validation/   samples, step_N.parquet
     record/            rollouts to the last bit, step_N.parquet (``trainer.record_rollouts``)
@@ -51,7 +52,10 @@ PACKAGES = (
     "numpy",
     "pyarrow",
 )
-RECORDS = ("metrics.jsonl", "timeline.jsonl", "schedule.jsonl", "rollouts", "validation", "record", "report.html")
+RECORDS = (
+    "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
+    "report.html",
+)  # fmt: skip
 
 
 def plain(value: Any) -> Any:

@@ -54,7 +54,7 @@ class EngineSet:
         layout: of any number of engines like these.
         connect: lets the training ranks plan for these engines.
 
-    newcomers: that are ready, and join at the next update.
+    newcomers: that are ready, and join at the next update.  lanes: what the members do.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class EngineSet:
         connect: Callable[[Sequence[Member]], Awaitable[None]],
     ) -> None:
         self.members, self.newcomers = members, list[Member]()
+        self.lanes = [member.client.lane for member in members]
         self._pool, self._restarter, self._updater = pool, restarter, updater
         self._layout, self._connect = layout, connect
         self._is_planned = True
@@ -76,6 +77,7 @@ class EngineSet:
         newcomers, self.newcomers = self.newcomers, []
         for member in newcomers:
             self.members.append(member)
+            self.lanes.append(member.client.lane)
             self._pool.add(member.client)
             self._restarter.add(member.client)
             self._is_planned = False
@@ -84,6 +86,7 @@ class EngineSet:
     def dismiss(self, member: Member) -> None:
         """Lets ``member`` receive neither weights nor requests; ``EnginePool.drain`` gives its samples to others."""
         self.members.remove(member)
+        self.lanes.remove(member.client.lane)
         self._pool.retire(member.client)
         self._restarter.remove(member.client)
         self._is_planned = False
