@@ -33,6 +33,7 @@ COMMANDS = {
     "compare": "vLLM's log-probs against those of transformers and Megatron",
     "audit": "prove that a run trained every prompt once in each epoch",
     "report": "the page of a run, or one that compares several",
+    "engines": "the rollout engines of a run that goes on; let some join or leave",
     "doctor": "measure this machine or cluster, and say what is wrong before a run does",
     "from-verl": "a command or configuration of verl's into a yaml file of ours",
     "recipes": "the recipes there are, or one of them",

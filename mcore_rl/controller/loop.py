@@ -27,7 +27,7 @@ async def train(run: Run) -> None:
     """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
     await run.devices.to_engines(run.progress.step)
-    async with run.rollouts:
+    async with run.elastic, run.rollouts:
         await every_step(run, train_step)
 
 

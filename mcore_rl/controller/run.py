@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
+from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.preparation import Prepared
@@ -61,10 +62,12 @@ class Run(TrainingRun[RunConfig, Prepared]):
         collector: RolloutCollector | None,
         devices: Devices,
         weights: WeightSync | None,
+        elastic: ElasticEngines | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
         self.collector, self.devices, self.weights = collector, devices, weights
+        self.elastic: AbstractAsyncContextManager[object] = elastic or nullcontext()
         self.recorder = Recorder(self.directory, warn=warn)
         self.rollouts = self._rollouts(ahead)
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl

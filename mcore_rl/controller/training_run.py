@@ -222,9 +222,16 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
 
 
 def open_directory(
-    config: RunConfig | SftConfig, prepared: PreparedRun, platform: Platform, stack: AsyncExitStack
+    config: RunConfig | SftConfig,
+    prepared: PreparedRun,
+    platform: Platform,
+    stack: AsyncExitStack,
+    ray_stack: AsyncExitStack | None,
 ) -> Tracker:
-    """Open the loggers and start Ray; ``stack`` closes them.  Nothing of an earlier run in the directory changes."""
+    """Open the loggers, which ``stack`` closes, and start Ray, which ``ray_stack`` stops; None: it is there.
+
+    Nothing of an earlier run in the directory changes.
+    """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None else prepared.progress.step
     devices = {"device": platform.kind, "device_name": platform.device_name}
@@ -232,8 +239,9 @@ def open_directory(
         directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, devices=devices, begin=False
     )  # fmt: skip
     tracker = stack.enter_context(opening)
-    tracker.now("starting Ray")
-    stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, directory)))
+    if ray_stack is not None:
+        tracker.now("starting Ray")
+        ray_stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, directory)))
     return tracker
 
 

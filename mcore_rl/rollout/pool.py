@@ -5,7 +5,8 @@ the mean of those seen so far.  All samples of a prompt go to one engine, for th
 and an engine gets at most ``AHEAD`` times what it can run at once, so that the last prompts go wherever there is room
 and all engines end at about the same time.
 
-It does not restart engines: ``controller.lifecycle.fault_tolerance`` does.
+Engines may join and leave (``add``, ``retire``).  It does not restart engines: ``controller.lifecycle.fault_tolerance``
+does.
 
 The invariants: which engine draws a sample changes nothing about it (``seed_of``).  While engines receive weights no
 request is sent to them (``held``).  A sample that an engine gave up is sent again with the tokens that it has; callers
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,13 +37,20 @@ class EngineLoad:
     Fields:
         costs: the expected tokens of each unfinished request, by the request's identity.
         death: the error that the engine died with; None while it lives.
-        has_weights: it can draw; one that was restarted can once it has received weights.
+        has_weights: it can draw; one that was restarted, or that joins, can once it has received weights.
+        leaves: it gets nothing more to draw.
     """
 
     engine: RolloutEngine
     costs: dict[int, float] = field(default_factory=dict)
     death: DeadEngineError | None = None
     has_weights: bool = True
+    leaves: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may be given requests."""
+        return self.death is None and self.has_weights and not self.leaves
 
     @property
     def tokens(self) -> float:
@@ -82,8 +90,13 @@ class EnginePool:
 
     @property
     def death(self) -> DeadEngineError | None:
-        """What the first of the dead engines died of; None: all live."""
-        return next((load.death for load in self._loads if load.death is not None), None)
+        """What the first of the dead engines died of, those that leave aside; None: all live."""
+        return next((load.death for load in self._loads if load.death is not None and not load.leaves), None)
+
+    @property
+    def loads(self) -> Sequence[EngineLoad]:
+        """Every engine, with what it has to do now."""
+        return self._loads
 
     @property
     def num_unfinished(self) -> int:
@@ -159,9 +172,37 @@ class EnginePool:
         """Says that the engines that died were restarted: each draws again once it has received weights."""
         # New loads: who still waits for the dead process of an engine must not say that the new one died.
         self._loads = [
-            load if load.death is None else EngineLoad(engine=load.engine, has_weights=False) for load in self._loads
+            load if load.death is None or load.leaves else EngineLoad(engine=load.engine, has_weights=False)
+            for load in self._loads
         ]
         self._assign()
+
+    def add(self, engine: RolloutEngine) -> None:
+        """Takes an engine that has no weights: it draws after the next update (``held``)."""
+        self._loads.append(EngineLoad(engine=engine, has_weights=False))
+
+    def retire(self, engine: RolloutEngine) -> None:
+        """Gives ``engine`` nothing more to draw; ``drain`` lets it go."""
+        self._load_of(engine).leaves = True
+
+    async def drain(self, engine: RolloutEngine) -> int:
+        """Lets a retired engine go; returns how many unfinished samples others draw to their ends.
+
+        They go on from the tokens that they have; where the engine dies meanwhile, from those that it was sent.
+        """
+        load = self._load_of(engine)
+        num_unfinished = len(load.costs)
+        while load.costs:  # a request that is on its way to the engine cannot be aborted yet
+            if load.death is None:
+                with suppress(DeadEngineError):
+                    await engine.abort()
+            await asyncio.sleep(SETTLE_S)
+        self._loads.remove(load)
+        self._assign()
+        return num_unfinished
+
+    def _load_of(self, engine: RolloutEngine) -> EngineLoad:
+        return next(load for load in self._loads if load.engine is engine)
 
     async def _all(self, verb: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
         """Calls ``verb`` of every engine; raises the first failure once all have answered."""
@@ -210,7 +251,7 @@ class EnginePool:
                 raise  # nobody updates its weights
         except DeadEngineError as error:
             load.death = error
-            if not self._goes_on or self._ends_calls:
+            if not load.leaves and (not self._goes_on or self._ends_calls):
                 raise
         finally:
             self._release(load, unfinished.values())
@@ -254,12 +295,12 @@ class EnginePool:
     @property
     def _ends_calls(self) -> bool:
         """Whether so many engines died that nothing more is drawn."""
-        dead = [load.death is not None for load in self._loads]
+        dead = [load.death is not None for load in self._loads if not load.leaves]
         return all(dead) if self._goes_on else any(dead)
 
     def _with_room(self, count: int) -> list[EngineLoad]:
         """The engines that can draw, and have room for so many more samples."""
-        able = [load for load in self._loads if load.death is None and load.has_weights]
+        able = [load for load in self._loads if load.draws]
         return [load for load in able if not load.costs or len(load.costs) + count <= self._room]
 
     def _release(self, load: EngineLoad, requests: Iterable[Request]) -> None:

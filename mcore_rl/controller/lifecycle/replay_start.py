@@ -32,7 +32,7 @@ async def open_replay(config: RunConfig) -> AsyncIterator[Run]:
     config, prepared, planned = _prepared(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(one_thread())
-        tracker = open_directory(config, prepared, platform, stack)
+        tracker = open_directory(config, prepared, platform, stack, stack)
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.engine_set import LivingEngines
 from mcore_rl.controller.lifecycle.replay_start import check_replay, open_replay
 from mcore_rl.controller.lifecycle.start import check_run, open_run
 from mcore_rl.controller.loop import train
@@ -14,8 +16,10 @@ from mcore_rl.controller.training_run import Callback
 
 async def run_training(config: RunConfig, callbacks: Sequence[Callback] = ()) -> int:
     """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
-    opening = open_run if config.trainer.replay is None else open_replay
-    return await run_program(config, opening, train, callbacks)
+    if config.trainer.replay is not None:
+        return await run_program(config, open_replay, train, callbacks)
+    living = LivingEngines()
+    return await run_program(config, partial(open_run, living=living), train, callbacks, living)
 
 
 def check_training(config: RunConfig) -> int:
