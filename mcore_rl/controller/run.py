@@ -73,18 +73,19 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
+        self.num_sequences = 0  # of the last step
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
-        """What hands each step its rollouts in ``trainer.mode``."""
+        """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""
         if self.collector is None:
             assert self.config.trainer.replay is not None, "without engines there is nothing but a record"
             return ReplaySource(Path(self.config.trainer.replay), self.row_of, self.prepared.sampler)
         sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
         rollouts: RolloutSource | RolloutStream
-        if ahead is None or self.config.trainer.mode is not ASYNC:
+        if ahead is None or not (self.config.trainer.mode is ASYNC or self.config.rollout.partial):
             rollouts = RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
         else:
             num_trained = self.progress.step * self.config.data.train_batch_size
@@ -99,11 +100,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def policy(self) -> TrainGroup:
         """The workers whose weights the engines draw with."""
         return self.groups[self.config.policy.name]
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
-        return self.config.data.train_batch_size * self.config.rollout.n
 
     def updates_policy(self, step: int) -> bool:
         """Whether ``step`` trains the policy: not while its critic warms up."""
@@ -207,11 +203,11 @@ class Run(TrainingRun[RunConfig, Prepared]):
         return lambda done, of: self.tracker.now(what, done, of)
 
     def keep_rollouts(self, step: int, rollouts: RolloutBatch) -> dict[str, Any]:
-        """Begins to write down what a step got; returns the place in the data after it.
+        """Counts the step's sequences, and begins to write down what it got; returns the place in the data after it.
 
         For people to read, if ``trainer.save_rollouts``; to the last bit, if ``trainer.record_rollouts``.
         """
-        place, trainer = self.place, self.config.trainer
+        place, trainer, self.num_sequences = self.place, self.config.trainer, len(rollouts.episodes)
         if trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", partial(sample_rows, step, rollouts.episodes, self.tokenizer))
         if trainer.record_rollouts:

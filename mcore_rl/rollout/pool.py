@@ -60,11 +60,15 @@ class EngineLoad:
 
 @dataclass(kw_only=True, eq=False)
 class _Waiter:
-    """A group of requests that waits for an engine.  load: the engine, or None where the group is given back."""
+    """A group of requests that waits for an engine.
+
+    load: the engine, or None where the group is given back.  num_holds: how often requests had been held back then.
+    """
 
     group: Sequence[Request]
     max_tokens: int
     load: asyncio.Future[EngineLoad | None]
+    num_holds: int = 0
 
 
 class EnginePool:
@@ -217,24 +221,26 @@ class EnginePool:
         """Puts every sample of ``group`` into ``finished``, or the error that ends the call."""
         try:
             while group:
-                load = await self._take(group, sampling)
-                if load is None:
+                taken = await self._take(group, sampling)
+                if taken is None:
                     for request in group:
                         finished.put_nowait(aborted(request))
                     return
-                group = await self._run(load, group, sampling, finished)
+                load, num_holds = taken
+                group = await self._run(load, num_holds, group, sampling, finished)
         except Exception as error:  # noqa: BLE001  raised where the samples are read
             finished.put_nowait(error)
 
     async def _run(
         self,
         load: EngineLoad,
+        num_holds: int,
         group: Sequence[Request],
         sampling: Sampling,
         finished: asyncio.Queue[Sample | Exception],
     ) -> list[Request]:
         """Generates the samples of ``group`` on the engine that ``_take`` chose; returns what is to be sent again."""
-        num_holds, unfinished, again = self._num_holds, {request.key: request for request in group}, list[Request]()
+        unfinished, again = {request.key: request for request in group}, list[Request]()
         try:
             async for sample in load.engine.generate(group, sampling):
                 request = unfinished.pop((sample.prompt_id, sample.index))
@@ -257,10 +263,11 @@ class EnginePool:
             self._release(load, unfinished.values())
         return [*again, *unfinished.values()]
 
-    async def _take(self, group: Sequence[Request], sampling: Sampling) -> EngineLoad | None:
+    async def _take(self, group: Sequence[Request], sampling: Sampling) -> tuple[EngineLoad, int] | None:
         """Waits until an engine has room; assigns ``group`` to the one with the least load of those that have room.
 
-        None: the group is to be given back.  Raises DeadEngineError if no more is drawn.
+        Returns it with ``_Waiter.num_holds``: a request that an update overtakes on its way was sent before that
+        update.  None: the group is to be given back.  Raises DeadEngineError if no more is drawn.
         """
         if self._interrupts:
             return None
@@ -269,7 +276,8 @@ class EnginePool:
         self._waiters.append(waiter)
         self._assign()
         try:
-            return await future
+            load = await future
+            return None if load is None else (load, waiter.num_holds)
         except asyncio.CancelledError:
             if not future.cancelled() and future.exception() is None and (load := future.result()) is not None:
                 self._release(load, group)
@@ -288,6 +296,7 @@ class EnginePool:
                 return
             else:
                 self._waiters.popleft()
+                waiter.num_holds = self._num_holds
                 load = min(with_room, key=lambda load: load.tokens)
                 load.costs |= {id(request): self._cost(request, waiter.max_tokens) for request in waiter.group}
                 waiter.load.set_result(load)

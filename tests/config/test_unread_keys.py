@@ -51,6 +51,12 @@ CASES = {
     "trainer.mode=async trainer.placement=separate async.max_staleness=0 async.overdue=redraw": (
         "nothing is drawn ahead", "async.max_staleness=1",
     ),
+    "trainer.mode=async trainer.placement=separate async.max_staleness=0 async.partial_rollout=false": (
+        "nothing is drawn ahead", "async.max_staleness=1",
+    ),
+    "rollout.partial=true async.overdue=redraw": ("nothing is drawn while the trainer works", "trainer.mode=async"),
+    "async.partial_rollout=false": ("nothing is drawn while the trainer works", "trainer.mode=async"),
+    "rollout.over_sampling=1": ("a step waits for all groups that it begins", "rollout.partial=true"),
     "actor.loss_agg_constant=9": ("divides by no constant", "actor.loss_agg_mode=sum_over_constant"),
     "critic.optim.lr=1e-5": ("there is no critic", "algorithm=ppo"),
     "critic.parallel={tp: 2}": ("there is no critic", "algorithm=ppo"),

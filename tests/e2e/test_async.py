@@ -1,4 +1,4 @@
-"""``trainer.mode=async`` from the command line, with a real engine."""
+"""``trainer.mode=async`` from the command line, with a real engine; ``test_partial.py`` has weights in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_groups_are_drawn_while_steps_are_trained_and_none_is_older_than_the_bou
     (tmp_path / "task").mkdir()
     task, directory = write_task(tmp_path / "task"), tmp_path / "run"
     with nothing_survives(tmp_path) as traces:
-        run = start(task, directory, traces, *MODE, steps=STEPS)
+        run = start(task, directory, traces, *MODE, "async.partial_rollout=false", steps=STEPS)
         assert run.finish() == 0, run.said()
     assert "never retrieved" not in run.said()
     rows = lines(directory)

@@ -191,7 +191,10 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    agents = AgentRunner(
+        config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
+        config.data.max_prompt_length,
+    )  # fmt: skip
     train, validation = _prompts(config, tokenizer, agents)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)

@@ -84,8 +84,13 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         collector = RolloutCollector(samples, scorer, config, kept.reward_model, recorded, prepared.agents)
         ahead = None
         if trains_stale(config):
-            recover = partial(_recover, pool, restarter, weights, devices)
-            ahead = Ahead(collector=collector.over(pool), restart_dead=restarter.restart_dead, recover=recover)
+            ahead = Ahead(
+                collector=collector.over(pool),
+                is_dead=lambda: pool.death is not None,
+                restart_dead=partial(_restart_dead, pool, restarter),
+                recover=partial(_recover, pool, restarter, weights, devices),
+                interrupt=pool.interrupt,
+            )
         begin_records(config, prepared, planned, tracker)
         if trainer.record_rollouts:
             keep_identity(prepared.identity, start.directory)
@@ -95,6 +100,12 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         stack.push_async_callback(run.saver.close)
         stack.push_async_callback(run.recorder.close)
         yield run
+
+
+async def _restart_dead(pool: EnginePool, restarter: EngineRestarter, death: DeadEngineError) -> None:
+    """Restarts dead engines, unless somebody has since ``death`` was met."""
+    if pool.death is not None:
+        await restarter.restart_dead(death)
 
 
 async def _recover(
@@ -107,7 +118,7 @@ async def _recover(
         version = weights.version
         assert version is not None, "engines draw with weights that they were given"
         await restarter.restart_dead(death)
-        await weights.update(version)
+        await devices.send_again(version)
 
 
 async def _connect(

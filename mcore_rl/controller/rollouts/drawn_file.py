@@ -160,6 +160,7 @@ def _episode_rest(episode: Episode) -> dict[str, Any]:
         "score": None if episode.score is None else asdict(episode.score),
         "agent": None if episode.agent is None else asdict(episode.agent),
         "pair": episode.pair,
+        "part": episode.part,
         "experts": None if experts is None else [str(experts.dtype), *experts.shape],
         "segments": [
             {
@@ -198,7 +199,8 @@ def _episode(
             )
         )
     assert (at, scored) == (len(tokens), len(logprobs)), f"{rest['prompt_id']}: its segments are not all of its tokens"
-    if tuple(segments[0].tokens.tolist()) != tuple(row.tokens):
+    own_prompt = agent is not None and agent["begins"]  # a user's program writes its prompts itself
+    if not own_prompt and tuple(segments[0].tokens.tolist()) != tuple(row.tokens):
         raise DrawnFileError(f"is of other data, or another tokenizer or template: {row.id} has other tokens here")
     return Episode(
         row=row,
@@ -211,6 +213,7 @@ def _episode(
         experts=_experts(experts, rest["experts"]),
         agent=None if agent is None else AgentCounts(**agent),
         pair=rest["pair"],
+        part=rest["part"],
     )
 
 

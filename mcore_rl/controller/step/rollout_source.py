@@ -26,16 +26,20 @@ DRAWN_AHEAD = "next step"  # the name of such a draw in timeline.jsonl
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """How rollouts are drawn while the trainer works.
+    """How rollouts are drawn that outlive a step, or are drawn while the trainer works.
 
-    collector: its engines are not restarted: the weights that they would need are being changed.
+    collector: its engines are not restarted: the weights that they would need may be changing.
+    is_dead: whether an engine died, and was not restarted since.
     restart_dead: restarts dead engines, once the trainer has done its work; they receive weights later.
     recover: restarts dead engines while the trainer waits, and gives all engines the weights that they had.
+    interrupt: see ``EnginePool.interrupt``.
     """
 
     collector: RolloutCollector
+    is_dead: Callable[[], bool]
     restart_dead: Callable[[DeadEngineError], Awaitable[None]]
     recover: Callable[[DeadEngineError], Awaitable[None]]
+    interrupt: Callable[[], Awaitable[None]]
 
 
 class RolloutSource:

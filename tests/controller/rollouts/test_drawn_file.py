@@ -89,6 +89,7 @@ def episode(draw: random.Random, of: PromptRow, index: int) -> Episode:
         score=score(draw),
         agent=draw.choice([None, agent]),
         pair=draw.choice([None, 0, 7]),
+        part=draw.choice([0, 2]),
     )
     return replace(made, experts=experts(draw, made.num_tokens - 1))
 

@@ -1,4 +1,8 @@
-"""A stream of groups: what each step gets, what it waits for, and what becomes of groups that no step has."""
+"""A stream of groups: what each step gets, what it waits for, and what becomes of groups that no step has.
+
+Here updates wait for what is drawn (``async.partial_rollout=false``), or nothing is unfinished when they come;
+``test_partial.py`` has the rest.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ class Stage:
             algorithm=AlgorithmConfig(**algorithm),
             rollout=RolloutConfig(n=2, max_response_length=20),
             trainer=TrainerConfig(mode=ASYNC, placement=Placement.separate),
-            async_=AsyncConfig(max_staleness=bound, overdue=overdue),
+            async_=AsyncConfig(max_staleness=bound, overdue=overdue, partial_rollout=False),
         )
         self.engine, self.preemption, self.clock = Engine(), Preemption(), Clock()
         self.engine.version = step
@@ -91,15 +95,26 @@ class Stage:
 
         async def restart(error: DeadEngineError) -> None:
             assert not self.engine.active, "a draw goes on while engines are restarted"
+            if self.engine.death is None:
+                return
             self.restarted.append(str(error))
             self.engine.death = None
 
         collector = RolloutCollector(self.engine, scorer, self.run)
-        ahead = Ahead(collector=collector, restart_dead=restart, recover=restart)
+        ahead = Ahead(
+            collector=collector,
+            is_dead=lambda: self.engine.death is not None,
+            restart_dead=restart,
+            recover=restart,
+            interrupt=self.interrupt,
+        )
         drawing = drawing_of(self.run, STEPS, ahead)
         self.stream = RolloutStream(
             drawing, self.sampler, self.rows, step * BATCH, self.clock, lambda done, of: None
         )  # fmt: skip
+
+    async def interrupt(self) -> None:
+        raise AssertionError("updates wait for every response")
 
     def rows(self, count: int) -> list[PromptRow]:
         rows = [replace(row(index), number=index, epoch=epoch) for epoch, index in self.sampler.next_of_epochs(count)]

@@ -106,7 +106,8 @@ def test_staleness_is_of_trained_tokens_from_their_version_to_the_step_s() -> No
     untrained = conversation(1, [replace(segment(Author.model, (0, 9)), trained=False)])
     unnamed = conversation(1, [replace(segment(Author.model, (0, 2)), versions=())])
     assert known(staleness_metrics([mixed, untrained, unnamed], 7)) == {
-        "rollout/staleness_mean": 1.5, "rollout/staleness_max": 2.0
+        "rollout/staleness_mean": 1.5, "rollout/staleness_max": 2.0, "rollout/stale_token_share": 0.75,
+        "rollout/resumed_share": 1.0, "rollout/versions_max": 2.0,
     }  # fmt: skip
     assert staleness_metrics([unnamed], 7) == {}
 

@@ -48,6 +48,9 @@ class Gated(ScriptedEngine):
         finally:
             self.active -= 1
 
+    async def interrupt(self) -> None:
+        raise AssertionError("one_step_off waits for every response")
+
 
 class Stage:
     """A source over two collectors, of which the one draws while the trainer waits and the other while it works."""
@@ -68,7 +71,13 @@ class Stage:
             self.restarted.append(str(error))
             self.working.error = None
 
-        apart = Ahead(collector=RolloutCollector(self.working, scorer, run), restart_dead=restart, recover=restart)
+        apart = Ahead(
+            collector=RolloutCollector(self.working, scorer, run),
+            is_dead=lambda: self.working.error is not None,
+            restart_dead=restart,
+            recover=restart,
+            interrupt=self.working.interrupt,
+        )
         self.source = RolloutSource(
             RolloutCollector(self.waiting, scorer, run),
             self.sampler,
