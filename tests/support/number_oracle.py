@@ -130,6 +130,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.agent.max_tool_s": SECONDS,
     "rollout.agent.max_turn_tokens": COUNT,
     "rollout.agent.max_turns": COUNT,
+    "rollout.agent.search_results": COUNT,
     "rollout.agent.tool_reward_coef": COEFFICIENT,
     "rollout.agent.tool_timeout_s": SECONDS,
     "rollout.max_prompt_length": COUNT,
