@@ -111,6 +111,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
         lambda config: routing_violations(config.rollout, "false"),
         _length_violations,
         _validation_violations,
+        _partial_violations,
         _missing,
         _out_violations,
     ]
@@ -130,6 +131,15 @@ def _validation_violations(config: GenerateConfig) -> Iterator[Violation]:
         problem = "says how training validates, and nothing is validated here"
         remedy = "Write rollout.n, rollout.temperature, rollout.top_p and rollout.top_k"
         yield Violation("rollout.val_kwargs", "...", problem, remedy)
+
+
+def _partial_violations(config: GenerateConfig) -> Iterator[Violation]:
+    usual = RolloutConfig()
+    for name in ("partial", "over_sampling"):
+        value = getattr(config.rollout, name)
+        if value != getattr(usual, name):
+            problem = "says what a training step leaves to later ones, and every response is waited for here"
+            yield Violation(f"rollout.{name}", value, problem, "Leave it out")
 
 
 def _missing(config: GenerateConfig) -> Iterator[Violation]:
