@@ -188,6 +188,11 @@ class Run(TrainingRun[RunConfig, Prepared]):
             self.rollouts.return_to(kept)
             raise
 
+    async def save(self) -> None:
+        """Save a checkpoint, with the tokens of responses that are under way."""
+        await self.rollouts.keep_unfinished()
+        await super().save()
+
     def drawn_now(self) -> WriteMore:
         """Writes the rollouts that no step has, as they are now, into a checkpoint."""
         return partial(self.rollouts.kept.write, settings=self.prepared.draw_settings)

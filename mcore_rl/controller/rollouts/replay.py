@@ -63,5 +63,8 @@ class ReplaySource:
         self._sampler.load_state_dict(place)
         return batch
 
+    async def keep_unfinished(self) -> None:
+        """Nothing is drawn."""
+
     async def settle(self, preemption: Preemption) -> None:
         """Nothing is drawn."""

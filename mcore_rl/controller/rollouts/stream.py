@@ -133,6 +133,8 @@ class RolloutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is Preempted:
+            await self.keep_unfinished()
         tasks, self._kept_at_end = [*self._tasks.values()], self.kept
         self._give_back(self.place)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -234,6 +236,15 @@ class RolloutStream:
         while any(group.samples.is_drawing for group in self._tasks):  # some may be on their way to the engines
             await self._drawing.ahead.interrupt()
             await asyncio.sleep(0)
+
+    async def keep_unfinished(self) -> None:
+        """Puts the tokens of responses under way into ``kept``; they are drawn on from there at once."""
+        may_draw = self._may_draw
+        if self._drawing.pause is Pause.keep:
+            await self.interrupt()
+            self._may_draw = may_draw
+            self._going.set()
+            self._busy.set(bool(self._tasks))
 
     async def settle(self, preemption: Preemption) -> None:
         """Makes draws ready for the weights that engines are about to receive, as ``Drawing.pause`` says.

@@ -129,6 +129,9 @@ class RolloutSource:
             self._task = asyncio.create_task(self._draw_ahead(self._ahead.collector, step + 1))
         return rollouts
 
+    async def keep_unfinished(self) -> None:
+        """Nothing is under way between steps."""
+
     async def settle(self, preemption: Preemption) -> None:
         """Waits until nothing is drawn, as it must be before engines receive weights.
 

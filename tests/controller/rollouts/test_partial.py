@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from mcore_rl.config.asynchrony import AsyncConfig
 from mcore_rl.config.data import DataConfig
@@ -250,7 +251,7 @@ class Agent:
     """Two turns with a tool between them that takes its time; the loop of an episode is never begun twice."""
 
     def __init__(self) -> None:
-        self.begun: Counter[str] = Counter()
+        self.begun, self.waits = Counter[str](), EngineWaits()
 
     def runs(self, row: PromptRow) -> bool:
         return True
