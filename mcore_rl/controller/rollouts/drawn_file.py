@@ -171,6 +171,7 @@ def _episode_rest(episode: Episode) -> dict[str, Any]:
                 "versions": _spans(each.versions),
                 "reward": each.reward,
                 "text": each.text,
+                "tool_s": each.tool_s,
             }
             for each in episode.segments
         ],
@@ -196,6 +197,7 @@ def _episode(
                 versions=_versions(each["versions"]),
                 reward=each["reward"],
                 text=each["text"],
+                tool_s=each["tool_s"],
             )
         )
     assert (at, scored) == (len(tokens), len(logprobs)), f"{rest['prompt_id']}: its segments are not all of its tokens"
