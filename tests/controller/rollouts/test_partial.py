@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from mcore_rl.config.asynchrony import AsyncConfig
 from mcore_rl.config.data import DataConfig
@@ -253,13 +254,14 @@ class Agent:
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
+        self.waits = EngineWaits()
 
     def runs(self, row: PromptRow) -> bool:
         return True
 
-    async def run(
+    async def conversations(
         self, source: SampleSource, row: PromptRow, name: str, group: int, index: int, sampling: Sampling
-    ) -> Episode:
+    ) -> list[Episode]:
         self.begun[f"{name}#{index}"] += 1
         segments, tokens, end = [prompt_segment(row)], list(row.tokens), None
         for turn in range(2):
@@ -270,7 +272,7 @@ class Agent:
             end = sample.finish
             await some_time(9 + 5 * (row.number % 4))
         assert end is not None
-        return Episode(row=row, prompt_id=name, group=group, index=index, segments=tuple(segments), end=end)
+        return [Episode(row=row, prompt_id=name, group=group, index=index, segments=tuple(segments), end=end)]
 
 
 @BOTH
