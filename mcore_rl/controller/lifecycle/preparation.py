@@ -205,7 +205,6 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
         kl.load_state_dict(progress.kl)
-    settings = draw_settings(config, identity)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
@@ -220,7 +219,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         encoder=encoder,
         agents=agents,
         data_sources=data_sources,
-        draw_settings=settings,
+        draw_settings=(settings := draw_settings(config, identity)),
         kept=_kept(config, checkpoint, progress.step, settings, train),
         settings_sum=settings_sum(identity),
     )
