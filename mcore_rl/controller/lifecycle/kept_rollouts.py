@@ -95,7 +95,7 @@ def with_progress(kept: KeptDraws, later: KeptDraws, step: int) -> KeptDraws:
         further = bool(other.episodes) or len(other.samples) > len(group.samples)
         return other if further and newest <= step else group
 
-    return kept if kept.mode is not later.mode else replace(kept, groups=tuple(map(best, kept.groups)))
+    return replace(kept, groups=tuple(map(best, kept.groups)))
 
 
 def _spans(kept: KeptDraws) -> Iterator[VersionSpan]:

@@ -300,9 +300,9 @@ class Agent:
     def runs(self, row: PromptRow) -> bool:
         return True
 
-    async def run(
+    async def conversations(
         self, source: SampleSource, row: PromptRow, name: str, group: int, index: int, sampling: Sampling
-    ) -> Episode:
+    ) -> list[Episode]:
         self.begun[f"{name}#{index}"] += 1
         segments, tokens, end = [prompt_segment(row)], list(row.tokens), None
         for turn in range(2):
@@ -313,7 +313,7 @@ class Agent:
             end = sample.finish
             await some_time(9 + 5 * (row.number % 4))
         assert end is not None
-        return Episode(row=row, prompt_id=name, group=group, index=index, segments=tuple(segments), end=end)
+        return [Episode(row=row, prompt_id=name, group=group, index=index, segments=tuple(segments), end=end)]
 
 
 @BOTH
