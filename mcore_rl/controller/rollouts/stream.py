@@ -18,7 +18,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -42,10 +42,11 @@ from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rollout.protocol import Pause
 from mcore_rl.tracking.clock import Clock
 
+INTERRUPT_S = 10.0  # for engines to give back what they have drawn, when the trainer has died
 DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups are drawn
 
 
@@ -133,6 +134,10 @@ class RolloutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, DeadWorkerError):  # the engines live on, with what they have drawn
+            with suppress(TimeoutError):
+                async with asyncio.timeout(INTERRUPT_S):
+                    await self.interrupt()
         tasks, self._kept_at_end = [*self._tasks.values()], self.kept
         self._give_back(self.place)
         await asyncio.gather(*tasks, return_exceptions=True)
