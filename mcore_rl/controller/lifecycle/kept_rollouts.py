@@ -64,8 +64,9 @@ def kept_rollouts(
     kept, before = found
     again = f"{checkpoint / FILE} has rollouts that were drawn and not trained. Their prompts are drawn again:"
     mode = config.trainer.mode
-    if kept.mode is not mode or not trains_stale(config):
-        note(f"{again} they are of trainer.mode={kept.mode.value}, which now is {mode.value}, or waits for each step")
+    if not trains_stale(config) or (kept.batch is None) == (mode is Mode.one_step_off):
+        what = "groups of any age" if kept.batch is None else "a batch for the next step"
+        note(f"{again} they are {what}, and trainer.mode={mode.value} as it is written draws none")
         return None
     keys = sorted(before.keys() | settings.keys())
     if other := [key for key in keys if before.get(key) != settings.get(key)]:
