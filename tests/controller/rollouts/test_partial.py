@@ -32,7 +32,7 @@ from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode, FinishReason, prompt_segment
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Pause, Prompt, Request, SampleSource, Sampling
@@ -206,6 +206,25 @@ def test_an_update_waits_for_nobody_and_what_is_under_way_goes_on_with_the_new_w
         assert found["rollout/staleness_max"] <= 2
 
     play(lambda: Stage(IN_FLIGHT, fixed({"file:0": 70}), steps=4), script)
+
+
+def test_when_the_trainer_dies_engines_give_back_what_they_have_drawn() -> None:
+    stage = Stage(IN_FLIGHT, fixed({"file:0": 70}), steps=4)
+
+    async def run() -> None:
+        await stage.stream.next(1)
+        await some_time(20)
+        death = DeadWorkerError("rank 0 died")
+        await stage.stream.__aexit__(DeadWorkerError, death, None)
+        await some_time(5)
+        assert not stage.active
+
+    asyncio.run(run())
+    (long,) = [each for each in stage.stream.kept.groups if each.row.id == "file:0"]
+    lengths = [len(sample.tokens) for _, sample in long.samples]
+    assert len(lengths) == 2 and all(5 <= length < 70 for length in lengths), "unfinished, with its tokens"
+    finished = [each.row.id for each in stage.stream.kept.groups if each.episodes]
+    assert "file:1" not in finished and finished, "those of the step are its own, the buffer is kept"
 
 
 def test_with_partial_rollout_off_no_token_of_an_update_is_under_way() -> None:
