@@ -59,7 +59,9 @@ def lanes_show_it(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
         assert each.seconds == pytest.approx(row["time/step"], abs=1e-3)
         assert seconds["trainer"][State.updating] == pytest.approx(row["time/sync"], abs=0.01)
         engine = seconds["engine 0"]
-        assert 0 < engine[State.updating] < row["time/sync"] and engine[State.paused] > 0
+        assert engine[State.updating] > 0 and engine[State.paused] > 0
+        if step > 1:  # the first begins with the first weights, which no phase counts
+            assert engine[State.updating] + engine[State.paused] < row["time/sync"]
         assert (engine[State.drawing] > 0) is (step < 3), "of which step 3 and 4 have no need"
         for name, key in (("engine 0", "perf/engines_idle_share"), ("trainer", "perf/trainer_idle_share")):
             assert row[key] == pytest.approx(1 - sum(seconds[name].values()) / each.seconds, abs=0.02)
