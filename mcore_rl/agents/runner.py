@@ -15,7 +15,8 @@ from mcore_rl.agents.conversations import Conversations
 from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.agents.function_process import FunctionProcesses, imported
 from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars_of
-from mcore_rl.agents.loops import React, SingleTurn, ToolAgent
+from mcore_rl.agents.loops import MathExpression, React, SingleTurn, ToolAgent
+from mcore_rl.agents.mcp_servers import McpServer
 from mcore_rl.agents.programs import Programs
 from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
 from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 SINGLE = ("single_turn_agent", "single_turn")
 TOOL_AGENTS = ("tool_agent", "react")
 PROGRAM = "program"
-WITHOUT_CALLS = (*SINGLE, "react", "interaction")  # no calls in the form of the chat template
+WITHOUT_CALLS = (*SINGLE, "react", "interaction", "math_expression")  # no calls in the form of the chat template
 BUILT_IN_LOOPS: dict[str, Any] = {
     **dict.fromkeys(SINGLE, SingleTurn()),
     "tool_agent": ToolAgent(),
     "react": React(),
     "interaction": ToolAgent(has_tools=False),
+    "math_expression": MathExpression(),
     PROGRAM: None,  # ``Programs`` runs it
 }
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")  # of a row, for a tool
@@ -77,7 +79,12 @@ class AgentRunner:
         self._programs = Programs(config.program, self._gateway)
         self._readers: dict[str, Callable[[str], ReadCalls]] = {}
         self.interactions = load_interactions(config)
-        self._tools = load_tools(config, code, self._processes)
+        self._servers: list[McpServer] = []
+        try:
+            self._tools = load_tools(config, code, self._processes, self._servers)
+        except BaseException:
+            self.close()
+            raise
         self.schemas = self._tools.schemas
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self.waits = EngineWaits()
@@ -131,6 +138,16 @@ class AgentRunner:
     def runs(self, row: PromptRow) -> bool:
         """Whether ``row`` is for an agent; else one answer to the prompt is all."""
         return self.loop_of_row(row) not in SINGLE
+
+    def can_replay(self, row: PromptRow) -> bool:
+        """Whether an interrupted episode of ``row`` may be run again with the turns that it had.
+
+        Its loop, its tools and its interaction say so by ``replayable``; one that says nothing may.
+        """
+        parts = [self.loops[self.loop_of_row(row)], *self._tools.tools.values()]
+        if (name := interaction_kwargs(row).get("name")) in self.interactions:
+            parts.append(self.interactions[name])
+        return all(vars_of(type(each)).get("replayable", True) for each in parts)
 
     def problem_of(self, record: Mapping[str, Any]) -> str:
         """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
@@ -256,9 +273,11 @@ class AgentRunner:
             await asyncio.shield(self._released(session, answers))
 
     def close(self) -> None:
-        """Ends the processes of tools, and users' programs."""
+        """Ends the processes of tools, users' programs, and the MCP servers."""
         self._processes.close()
         self._programs.close()
+        for server in self._servers:
+            server.close()
 
     async def _released(self, session: Session, answers: EpisodeAnswers | None) -> None:
         await session.tool_calls.release()

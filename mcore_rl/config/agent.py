@@ -70,6 +70,9 @@ class AgentConfig:
     loops: further loops, by the name that rows use: ``FILE.py:CLASS`` each.
     tools: what the model may call: built-in tools by name, and functions as ``FILE.py:FUNCTION``.
     tool_config_path: a yaml file of tools in verl's form, besides ``tools``.
+    mcp_config_path: a yaml or JSON file of MCP servers, whose tools the model may call, too.
+    search_corpus: the documents of the tool ``search``: a jsonl or parquet file, or a folder.
+    search_results: the most documents that a call of ``search`` returns.
     tool_parser: reads the model's calls: one of vLLM's parsers by name, or ``FILE.py:FUNCTION``.
     interaction_config_path: a yaml file of interactions in verl's form.
     max_turns: the most turns of the model.
@@ -88,6 +91,9 @@ class AgentConfig:
     loops: dict[str, Any] = field(default_factory=dict)
     tools: list[str] = field(default_factory=list)
     tool_config_path: InputFile | None = None
+    mcp_config_path: InputFile | None = None
+    search_corpus: str | None = None
+    search_results: PositiveInt = 3
     tool_parser: str = "hermes"
     interaction_config_path: InputFile | None = None
     max_turns: PositiveInt = 8
@@ -106,4 +112,5 @@ class AgentConfig:
         """The files of the user: tools, loops, a parser, a program, yaml; of ``FILE.py:NAME`` the file."""
         places = [*self.tools, *map(str, self.loops.values()), self.tool_parser, self.program.function or ""]
         own = [place.rpartition(":")[0] for place in places if ":" in place]
-        return [*own, *(path for path in (self.tool_config_path, self.interaction_config_path) if path is not None)]
+        named = (self.tool_config_path, self.mcp_config_path, self.interaction_config_path)
+        return [*own, *(path for path in named if path is not None)]

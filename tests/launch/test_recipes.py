@@ -43,7 +43,7 @@ from tests.support.composed import recipe
 NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
 MOST_OVERRIDES = 36
 FULL = 0.9  # of a device: docs/planning.md says to leave a tenth free
-FOLDERS = {"gsm8k": "gsm8k", "gsm8k-xml": "gsm8k-xml", "math": "math", "dapo-math": "dapo", "aime24": "aime24"}
+FOLDERS = {name: name for name in DATASETS} | {"dapo-math": "dapo"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,10 @@ PUBLISHED = {
     "deepseek_v3_grpo": Row("grpo", 512, 128, 4, (2048, 4096), 1e-6, "loss", 0.0, 28),
     "qwen3_30b_a3b_grpo_async": Row("grpo", 64, 64, 5, (1024, 2048), 1e-6, "loss", 0.0, 1740),
     "deepseek_v3_grpo_async": Row("grpo", 512, 128, 4, (2048, 4096), 1e-6, "loss", 0.0, 28),
+    "qwen25_7b_dapo_interpreter": Row("grpo", 64, 16, 16, (2048, 16384), 1e-6, "", 0.0, 271, clip=(0.2, 0.28, 10.0)),
+    "qwen25_3b_gsm8k_tool": Row("grpo", 256, 256, 16, (1024, 1024), 1e-6, "loss", 0.0, 435),
+    "qwen25_3b_gsm8k_interaction": Row("grpo", 512, 512, 8, (1024, 3072), 1e-6, "loss", 0.0, 210),
+    "qwen3_30b_a3b_agent": Row("grpo", 64, 16, 16, (2048, 8192), 1e-6, "loss", 0.0, 271),  # nobody's
     **{name: Row("grpo", 64, 64, 5, (512, 1024), 3e-5, "loss", 0.001, 116) for name in ADAPTERS},
 }
 
@@ -234,6 +238,25 @@ def test_hyperparameters_are_those_published(name: str) -> None:
     if row.critic_lr is not None:
         assert "critic" in run.roles and run.critic.optim.lr == row.critic_lr
         assert run.critic.ppo_mini_batch_size == row.mini and run.critic.cliprange_value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "turns", "drawn"),
+    [
+        ("qwen25_7b_dapo_interpreter", ["python"], 16, (30, 1.0, 0.6)),
+        ("qwen25_3b_gsm8k_tool", ["calc_gsm8k_reward"], 5, (1, 0.0, 1.0)),
+        ("qwen25_3b_gsm8k_interaction", [], 5, (1, 0.0, 1.0)),
+        ("qwen3_30b_a3b_agent", ["python"], 16, (30, 1.0, 0.6)),
+    ],
+)
+def test_agents_have_the_tools_and_turns_that_were_published(
+    name: str, tools: list[str], turns: int, drawn: tuple[int, float, float]
+) -> None:
+    rollout = rl_recipe(name).rollout
+    validation = rollout.val_kwargs
+    assert (rollout.agent.tools, rollout.agent.max_turns, rollout.agent.tool_parser) == (tools, turns, "hermes")
+    assert (validation.n, validation.temperature, validation.top_p) == drawn
+    assert not rl_recipe(name).reward.overlong.enable
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

@@ -134,6 +134,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.agent.program.max_parallel": COUNT,
     "rollout.agent.program.port": PORT,
     "rollout.agent.program.timeout_s": SECONDS,
+    "rollout.agent.search_results": COUNT,
     "rollout.agent.tool_reward_coef": COEFFICIENT,
     "rollout.agent.tool_timeout_s": SECONDS,
     "rollout.max_prompt_length": COUNT,
