@@ -1,7 +1,8 @@
 """Agent loops: what happens between two turns of the model.  A row chooses its loop by the column ``agent_name``.
 
 A loop of one's own is a class with ``async def run(self, row, session) -> Episode``; ``rollout.agent.loops`` names it.
-A limit of the session ends a loop by an exception that it need not catch.
+A limit of the session ends a loop by an exception that it need not catch.  An episode that was interrupted is run again
+from its beginning, and gets the turns that it had; a class with ``replayable = False`` is given new ones.
 """
 
 from __future__ import annotations

@@ -139,6 +139,16 @@ class AgentRunner:
         """Whether ``row`` is for an agent; else one answer to the prompt is all."""
         return self.loop_of_row(row) not in SINGLE
 
+    def can_replay(self, row: PromptRow) -> bool:
+        """Whether an interrupted episode of ``row`` may be run again with the turns that it had.
+
+        Its loop, its tools and its interaction say so by ``replayable``; one that says nothing may.
+        """
+        parts = [self.loops[self.loop_of_row(row)], *self._tools.tools.values()]
+        if (name := interaction_kwargs(row).get("name")) in self.interactions:
+            parts.append(self.interactions[name])
+        return all(vars_of(type(each)).get("replayable", True) for each in parts)
+
     def problem_of(self, record: Mapping[str, Any]) -> str:
         """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
         name, inner = self.loop_of(record), record.get("extra_info") or {}

@@ -184,6 +184,10 @@ class Run(TrainingRun[RunConfig, Prepared]):
             self.rollouts.return_to(kept)
             raise
 
+    async def take_back(self) -> None:
+        """Takes unfinished responses from the engines, which go on with them."""
+        await self.rollouts.take_back()
+
     def drawn_now(self) -> WriteMore:
         """Writes the rollouts that no step has, as they are now, into a checkpoint."""
         return partial(self.rollouts.kept.write, settings=self.prepared.draw_settings)

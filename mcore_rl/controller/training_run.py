@@ -141,11 +141,15 @@ class TrainingRun(ABC, Generic[C, P]):
     async def save(self) -> None:
         """Save a checkpoint of the last complete step, wherever the trainer's memory is."""
         with self.clock("save"):
+            await self.take_back()
             await self.saver.save(self.progress_now(), self.drawn_now())
 
     async def conclude_saving(self) -> None:
         """Make sure that the last complete step has a checkpoint.  Raises CheckpointError if it cannot be written."""
         await self.saver.conclude(self.progress_now(), self.drawn_now())
+
+    async def take_back(self) -> None:
+        """Takes what is being drawn to where ``drawn_now`` finds it; here nothing is."""
 
     def drawn_now(self) -> WriteMore:
         """Writes what was drawn and not trained, as it is now, into a checkpoint; here there is nothing."""

@@ -20,6 +20,7 @@ from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.engine_set import EngineSet, LivingEngines, Member, layout_of
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
+from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.replay_check import keep_identity
@@ -32,7 +33,7 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.controller.training_run import begin_records, open_directory
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind
@@ -56,6 +57,8 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
     platform, living = detect(config.trainer.device), living or LivingEngines()
     config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
+    if prepared.kept is not None and living.left is not None:
+        prepared = replace(prepared, kept=with_progress(prepared.kept, living.left, prepared.progress.step))
     config = scheduled(config, prepared.num_steps)
     trainer, policy = config.trainer, config.policy.name
     async with AsyncExitStack() as stack:
@@ -99,7 +102,11 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         tracker.watch(run.lanes)
         stack.push_async_callback(run.saver.close)
         stack.push_async_callback(run.recorder.close)
-        yield run
+        try:
+            yield run
+        except DeadWorkerError:
+            living.left = run.rollouts.kept
+            raise
 
 
 async def _restart_dead(pool: EnginePool, restarter: EngineRestarter, death: DeadEngineError) -> None:

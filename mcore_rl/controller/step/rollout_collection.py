@@ -137,6 +137,10 @@ class RolloutCollector:
         other.engine = engine
         return other
 
+    def can_replay(self, row: PromptRow) -> bool:
+        """Whether unfinished episodes of ``row`` may go on with the samples that they have."""
+        return self._agents is None or not self._agents.runs(row) or self._agents.can_replay(row)
+
     async def collect_group(self, ordinal: int, row: PromptRow) -> list[Episode]:
         """The group of one prompt; as the last its greedy sample if the algorithm needs one.
 
