@@ -11,9 +11,10 @@ Invariant: every conversation here has a trained token and at most ``max_length`
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ class ConversationSet:
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without an assistant's turn, refused by the chat template or
-        meant for tools, agents, images or videos, a template whose prefixes disagree, conversations that are too long
+        meant for agents, images or videos, a template whose prefixes disagree, conversations that are too long
         if ``truncation`` is error, none left.
         """
         reading = _Reading()
@@ -113,7 +114,7 @@ class ConversationSet:
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
                     for row, record in enumerate(records, start):
-                        for column in wants_more_than_text(record or {}):
+                        for column in wants_more_than_text({**(record or {}), "tools": None}):
                             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
                         _take(reading, file.row_id(row), record, config, turns)
                     bar.advance(task, len(records))
@@ -165,9 +166,16 @@ class _Turns:
     kwargs: dict[str, Any]
     specials: frozenset[int]
 
-    def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """(tokens, mask).  ValueError, with the remedy: the template does not show where the assistant's part is."""
-        template = self.tokenizer.get_chat_template()
+    def encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """(tokens, mask).  tools: what the template is told that the assistant may call.
+
+        ValueError, with the remedy: the template does not show where the assistant's part is.
+        """
+        if tools:
+            return replace(self, kwargs={**self.kwargs, "tools": tools}).encode(messages)
+        template = self.tokenizer.get_chat_template(tools=self.kwargs.get("tools"))
         tagged = GENERATION.search(template) is not None
         text, spans = self._tagged(messages, template) if tagged else self._differences(messages)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -192,6 +200,7 @@ class _Turns:
 
         given = {**self.tokenizer.special_tokens_map, **self.kwargs}
         asked: dict[str, Any] = {"chat_template": template, "return_assistant_tokens_mask": True}
+        given["tools"] = [given["tools"]] if given.get("tools") else None  # one list a conversation
         rendered: Any = render_jinja_template(conversations=[messages], **asked, **given)
         (text,), (parts,) = rendered
         return text, parts
@@ -225,8 +234,12 @@ def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config:
     if isinstance(messages, str):
         reading.problems.append(f"{row_id}: {messages}")
         return
+    tools = tools_of(record or {})
+    if isinstance(tools, str):
+        reading.problems.append(f"{row_id}: tools {tools}")
+        return
     try:
-        tokens, mask = turns.encode(messages)
+        tokens, mask = turns.encode(messages, tools)
     except ValueError as error:
         reading.problems.append(f"{row_id}: {error}")
         return
@@ -269,6 +282,36 @@ def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict
     if not response:
         return f"{config.response_key} is null or empty. Write the response, or leave the row out"
     return [*messages, {"role": ASSISTANT, "content": response}]
+
+
+def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
+    """The schemas in a row's column ``tools``, or what is wrong with them.
+
+    They are {type, function: {name, description, parameters}} each, or their JSON: parquet gives every tool the
+    arguments of all, and JSON keeps them apart.
+    """
+    form = "Write [{type: function, function: {name, description, parameters}}, ...], or its JSON"
+    given = record.get("tools")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError) as error:
+            return f"is no JSON: {error}. {form}"
+    if not given:
+        return []
+    if not isinstance(given, list):
+        return f"is no list. {form}"
+    tools = [_without_nulls(json.loads(each) if isinstance(each, str) else each) for each in given]
+    if not all(isinstance(each, dict) and isinstance(each.get("function"), dict) for each in tools):
+        return f"has an entry without function. {form}"
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without fields that are null, which parquet adds."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _value(record: dict[str, Any], key: str) -> Any:
