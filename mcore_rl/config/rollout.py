@@ -21,6 +21,7 @@ from mcore_rl.config.bounds import (
     check,
 )
 from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.config.parallel import parse_sizes
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
@@ -182,6 +183,7 @@ class RolloutConfig(ServingConfig):
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
     return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
         the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
+    lora: whether the engines of a run with adapters hold merged weights or apply the adapters, see ``PublishedLora``.
     val_kwargs: how validation samples.
     agent: agent loops, tools, and what ends an episode.
     """
@@ -197,6 +199,7 @@ class RolloutConfig(ServingConfig):
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
+    lora: PublishedLora = PublishedLora.merged
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 

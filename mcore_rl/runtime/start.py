@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.config.trainer import TrainerConfig, WatchdogConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
@@ -73,6 +74,7 @@ async def start_engines(
     *,
     name: str = "engine",
     awaits_weights: bool = False,
+    adapters: EngineAdapters | None = None,
     watchdog: Watchdog | None = None,
 ) -> list[EngineClient]:
     """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
@@ -82,6 +84,7 @@ async def start_engines(
     name: the engines are called by it and a number.
     awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
     reads the checkpoint.
+    adapters: see ``start_engine``.
     watchdog: says when an engine hangs; it learns from the calls of all of them.  None: by the default limits.
     On CPU the engines share this machine's cores, each, and each of its parts on other nodes, with cores of its own if
     there are enough.
@@ -109,7 +112,7 @@ async def start_engines(
         EngineClient(f"{name} {engine}", [part(engine, node) for node in range(nodes)], watchdog)
         for engine in range(len(bundles))
     ]
-    starting = [engine.start(directory, config, awaits_weights=awaits_weights) for engine in engines]
+    starting = [engine.start(directory, config, awaits_weights=awaits_weights, adapters=adapters) for engine in engines]
     try:
         results = await asyncio.gather(*starting, return_exceptions=True)
         for error in (result for result in results if isinstance(result, BaseException)):

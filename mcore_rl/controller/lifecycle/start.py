@@ -21,6 +21,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.messages import note, warn
+from mcore_rl.controller.lifecycle.model_checks import engine_adapters
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, models_of, prepare
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
@@ -76,7 +77,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         starting_engines = partial(
             start_engines, directory, config.served_rollout, places.rollout, platform, logs, stack, awaits_weights=True,
-            watchdog=watchdog,
+            adapters=engine_adapters(config), watchdog=watchdog,
         )  # fmt: skip
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
@@ -96,7 +97,10 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         updater = await _weight_updater(config, platform, places, groups[policy], engines, store)
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq)
-        devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
+        devices = DeviceSharing(
+            trainer.placement, groups[policy], pool, weights, restarter, reward_model,
+            keep_base=engine_adapters(config) is not None,
+        )  # fmt: skip
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
         stack.callback(prepared.agents.close)
@@ -147,8 +151,9 @@ async def _weight_updater(
     """The updater of ``engines`` with the weights of ``actor``; they meet at ``store``."""
     transport = weight_transport(config, platform, places, store)
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
-    await actor.connect(transport, config.rollout.layout, config.rollout.dtype, UPDATE_BUCKET_BYTES)
-    return WeightUpdater(engines, config.rollout.layout, actor)
+    rollout = config.rollout
+    await actor.connect(transport, rollout.layout, rollout.dtype, UPDATE_BUCKET_BYTES, rollout.lora)
+    return WeightUpdater(engines, rollout.layout, actor)
 
 
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
