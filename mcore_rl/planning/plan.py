@@ -32,7 +32,7 @@ from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
 from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
-from mcore_rl.planning.training import RolePlan, Work
+from mcore_rl.planning.training import RolePlan, Work, engine_lora
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
 
@@ -69,8 +69,9 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
     processes = ProcessMemory.of(cluster)
     room = serving(
-        model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None
-    )
+        model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None,
+        lora=engine_lora(run),
+    )  # fmt: skip
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
     site = Site(
@@ -224,10 +225,12 @@ def _seconds(
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
     by_part = {"generate": inside + between}
-    update = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
+    update = weights_s(actor, room.update_bytes, run.rollout.layout, rates, separate=separate)
     by_part["sync"] = update.total
     if not separate:
         by_part["sync"] += sum(offload_s(role, rates, update.inside * (behind and role is actor)) for role in roles)
+        if room.adapters and rates.accelerator:  # the engines keep their weights in host memory while they sleep
+            by_part["sync"] += 2 * move_s(room.weights + room.adapters, rates)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
         if row.publishes and why_scored(run) is None:

@@ -34,7 +34,7 @@ from mcore_rl.planning.peaks import Phase, Place, Plan
 from mcore_rl.planning.plan import plan, rl_work, role_plan, sft_work
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
-from mcore_rl.planning.training import RolePlan
+from mcore_rl.planning.training import RolePlan, engine_lora
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # shares of a device to try for a colocated engine
 SEPARATE_SHARE = 0.9
@@ -204,7 +204,7 @@ def _run_options(
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
-    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes)
+    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run))
     ours = [
         (_training_s(run, each.roles, rates), each)
         for each in trainings(
@@ -263,7 +263,9 @@ def _rollouts(
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
-                room = serving(model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster))
+                room = serving(
+                    model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run)
+                )
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue

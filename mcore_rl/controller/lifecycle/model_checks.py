@@ -10,6 +10,7 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import open_peft
 from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
@@ -22,6 +23,8 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, target_violations
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_violations
+from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
 
@@ -43,10 +46,23 @@ def adapter_violations(config: RunConfig | SftConfig) -> Iterator[Violation]:
             family, model = model_of(read_config(Path(config.weights_of(role))))
             table, prefix = Table(family, model, head=role.head), f"{role.name}.lora."
             wrong = list(target_violations(of_role.lora, table, prefix))
+            if role.publishes and isinstance(config, RunConfig) and config.rollout.lora is PublishedLora.adapter:
+                wrong += published_violations(of_role.lora, table, prefix)
             yield from wrong
             if of_role.lora.path and not wrong:
                 with open_peft(Path(of_role.lora.path), AdapterTable(table, of_role.lora)):
                     pass
+
+
+def engine_adapters(config: RunConfig) -> EngineAdapters | None:
+    """The adapters that the rollout engines apply; None: they hold whole weights."""
+    lora, rollout = config.actor.lora, config.rollout
+    if not lora.rank or rollout.lora is PublishedLora.merged:
+        return None
+    family, model = model_of(read_config(Path(config.model_directory)))
+    return RolloutAdapterTable(
+        RolloutTable(family, model, rollout.layout), AdapterTable(Table(family, model), lora)
+    ).engine_adapters
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:

@@ -22,6 +22,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
+from mcore_rl.controller.lifecycle.model_checks import engine_adapters
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.replay_check import keep_identity
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
@@ -79,7 +80,10 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         engine_set = EngineSet(kept.members, pool, restarter, updater, layout, connect)
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq, engine_set)
-        devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, kept.reward_model)
+        devices = DeviceSharing(
+            trainer.placement, groups[policy], pool, weights, restarter, kept.reward_model,
+            keep_base=engine_adapters(config) is not None,
+        )  # fmt: skip
         elastic = ElasticEngines(start.directory, start.newcomers(kept, living), engine_set, pool, weights, devices)
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
@@ -142,7 +146,7 @@ async def _connect(
     config = replace(config, rollout=replace(config.rollout, dp=layout.dp))
     transport = weight_transport(config, platform, places, store, f"weights/{attempt}")
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
-    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES)
+    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES, config.rollout.lora)
 
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:
