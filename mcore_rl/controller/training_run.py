@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from mcore_rl.config.compose import as_dict
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import is_due
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
@@ -36,7 +36,7 @@ from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.sinks import Tracker
 
-C = TypeVar("C", RunConfig, SftConfig)
+C = TypeVar("C", bound=RunConfig | OfflineConfig)
 P = TypeVar("P", bound=PreparedRun)
 R = TypeVar("R", bound="TrainingRun[Any, Any]")
 # Called with a step's number and its metrics, those of metrics.jsonl.  True: the run ends after this step.
@@ -203,7 +203,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
 
 
 def open_directory(
-    config: RunConfig | SftConfig, prepared: PreparedRun, platform: Platform, stack: AsyncExitStack
+    config: RunConfig | OfflineConfig, prepared: PreparedRun, platform: Platform, stack: AsyncExitStack
 ) -> Tracker:
     """Open the loggers and start Ray; ``stack`` closes them.  Nothing of an earlier run in the directory changes."""
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
@@ -218,7 +218,7 @@ def open_directory(
     return tracker
 
 
-def begin_records(config: RunConfig | SftConfig, prepared: PreparedRun, planned: Plan, tracker: Tracker) -> None:
+def begin_records(config: RunConfig | OfflineConfig, prepared: PreparedRun, planned: Plan, tracker: Tracker) -> None:
     """Begin the records of a run whose processes are up; those of a fresh run's forerunners are moved aside.
 
     Checkpoints after the step that the run resumes from are set aside, unless the run only validates.

@@ -41,6 +41,18 @@ SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
+PREFERENCE_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("loss", 8, ("prefer/loss",)),
+    ("acc", 6, ("prefer/accuracy",)),
+    ("margin", 8, ("prefer/margin",)),
+    ("val loss", 8, ("prefer/val_loss",)),
+    ("val", 6, ("prefer/val_accuracy",)),
+    ("grad", 8, ("actor/grad_norm",)),
+    ("lr", 8, ("actor/lr",)),
+    ("tok/s", 7, ("perf/trained_tokens_per_s",)),
+    ("MFU", 5, ("perf/mfu",)),
+    ("seconds", 7, ("time/step",)),
+)
 MAX_WIDTH = 100
 # What a narrow terminal does without, the first named first; metrics.jsonl has all of it.
 LEFT_OUT = ("MFU", "logp diff", "grad", "lr", "entropy", "length", "tok/s", "KL", "acc", "val", "val loss", "seconds")
@@ -67,7 +79,8 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's row."""
         self._line.finished(step)
-        columns = SUPERVISED_COLUMNS if any(key.startswith("sft/") for key in metrics) else COLUMNS
+        kinds = {"sft": SUPERVISED_COLUMNS, "prefer": PREFERENCE_COLUMNS}
+        columns = next((kinds[first] for key in metrics if (first := key.partition("/")[0]) in kinds), COLUMNS)
         cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
         if self._live is None:
             words = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
