@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
+from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, rewards
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.prefer import PreferredConfig
@@ -50,8 +50,7 @@ class PreferencesLoss(RoleLoss):
         assert inputs.logprobs_N is not None, "a language model's forward pass makes log-probs"
         share_S = inputs.own_shares(inputs.logprobs_N.dtype)
         total, metrics = (self._of_pairs if self.with_pairs else self._of_responses)(inputs, share_S)
-        connected = masked_sum(inputs.logprobs_N, torch.zeros_like(inputs.mask_N))
-        return LossSums(total=total + connected, metrics=metrics)
+        return LossSums(total=total, metrics=metrics)  # a sum over no pair is connected through their sums
 
     def _of_pairs(self, inputs: LossInputs, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"

@@ -93,6 +93,10 @@ def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
     if config.trainer.mode is not Mode.sync:
         remedy, problem = "Leave trainer.mode out", f"{config.command} draws no rollouts"
         yield Violation("trainer.mode", config.trainer.mode.value, problem, remedy)
+    for name, value in (("record_rollouts", config.trainer.record_rollouts), ("replay", config.trainer.replay)):
+        if value:
+            key = f"trainer.{name}"
+            yield Violation(key, value, f"{config.command} draws no rollouts", f"Leave {key} out")
 
 
 def _missing(config: OfflineConfig) -> Iterator[Violation]:

@@ -14,6 +14,7 @@ from mcore_rl.config.bounds import (
     Lines,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     PositiveShare,
     Ranks,
@@ -182,6 +183,9 @@ class RolloutConfig(ServingConfig):
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
     return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
         the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
+    partial: a step takes the groups that are finished first; unfinished responses are kept with their tokens and go on
+        in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
+    over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
     val_kwargs: how validation samples.
     agent: agent loops, tools, and what ends an episode.
     """
@@ -197,6 +201,8 @@ class RolloutConfig(ServingConfig):
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
+    partial: bool = False
+    over_sampling: PositiveFloat = 0.5
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 

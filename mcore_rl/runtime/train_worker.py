@@ -301,6 +301,8 @@ class TrainWorker(Answering):
     def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
         """Makes this rank a member of the weight channel to the rollout ranks.  dtype: of vLLM's weights."""
         family, model = self.table.family, self.table.model
+        if self._publisher is not None:  # engines joined or left
+            self._publisher.close()
         self._publisher = Publisher(
             self.engine.models,
             self.table,
