@@ -116,6 +116,13 @@ class TrainingRun(ABC, Generic[C, P]):
             self.prepared.sampler.load_state_dict(place)
             raise
 
+    def watch(self, lanes: Sequence[Lane]) -> None:
+        """Records what the engines of ``lanes`` do, from now on: they may be older than this run."""
+        self.lanes, now = lanes, time.perf_counter()
+        for lane in lanes:
+            lane.take(now, now)
+        self.tracker.watch(lanes)
+
     def clocked(self) -> tuple[dict[str, float], StepLanes]:
         """Ends the clock's step: its seconds (``time/*``) with the shares of idle time, and what everybody did."""
         begin, seconds = self.clock.begun, self.clock.step()
