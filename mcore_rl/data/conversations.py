@@ -104,8 +104,7 @@ class ConversationSet:
         if ``truncation`` is error, none left.
         """
         reading = _Reading()
-        specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        turns = _Turns(tokenizer, config.chat_template_kwargs, frozenset({*specials, *tokenizer.all_special_ids}))
+        turns = Turns.of(tokenizer, config.chat_template_kwargs)
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
@@ -148,6 +147,11 @@ class ConversationSet:
         """Tokens of each conversation."""
         return self._reading.tokens.lengths
 
+    @property
+    def units(self) -> list[list[int]]:
+        """Of each row, the tokens of its one conversation."""
+        return [[length] for length in self.lengths]
+
     def describe(self) -> str:
         """One line for the user: how many conversations, how long, and how many were cut or left out."""
         lengths = f"{min(self.lengths)} to {max(self.lengths)} tokens, mean {sum(self.lengths) / len(self):.0f}"
@@ -159,25 +163,37 @@ class ConversationSet:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class Turns:
     """Encodes messages as tokens and mask.  specials: ids of special tokens, the ends of turns among them."""
 
     tokenizer: PreTrainedTokenizerBase
     kwargs: dict[str, Any]
     specials: frozenset[int]
 
-    def encode(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-    ) -> tuple[list[int], list[bool]]:
-        """(tokens, mask).  tools: what the template is told that the assistant may call.
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> Turns:
+        """With the chat template of ``tokenizer``, a fast one, to which ``kwargs`` are given."""
+        specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        return cls(tokenizer, kwargs, frozenset({*specials, *tokenizer.all_special_ids}))
 
-        ValueError, with the remedy: the template does not show where the assistant's part is.
+    def encode(
+        self, messages: list[dict[str, Any]], begin: int = 0, *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """(tokens, mask).
+
+        begin: the first message of which anything is trained.  tools: what the template is told that the assistant may
+        call.  ValueError, with the remedy: the template does not show where the assistant's part is.
         """
         if tools:
-            return replace(self, kwargs={**self.kwargs, "tools": tools}).encode(messages)
+            return replace(self, kwargs={**self.kwargs, "tools": tools}).encode(messages, begin)
         template = self.tokenizer.get_chat_template(tools=self.kwargs.get("tools"))
         tagged = GENERATION.search(template) is not None
-        text, spans = self._tagged(messages, template) if tagged else self._differences(messages)
+        if tagged:
+            text, spans = self._tagged(messages, template)
+            spans = spans[sum(message["role"] == ASSISTANT for message in messages[:begin]) :]
+        else:
+            text = self._render(messages)
+            spans = list(self._spans(messages, text, begin))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
         mask = [False] * len(tokens)
@@ -205,14 +221,10 @@ class _Turns:
         (text,), (parts,) = rendered
         return text, parts
 
-    def _differences(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, (begin, end) of every turn of the assistant)."""
-        text = self._render(messages)
-        return text, list(self._spans(messages, text))
-
-    def _spans(self, messages: list[dict[str, Any]], text: str) -> Iterator[tuple[int, int]]:
+    def _spans(self, messages: list[dict[str, Any]], text: str, begin: int) -> Iterator[tuple[int, int]]:
+        """(begin, end) of every turn of the assistant from message ``begin`` on, in ``text``."""
         for place, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+            if message["role"] != ASSISTANT or place < begin:
                 continue
             if place == 0:
                 raise ValueError(f"begins with the assistant, so that nothing shows where its header ends. {TAGS}")
@@ -228,7 +240,7 @@ class _Turns:
         return str(self.tokenizer.apply_chat_template(messages, **asked, **self.kwargs))
 
 
-def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: _Turns) -> None:
+def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: Turns) -> None:
     """Add one row to ``reading``."""
     messages = _messages(record, config)
     if isinstance(messages, str):
@@ -239,7 +251,7 @@ def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config:
         reading.problems.append(f"{row_id}: tools {tools}")
         return
     try:
-        tokens, mask = turns.encode(messages, tools)
+        tokens, mask = turns.encode(messages, tools=tools)
     except ValueError as error:
         reading.problems.append(f"{row_id}: {error}")
         return

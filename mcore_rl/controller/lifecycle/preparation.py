@@ -13,6 +13,7 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
@@ -27,7 +28,6 @@ from mcore_rl.config.roles import (
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.messages import warn
@@ -97,7 +97,7 @@ class Prepared(PreparedRun):
 
 
 def to_resume(
-    config: RunConfig | SftConfig, identity: Identity, sampler: PromptSampler
+    config: RunConfig | OfflineConfig, identity: Identity, sampler: PromptSampler
 ) -> tuple[Path | None, Progress]:
     """The checkpoint to resume from, if any; moves ``sampler`` to its place, and notes where ``identity`` differs."""
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
@@ -109,7 +109,7 @@ def to_resume(
     return checkpoint, progress
 
 
-def weights_of_roles(config: RunConfig | SftConfig) -> dict[str, Path]:
+def weights_of_roles(config: RunConfig | OfflineConfig) -> dict[str, Path]:
     """The Hugging Face checkpoints of the roles' first weights, by the configuration keys that name them."""
     return {
         (role.weights if role.weights and config.has_weights(role) else "model.path"): Path(config.weights_of(role))
