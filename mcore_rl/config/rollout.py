@@ -186,8 +186,7 @@ class RolloutConfig(ServingConfig):
     partial: a step takes the groups that are finished first; unfinished responses are kept with their tokens and go on
         in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
     over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
-    val_kwargs: how validation samples.
-    agent: agent loops, tools, and what ends an episode.
+    val_kwargs: how validation samples.  agent: agent loops, tools, and what ends an episode.
     """
 
     n: PositiveInt = 1
