@@ -188,8 +188,7 @@ class RolloutConfig(ServingConfig):
         in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
     over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
     lora: whether the engines of a run with adapters hold merged weights or apply the adapters, see ``PublishedLora``.
-    val_kwargs: how validation samples.
-    agent: agent loops, tools, and what ends an episode.
+    val_kwargs: how validation samples.  agent: agent loops, tools, and what ends an episode.
     """
 
     n: PositiveInt = 1

@@ -109,9 +109,9 @@ def test_what_is_unfinished_goes_on_and_every_token_is_of_the_weights_that_drew_
 def versions_of(directory: Path, step: int) -> list[dict[int, int]]:
     """Of each response: version -> tokens, as its row says."""
     rows: list[dict[str, Any]] = pq.read_table(directory / "rollouts" / f"step_{step}.parquet").to_pylist()
-    found = [{each["version"]: each["num_tokens"] for each in json.loads(row["versions"])} for row in rows]
-    assert [sum(each.values()) for each in found] == [row["num_tokens"] for row in rows]
-    return found
+    spans = [{each["version"]: each["num_tokens"] for each in json.loads(row["versions"])} for row in rows]
+    assert [sum(each.values()) for each in spans] == [row["num_tokens"] for row in rows]
+    return spans
 
 
 def worst_difference(task: Path, directory: Path, seen: Seen) -> float:

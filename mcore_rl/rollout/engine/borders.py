@@ -35,8 +35,8 @@ def mended(request: Request, sample: Sample, stop: Sequence[str], decode: Decode
     border, longest = len(before.rstrip(UNREADABLE)), max(map(len, stop), default=0)
     for count in range(request.num_done + 1, len(tokens) + 1 if longest else 0):
         now = text(count)
-        if (found := _first(now, border, stop)) is not None:
-            place, string = found
+        if (ends := _first(now, border, stop)) is not None:
+            place, string = ends
             if place >= border and not before.endswith(UNREADABLE):
                 return sample  # vLLM found it, too
             return _cut(request, sample, count, now[:place], string)
@@ -53,8 +53,8 @@ def mended(request: Request, sample: Sample, stop: Sequence[str], decode: Decode
 def _first(text: str, border: int, stop: Sequence[str]) -> tuple[int, str] | None:
     """(place, string) of the stop string beyond or across ``border`` that ends first, of ties the first of ``stop``."""
     places = [(text.find(each, max(0, border - len(each) + 1)), each) for each in stop]
-    found = [(place, each) for place, each in places if place >= 0]
-    return min(found, key=lambda each: each[0] + len(each[1]), default=None)
+    there = [(place, each) for place, each in places if place >= 0]
+    return min(there, key=lambda each: each[0] + len(each[1]), default=None)
 
 
 def _cut(request: Request, sample: Sample, count: int, text: str, stop: str) -> Sample:

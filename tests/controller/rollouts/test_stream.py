@@ -1,7 +1,7 @@
 """A stream of groups: what each step gets, what it waits for, and what becomes of groups that no step has.
 
 Here updates wait for what is drawn (``async.partial_rollout=false``), or nothing is unfinished when they come;
-``test_partial.py`` has the rest.
+``test_stream_partial.py`` has the rest.
 """
 
 from __future__ import annotations

@@ -57,13 +57,13 @@ def test_it_is_the_response_that_was_never_interrupted(stop: tuple[str, ...]) ->
         end, rest, ended = drawn(model, cut, stop)
         finish = FinishReason.length if ended is None else FinishReason.stop
         answer = sample(model[:end], before + rest, finish, ended, part=cut)
-        found = mended(Request(prompt=PROMPT, so_far=so_far), answer, stop, decode)
-        assert found.tokens.tolist() == list(model[:count]), cut
-        assert (found.text, found.stop) == (text, string), cut
-        assert found.finish is (FinishReason.length if string is None else FinishReason.stop)
-        assert found.logprobs.tolist() == [*range(count)] and found.versions[-1].end == count
-        assert found.versions[0] == VersionSpan(version=1, start=0, end=cut)
-        assert found.experts is not None and len(found.experts) == len(PROMPT.tokens) + count - 1
+        whole = mended(Request(prompt=PROMPT, so_far=so_far), answer, stop, decode)
+        assert whole.tokens.tolist() == list(model[:count]), cut
+        assert (whole.text, whole.stop) == (text, string), cut
+        assert whole.finish is (FinishReason.length if string is None else FinishReason.stop)
+        assert whole.logprobs.tolist() == [*range(count)] and whole.versions[-1].end == count
+        assert whole.versions[0] == VersionSpan(version=1, start=0, end=cut)
+        assert whole.experts is not None and len(whole.experts) == len(PROMPT.tokens) + count - 1
 
 
 def test_of_several_the_one_that_ends_first_ends_it() -> None:
@@ -77,9 +77,9 @@ def test_of_several_the_one_that_ends_first_ends_it() -> None:
             so_far = sample(model[:cut], decode(model[:cut]), FinishReason.abort, None, part=cut)
             finish = FinishReason.length if ended is None else FinishReason.stop
             answer = sample(model[:end], decode(model[:cut]) + rest, finish, ended, part=cut)
-            found = mended(Request(prompt=PROMPT, so_far=so_far), answer, stop, decode)
-            assert (len(found.tokens), found.text) == (count, text), (model, stop, cut)
-            assert found.stop == string
+            whole = mended(Request(prompt=PROMPT, so_far=so_far), answer, stop, decode)
+            assert (len(whole.tokens), whole.text) == (count, text), (model, stop, cut)
+            assert whole.stop == string
 
 
 def test_what_begins_afresh_is_left_as_it_is() -> None:

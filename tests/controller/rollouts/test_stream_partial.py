@@ -201,9 +201,9 @@ def test_an_update_waits_for_nobody_and_what_is_under_way_goes_on_with_the_new_w
         long = [each for each in batches[place].episodes if each.row.id == "file:0"]
         assert all({*drawn_tokens(each)} >= {0, 1} for each in long)
         assert len([each for each in stage.engines[0].asked if each.prompt.id == "0/file:0"]) == 2, "never asked again"
-        found = staleness_metrics(batches[place].episodes, place + 1)
-        assert found["rollout/resumed_share"] == 0.5 and found["rollout/versions_max"] >= 2
-        assert found["rollout/staleness_max"] <= 2
+        measured = staleness_metrics(batches[place].episodes, place + 1)
+        assert measured["rollout/resumed_share"] == 0.5 and measured["rollout/versions_max"] >= 2
+        assert measured["rollout/staleness_max"] <= 2
 
     play(lambda: Stage(IN_FLIGHT, fixed({"file:0": 70}), steps=4), script)
 
@@ -363,9 +363,9 @@ def test_the_lengths_that_are_trained_are_those_that_were_drawn(mode: str, sigma
 
     async def script(stage: Stage) -> None:
         for step in range(1, steps + 1):
-            found = await stage.train(step)
-            trained.append([len(drawn_tokens(each)) for each in found.episodes])
-            assert staleness_metrics(found.episodes, step)["rollout/staleness_max"] <= 4
+            taken = await stage.train(step)
+            trained.append([len(drawn_tokens(each)) for each in taken.episodes])
+            assert staleness_metrics(taken.episodes, step)["rollout/staleness_max"] <= 4
 
     play(
         lambda: Stage(
@@ -405,13 +405,13 @@ def test_in_any_order_no_token_is_too_old_and_every_prompt_is_trained_once(mode:
         stage.grade = lambda request: float(request.key[1] == 0 and int(request.ground_truth) % 3 > 0)
         trained, dropped, dying = list[int](), 0, asyncio.create_task(die(stage) if deaths else some_time(1))
         for step in range(1, steps + 1):
-            found = await stage.train(step)
-            assert len(found.episodes) == batch * 2
-            for each in found.episodes:
+            taken = await stage.train(step)
+            assert len(taken.episodes) == batch * 2
+            for each in taken.episodes:
                 versions = drawn_tokens(each)
                 assert step - 1 - min(versions) <= bound and max(versions) < step
-            trained += numbers(found)
-            dropped += found.num_dropped
+            trained += numbers(taken)
+            dropped += taken.num_dropped
         dying.cancel()
         await asyncio.wait([dying])
         counts = Counter(each.number + each.epoch * 10_000 for each in stage.begun)
