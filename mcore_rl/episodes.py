@@ -69,6 +69,7 @@ class Segment:
         earned it.  What the whole earned is the episode's score.
     text: the tokens as graders and people read them, without special tokens and stop string.  Empty for the prompt,
         whose messages are in its row.
+    tool_s: seconds in which the calls ran whose results these are; 0 for others.
     """
 
     author: Author
@@ -78,6 +79,7 @@ class Segment:
     versions: tuple[VersionSpan, ...] = ()
     reward: float | None = None
     text: str = ""
+    tool_s: float = 0.0
 
     def __post_init__(self) -> None:
         count, author = len(self.tokens), self.author.value
@@ -106,6 +108,8 @@ class AgentCounts:
     calls, failed_calls: of tools; those that failed or were wrong.
     tool_s: seconds in which tools ran.
     cached_tokens: tokens before a turn that the engine's prefix cache had, over all turns.
+    begins: how a conversation of a user's program begins: ``first``, ``separate`` (another one of the same run),
+        ``branch`` (it goes on elsewhere where another did), ``rewritten`` (the program changed what was said); else "".
     """
 
     reason: str
@@ -114,6 +118,7 @@ class AgentCounts:
     failed_calls: int = 0
     tool_s: float = 0.0
     cached_tokens: int = 0
+    begins: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,6 +130,8 @@ class Episode:
         step may ask a prompt twice.
     group: number of the prompt within the step.  Episodes of one group are samples of one prompt.
     index: number of the sample within its group.
+    part: number of the conversation within the sample.  One run of a user's program may have several: part 0 is what
+        is graded, and the others, which follow it, share its score and its advantage.
     segments: the prompt's first, with at least a token, and no other of the prompt's.
     end: why nothing follows.
     score: what the whole is worth; None before it is graded.
@@ -145,6 +152,7 @@ class Episode:
     experts: RoutesArray | None = None
     agent: AgentCounts | None = None
     pair: int | None = None
+    part: int = 0
 
     def __post_init__(self) -> None:
         authors = [segment.author for segment in self.segments]

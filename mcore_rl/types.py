@@ -39,8 +39,9 @@ class TrainBatch:
         (``MoeConfig.choice_bytes``); those of dense layers are not read.
     unrouted_T: bool, tokens whose routers choose in spite of ``routing_TLK``, because nobody recorded them; None: none.
     extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
+    extra_S: numbers of each sequence that a loss of whole sequences reads, float32, by name, one that ends in ``_S``.
     pairs_S: the key of each sequence's pair, None where it has none; None where no sequence has one.  A pair is trained
-        by one rank, in one microbatch.
+        by one rank, in one microbatch; its first sequence is the preferred one.
     """
 
     lengths_S: tuple[int, ...]
@@ -58,6 +59,7 @@ class TrainBatch:
     routing_TLK: Tensor | None = None
     unrouted_T: Tensor | None = None
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)
+    extra_S: Mapping[str, Tensor] = field(default_factory=dict)
     pairs_S: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class TrainBatch:
         for name, tensor in self.token_fields():
             assert tensor.shape[0] == num_tokens, f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens"
         assert self.pairs_S is None or len(self.pairs_S) == len(self.lengths_S), "pairs_S has a key a sequence"
+        assert all(x_S.shape == (len(self.lengths_S),) for x_S in self.extra_S.values()), "a number a sequence"
         assert self.mask_T.dtype == torch.bool, "masks are bool"
         assert not self.mask_T[list(self.offsets_S)].any(), "the first token of a sequence is never trained"
 
@@ -84,12 +87,16 @@ class TrainBatch:
 
     @classmethod
     def of_fields(
-        cls, lengths_S: tuple[int, ...], named: Mapping[str, Tensor], pairs_S: tuple[int | None, ...] | None = None
+        cls,
+        lengths_S: tuple[int, ...],
+        named: Mapping[str, Tensor],
+        pairs_S: tuple[int | None, ...] | None = None,
+        extra_S: Mapping[str, Tensor] | None = None,
     ) -> TrainBatch:
-        """From per-token fields by name, as ``token_fields`` has them."""
+        """From per-token fields by name, as ``token_fields`` has them, and what is of sequences."""
         known = {name: tensor for name, tensor in named.items() if name in _TOKEN_FIELDS}
         extra_T = {name: tensor for name, tensor in named.items() if name not in known}
-        return cls(lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, **known)
+        return cls(lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, extra_S=extra_S or {}, **known)
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensors on ``device``."""
@@ -108,10 +115,12 @@ class TrainBatch:
             sequences = torch.split(tensor, list(self.lengths_S))
             selected[name] = torch.cat([sequences[i] for i in indices])
         pairs_S = None if self.pairs_S is None else tuple(self.pairs_S[i] for i in indices)
-        return TrainBatch.of_fields(tuple(self.lengths_S[i] for i in indices), selected, pairs_S)
+        extra_S = {name: x_S[list(indices)] for name, x_S in self.extra_S.items()}
+        return TrainBatch.of_fields(tuple(self.lengths_S[i] for i in indices), selected, pairs_S, extra_S)
 
 
-_TOKEN_FIELDS = tuple(each.name for each in fields(TrainBatch) if each.name not in ("lengths_S", "extra_T", "pairs_S"))
+_NOT_OF_TOKENS = ("lengths_S", "extra_T", "extra_S", "pairs_S")
+_TOKEN_FIELDS = tuple(each.name for each in fields(TrainBatch) if each.name not in _NOT_OF_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +145,9 @@ class LossInputs:
     this microbatch, -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a
     part of each sequence, so whole-sequence quantities are made with ``sequence_sums``.  full_kl_N: exact KL to the
     reference at trained rows, with gradient, where the engine was asked for it.  extra_N: the batch's ``extra_T``,
-    ``NAME_N`` for ``NAME_T``.
+    ``NAME_N`` for ``NAME_T``.  extra_S: the batch's ``extra_S`` of the microbatch's sequences, the same on every
+    context rank.  pairs_P2: int64, the numbers in this microbatch of both sequences of each pair, the preferred one
+    first; None if the batch has no pairs.
     """
 
     mask_N: Tensor
@@ -156,6 +167,8 @@ class LossInputs:
     weights_N: Tensor | None = None
     selection_N: Tensor | None = None
     extra_N: Mapping[str, Tensor] = field(default_factory=dict)
+    extra_S: Mapping[str, Tensor] = field(default_factory=dict)
+    pairs_P2: Tensor | None = None
 
     def sequence_sums(self, x_N: Tensor) -> Tensor:
         """Sum of ``x_N`` over each whole sequence, [num_sequences] on every context rank; differentiable."""
@@ -166,6 +179,17 @@ class LossInputs:
     def expand(self, x_S: Tensor) -> Tensor:
         """A per-sequence value at each row of its sequence; padding rows get some sequence's value."""
         return x_S[self.sequence_N.clamp(min=0)]
+
+    def own_shares(self, dtype: torch.dtype) -> Tensor:
+        """The share of each whole sequence's rows that this rank has; over the context ranks they add up to 1.
+
+        [num_sequences], at least one.  What is of a whole sequence, and the same on all context ranks, is multiplied
+        by this before it is added to a loss or a metric.
+        """
+        here_N = (self.sequence_N >= 0).to(dtype)
+        rows_S = torch.zeros(max(self.num_sequences, 1), dtype=dtype, device=here_N.device)
+        rows_S = rows_S.index_add(0, self.sequence_N.clamp(min=0), here_N)
+        return rows_S / self.sum_over_context(rows_S).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)

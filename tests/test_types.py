@@ -43,6 +43,7 @@ def test_token_fields_are_those_that_are_there() -> None:
         ({"advantages_T": torch.zeros(9)}, "advantages_T has 9 rows for 8 tokens"),
         ({"routing_TLK": torch.zeros(3, 8, 2)}, "routing_TLK has 3 rows for 8 tokens"),
         ({"pairs_S": (1, 1)}, "pairs_S has a key a sequence"),
+        ({"extra_S": {"margin_S": torch.zeros(2)}}, "a number a sequence"),
         ({"mask_T": torch.zeros(8)}, "masks are bool"),
         ({"mask_T": torch.tensor([0, 1, 1, 1, 0, 1, 0, 1], dtype=torch.bool)}, "first token of a sequence"),
     ],
@@ -64,6 +65,8 @@ def test_select_takes_whole_sequences_in_the_order_asked_for() -> None:
     assert chosen.routing_TLK is not None and torch.equal(chosen.routing_TLK, routing_TLK[rows])
     assert chosen.old_logprobs_T is None and chosen.pairs_S is None
     assert replace(whole, pairs_S=(7, None, 7)).select([2, 0]).pairs_S == (7, 7)
+    numbered = replace(whole, extra_S={"margin_S": torch.tensor([0.5, 1.5, 2.5])})
+    assert numbered.select([2, 0]).extra_S["margin_S"].tolist() == [2.5, 0.5] and not chosen.extra_S
 
 
 def test_selecting_all_changes_nothing() -> None:
@@ -114,6 +117,15 @@ def test_a_microbatch_of_padding_alone_still_sums() -> None:
     assert empty.expand(sums_S).tolist() == [0.0, 0.0, 0.0]
     sums_S.sum().backward()
     assert x_N.grad is not None and not x_N.grad.any()
+
+
+def test_shares_of_a_sequence_add_up_to_one_over_the_context_ranks() -> None:
+    """This rank has two rows of sequence 1 and one of sequence 0; others have two of each."""
+    others = torch.tensor([2.0, 2.0], dtype=torch.float64)
+    mine_S = inputs(lambda x_S: x_S + others).own_shares(torch.float64)
+    assert mine_S.tolist() == [1 / 3, 2 / 4] and mine_S.dtype is torch.float64
+    none = inputs(lambda x_S: x_S + others, sequence_N=torch.full((5,), -1)).own_shares(torch.float64)
+    assert none.tolist() == [0, 0]
 
 
 def test_expand_is_the_value_of_a_rows_sequence() -> None:

@@ -9,11 +9,12 @@ Invariant: a trained token is a token that the engine drew; the prompt of a turn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.agents.episode_calls import EpisodeCalls
 from mcore_rl.agents.rendering import TOOL, ChatMessage, TurnRenderer, call_id
 from mcore_rl.agents.tools import ToolCall, ToolSet
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 ANSWERED, INTERACTION, INTERACTION_FAILED, ABORTED = "answered", "interaction", "interaction_failed", "aborted"
 TURNS, TURN_TOKENS, RESPONSE_TOKENS = "max_turns", "max_turn_tokens", "max_response_length"
 CALLS, TOOL_TIME = "max_calls_per_turn", "max_tool_s"
+PROGRAM_FAILED, PROGRAM_TIMEOUT = "program_failed", "program_timeout"
+PROGRAM_NO_TURNS, PROGRAM_NO_REWARD = "program_no_turns", "program_no_reward"
 END_REASONS = (
     *(ANSWERED, INTERACTION, TURNS, TURN_TOKENS, RESPONSE_TOKENS),
     *(CALLS, TOOL_TIME, INTERACTION_FAILED, ABORTED),
+    *(PROGRAM_FAILED, PROGRAM_TIMEOUT, PROGRAM_NO_TURNS, PROGRAM_NO_REWARD),
 )
 UNREADABLE = "The call could not be read. Write it in the form that was asked for, with arguments as valid JSON."
 
@@ -65,6 +69,7 @@ class SessionParts:
     """What all sessions of a run share.
 
     read_calls: reads the calls in a turn's ``raw``; None: the model has no tools.
+    waits: measures how long engines are idle.
     """
 
     config: AgentConfig
@@ -72,6 +77,7 @@ class SessionParts:
     renderer: TurnRenderer
     tools: ToolSet
     read_calls: Any = None
+    waits: EngineWaits = field(default_factory=EngineWaits)
 
 
 class Session:
@@ -92,6 +98,12 @@ class Session:
         self._tokens = list(row.tokens)
         self._last: int | None = None  # the drawn token that ended the last turn
         self.num_turns = self._cached_tokens = 0
+        self._seconds_told = 0.0  # of tools, by the segments so far
+
+    @property
+    def waits(self) -> EngineWaits:
+        """Is told when the episode waits for somebody else than the engine."""
+        return self._parts.waits
 
     @property
     def tools(self) -> ToolSet:
@@ -126,7 +138,8 @@ class Session:
             raise EpisodeOverError(ABORTED, FinishReason.abort)
         if sample.finish is FinishReason.length:
             raise EpisodeOverError(RESPONSE_TOKENS if self.room < 1 else TURN_TOKENS)
-        return self._drawn(sample)
+        turn, self._last = read_turn(self._parts, self._sampling, sample)
+        return turn
 
     def append(self, messages: Sequence[ChatMessage]) -> None:
         """Appends {role, content} of tools or a user, after the model's turn, and opens its next.
@@ -170,7 +183,8 @@ class Session:
         config = self._parts.config
         if len(calls) > config.max_calls_per_turn:
             raise EpisodeOverError(CALLS)
-        results = await self.tool_calls.run(calls)
+        with self.waits.waiting():
+            results = await self.tool_calls.run(calls)
         for result in results:
             self.reward(result.reward)
         if self.tool_calls.is_out_of_time:
@@ -214,7 +228,8 @@ class Session:
         name = self.prompt_id if self.num_turns == 0 else f"{self.prompt_id}/turn{self.num_turns}"
         request = Request(prompt=Prompt(id=name, tokens=tuple(self._tokens)), index=self.index)
         sampling = replace(self._sampling, max_tokens=limit, stop=(*self._sampling.stop, *stop))
-        samples = [sample async for sample in self._source.generate([request], sampling)]
+        with self.waits.drawing():
+            samples = [sample async for sample in self._source.generate([request], sampling)]
         (sample,) = samples
         return sample
 
@@ -225,22 +240,26 @@ class Session:
         self._tokens += sample.tokens.tolist()
         self._segments.append(drawn_segment(sample))
 
-    def _drawn(self, sample: Sample) -> DrawnTurn:
-        tokens: list[int] = sample.tokens.tolist()
-        stop = sample.stop if isinstance(sample.stop, str) else None
-        renderer, last = self._parts.renderer, tokens[-1]
-        ended = stop is None and last in renderer.encoder.control_ids
-        if last in self._sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
-            ended = ended and last == renderer.closing_id
-        self._last = tokens[-1] if ended else None
-        raw = str(self._parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
-        return DrawnTurn(text=sample.text, raw=raw, stop=stop)
-
     def _add(self, author: Author, tokens: Sequence[int], text: str) -> None:
         if len(tokens) >= self.room:
             raise EpisodeOverError(RESPONSE_TOKENS)
         self._tokens += tokens
-        self._segments.append(Segment(author=author, tokens=np.asarray(tokens, dtype=np.int32), text=text))
+        seconds = self.tool_calls.seconds - self._seconds_told if author is Author.tool else 0.0
+        self._seconds_told += seconds
+        added = Segment(author=author, tokens=np.asarray(tokens, dtype=np.int32), text=text, tool_s=seconds)
+        self._segments.append(added)
+
+
+def read_turn(parts: SessionParts, sampling: Sampling, sample: Sample) -> tuple[DrawnTurn, int | None]:
+    """(what was drawn, the token that ended it; None: the chat template has to write the end of the turn)."""
+    tokens: list[int] = sample.tokens.tolist()
+    stop = sample.stop if isinstance(sample.stop, str) else None
+    renderer, last = parts.renderer, tokens[-1]
+    ended = stop is None and sample.finish is FinishReason.stop and last in renderer.encoder.control_ids
+    if last in sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
+        ended = ended and last == renderer.closing_id
+    raw = str(parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
+    return DrawnTurn(text=sample.text, raw=raw, stop=stop), last if ended else None
 
 
 def tools_kwargs(row: PromptRow) -> dict[str, Any]:

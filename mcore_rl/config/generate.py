@@ -11,18 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.bounds import AnyData, CrossCheck, OutputFile, PositiveInt, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
 from mcore_rl.config.lora import PublishedLora
-from mcore_rl.config.rollout import (
-    RolloutConfig,
-    ValidationConfig,
-    rollout_config_violations,
-    routing_violations,
-)
+from mcore_rl.config.reward import CodeConfig
+from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
 from mcore_rl.errors import ConfigError, Violation
 
@@ -68,11 +63,19 @@ class GenerateDataConfig:
 
 
 @dataclass(kw_only=True)
+class GenerateRewardConfig:
+    """What agents need of training's group ``reward``: ``code``, the limits of the tool ``python``."""
+
+    code: CodeConfig = field(default_factory=CodeConfig)
+
+
+@dataclass(kw_only=True)
 class GenerateConfig:
     """All settings of ``mcore-rl generate``.
 
     rollout: the engines, which need not share their devices, and how they sample ``n`` responses to each prompt.
         ``rollout.dtype``, if none is written, is the checkpoint's (``dtype_of``).
+    reward: the limits of the tool ``python``; nothing is graded.
     out: the parquet file to write; the engines' logs are written beside it.
     overwrite: whether ``out`` may be replaced.
     """
@@ -80,6 +83,7 @@ class GenerateConfig:
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: GenerateRewardConfig = field(default_factory=GenerateRewardConfig)
     out: OutputFile = ""
     overwrite: bool = False
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
@@ -109,7 +113,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
         _lora_violations,
         _length_violations,
         _validation_violations,
-        _agent_violations,
+        _partial_violations,
         _missing,
         _out_violations,
     ]
@@ -137,10 +141,13 @@ def _validation_violations(config: GenerateConfig) -> Iterator[Violation]:
         yield Violation("rollout.val_kwargs", "...", problem, remedy)
 
 
-def _agent_violations(config: GenerateConfig) -> Iterator[Violation]:
-    if config.rollout.agent != AgentConfig():
-        problem = "says how agents run in training, and one answer to each prompt is generated here"
-        yield Violation("rollout.agent", "...", problem, "Leave it out")
+def _partial_violations(config: GenerateConfig) -> Iterator[Violation]:
+    usual = RolloutConfig()
+    for name in ("partial", "over_sampling"):
+        value = getattr(config.rollout, name)
+        if value != getattr(usual, name):
+            problem = "says what a training step leaves to later ones, and every response is waited for here"
+            yield Violation(f"rollout.{name}", value, problem, "Leave it out")
 
 
 def _missing(config: GenerateConfig) -> Iterator[Violation]:

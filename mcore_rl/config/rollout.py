@@ -14,6 +14,7 @@ from mcore_rl.config.bounds import (
     Lines,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     PositiveShare,
     Ranks,
@@ -183,7 +184,10 @@ class RolloutConfig(ServingConfig):
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
     return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
         the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
-    lora: whether the engines of a run with adapters hold merged weights or apply the adapters, see ``PublishedLora``.
+    lora: whether the engines hold merged weights or apply the adapters that a run trains, see ``PublishedLora``.
+    partial: a step takes the groups that are finished first; unfinished responses are kept with their tokens and go on
+        in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
+    over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
     val_kwargs: how validation samples.
     agent: agent loops, tools, and what ends an episode.
     """
@@ -200,6 +204,8 @@ class RolloutConfig(ServingConfig):
     max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
     lora: PublishedLora = PublishedLora.merged
+    partial: bool = False
+    over_sampling: PositiveFloat = 0.5
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 
@@ -240,8 +246,7 @@ def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
         _engine_violations,
         _backend_violations,
         _greedy_violations,
-        _rollout_draw_violations,
-        _validation_draw_violations,
+        _draws_violations,
     )
     return check(rollout, rules, "rollout.")
 
@@ -254,23 +259,19 @@ def _backend_violations(rollout: RolloutConfig) -> list[Violation]:
     if rollout.moe_backend in KEEPS_WEIGHTS:
         return []
     problem = "rearranges the experts' weights in place, and an update writes them as they are in the checkpoint"
-    remedy = "Write rollout.moe_backend=auto (triton where weights are updated)"
-    return [Violation("rollout.moe_backend", rollout.moe_backend.value, problem, remedy)]
+    return [Violation("rollout.moe_backend", rollout.moe_backend.value, problem, "Write rollout.moe_backend=auto")]
 
 
 def _greedy_violations(rollout: RolloutConfig) -> list[Violation]:
-    if not (rollout.temperature == 0 and rollout.n > 1):
+    if rollout.temperature != 0 or rollout.n == 1:
         return []
-    problem = f"draws the same response rollout.n={rollout.n} times"
-    return [Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1")]
+    problem, remedy = f"draws the same response rollout.n={rollout.n} times", "Write 1.0, or rollout.n=1"
+    return [Violation("rollout.temperature", 0, problem, remedy)]
 
 
-def _rollout_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
-    return draw_violations(rollout, "rollout")
-
-
-def _validation_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
-    return draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
+def _draws_violations(rollout: RolloutConfig) -> Iterator[Violation]:
+    yield from draw_violations(rollout, "rollout")
+    yield from draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
 
 
 def draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> Iterator[Violation]:

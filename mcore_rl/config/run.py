@@ -238,8 +238,12 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
     if trains_stale(run) and not run.algorithm.weighs:
         problem = f"trains batches of older weights than its own: {reason}"
-        weighed = f"Write sync, or algorithm.off_policy=decoupled, {remedy}"
-        violations.append(Violation("trainer.mode", run.trainer.mode.value, problem, weighed))
+        if run.rollout.partial:
+            key, value, instead = "rollout.partial", "true", "false"
+        else:
+            key, value, instead = "trainer.mode", run.trainer.mode.value, "sync"
+        weighed = f"Write {instead}, or algorithm.off_policy=decoupled, {remedy}"
+        violations.append(Violation(key, value, problem, weighed))
     if actor.ppo_epochs > loss.updates_per_batch:
         violations.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
     if actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:

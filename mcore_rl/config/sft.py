@@ -83,6 +83,10 @@ def _warmup_violations(config: SftConfig) -> Iterator[Violation]:
 def _mode_violations(config: SftConfig) -> Iterator[Violation]:
     if config.trainer.mode is not Mode.sync:
         yield Violation("trainer.mode", config.trainer.mode.value, "sft draws no rollouts", "Leave trainer.mode out")
+    for name, value in (("record_rollouts", config.trainer.record_rollouts), ("replay", config.trainer.replay)):
+        if value:
+            key = f"trainer.{name}"
+            yield Violation(key, value, "sft draws no rollouts", f"Leave {key} out")
 
 
 def _missing(config: SftConfig) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 from mcore_rl.config.bounds import (
@@ -139,7 +140,10 @@ class TrainerConfig:
     nnodes, n_gpus_per_node: nodes of the trainer and its devices per node; on CPU, processes per node.
     device: of trainer and rollout.
     log_val_generations: validation samples that loggers receive.
-    save_rollouts: keep the samples of every step.
+    save_rollouts: keep the samples of every step, as texts.
+    record_rollouts: keep the rollouts of every step to the last bit, in ``record/`` of the run directory, so that
+    ``replay`` can train them again: about 8 bytes a token, and with ``actor.router_replay=r3`` those of the experts.
+    replay: a run directory whose recorded rollouts are trained again, in their order and without engines; None draws.
     profile_steps: steps, counted from 1, whose training torch's profiler traces.
     timeout_s: limit of a collective, seconds.
     max_restarts: how many restarts of dead rollout engines the whole run makes; counted apart, also how often the run
@@ -171,6 +175,8 @@ class TrainerConfig:
     mode: Mode = Mode.sync
     log_val_generations: NonNegativeInt = 8
     save_rollouts: bool = True
+    record_rollouts: bool = False
+    replay: InputDirectory | None = None
     profile_steps: list[PositiveInt] = field(default_factory=list)
     timeout_s: Seconds = 600.0
     device_peak_tflops: PeakTflops | None = None
@@ -241,7 +247,8 @@ class RayInitConfig:
 
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Every violation within ``trainer``, not looking at other groups."""
-    return check(trainer, [_size_violations, _window_violations, _resume_violations], "trainer.")
+    rules = [_size_violations, _window_violations, _resume_violations, _replay_violations]
+    return check(trainer, rules, "trainer.")
 
 
 def _size_violations(trainer: TrainerConfig) -> list[Violation]:
@@ -257,6 +264,23 @@ def _window_violations(trainer: TrainerConfig) -> list[Violation]:
         return []
     remedy = "Write 2 or more, or 0 for no alarms"
     return [Violation("trainer.guards.window", 1, "of one step, there is no mean", remedy)]
+
+
+def _replay_violations(trainer: TrainerConfig) -> list[Violation]:
+    """What contradicts a replay: it has no engines, and must not write into the run that it reads."""
+    if trainer.replay is None:
+        return []
+    key, violations = "trainer.replay", list[Violation]()
+    if Path(trainer.replay).resolve() == Path(trainer.default_local_dir).resolve():
+        remedy = "Write another trainer.default_local_dir"
+        violations.append(Violation(key, trainer.replay, "is the run directory itself", remedy))
+    if trainer.val_only:
+        problem = "draws nothing, and trainer.val_only=true asks for nothing else"
+        violations.append(Violation(key, trainer.replay, problem, "Leave one of them out"))
+    if trainer.record_rollouts:
+        problem = "reads rollouts that are recorded, and trainer.record_rollouts=true would record them again"
+        violations.append(Violation(key, trainer.replay, problem, "Write trainer.record_rollouts=false"))
+    return violations
 
 
 def _resume_violations(trainer: TrainerConfig) -> list[Violation]:

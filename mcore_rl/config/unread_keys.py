@@ -53,16 +53,28 @@ class Switch:
 
 SWITCHES = (
     Switch(
-        ("async.",),
-        lambda run: run.trainer.mode is ASYNC,
+        ("async.max_staleness",),
+        lambda run: run.trainer.mode is ASYNC or run.rollout.partial,
         "trainer.mode itself says how far drawing is ahead of training",
         "trainer.mode=async",
     ),
     Switch(
-        ("async.overdue",),
+        ("async.partial_rollout", "async.overdue"),
+        lambda run: run.trainer.mode is ASYNC,
+        "nothing is drawn while the trainer works",
+        "trainer.mode=async",
+    ),
+    Switch(
+        ("async.partial_rollout", "async.overdue"),
         lambda run: run.async_.max_staleness > 0,
         "nothing is drawn ahead",
         "async.max_staleness=1",
+    ),
+    Switch(
+        ("rollout.over_sampling",),
+        lambda run: run.rollout.partial,
+        "a step waits for all groups that it begins",
+        "rollout.partial=true",
     ),
     Switch(
         ("custom_reward_function.name",),

@@ -27,7 +27,7 @@ async def train(run: Run) -> None:
     """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
     await run.devices.to_engines(run.progress.step)
-    async with run.rollouts:
+    async with run.elastic, run.rollouts:
         await every_step(run, train_step)
 
 
@@ -38,7 +38,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     groups = assemble(rollouts.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
-    run.keep_rollouts(step, rollouts.episodes)
+    place = run.keep_rollouts(step, rollouts)
 
     with clock("sync"):
         await run.devices.to_trainer()
@@ -79,6 +79,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     with clock("generate"):
         await run.rollouts.settle(run.preemption)
+    await run.keep_order(step, rollouts, place, advantages, updated)
     run.tracker.now("weights to the engines")
     with clock("sync"):
         await run.devices.to_engines(step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,24 +16,28 @@ from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC
-from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.device_sharing import Devices
+from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.lifecycle.saving import WriteMore
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.rollouts.recording import Recorder, scheduled_step
+from mcore_rl.controller.rollouts.replay import ReplaySource
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
-from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead, RolloutSource
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.controller.step.utilization import Passes
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Episode
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.shared_batch import SharedBatch
@@ -42,7 +47,10 @@ from mcore_rl.tracking.sinks import Tracker
 
 
 class Run(TrainingRun[RunConfig, Prepared]):
-    """One run of ``mcore-rl train``; made by ``open_run``.  losses: of each role that is trained."""
+    """One run of ``mcore-rl train``; made by ``open_run``, or by ``open_replay`` without engines.
+
+    losses: of each role that is trained.  collector, weights: None where there are no engines.
+    """
 
     def __init__(
         self,
@@ -51,40 +59,47 @@ class Run(TrainingRun[RunConfig, Prepared]):
         tracker: Tracker,
         prepared: Prepared,
         groups: Mapping[str, TrainGroup],
-        collector: RolloutCollector,
-        devices: DeviceSharing,
-        weights: WeightSync,
+        collector: RolloutCollector | None,
+        devices: Devices,
+        weights: WeightSync | None,
+        elastic: ElasticEngines | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
         self.collector, self.devices, self.weights = collector, devices, weights
+        self.elastic: AbstractAsyncContextManager[object] = elastic or nullcontext()
+        self.recorder = Recorder(self.directory, warn=warn)
         self.rollouts = self._rollouts(ahead)
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
+        self.num_sequences = 0  # of the last step
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
 
-    def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream:
-        """What hands each step its rollouts in ``trainer.mode``."""
+    def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
+        """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""
+        if self.collector is None:
+            assert self.config.trainer.replay is not None, "without engines there is nothing but a record"
+            return ReplaySource(Path(self.config.trainer.replay), self.row_of, self.prepared.sampler)
         sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
-        if ahead is None or self.config.trainer.mode is not ASYNC:
-            return RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
-        num_trained = self.progress.step * self.config.data.train_batch_size
-        return RolloutStream(
-            drawing_of(self.config, steps, ahead), sampler, self.next_rows, num_trained, self.clock, shown
-        )
+        rollouts: RolloutSource | RolloutStream
+        if ahead is None or not (self.config.trainer.mode is ASYNC or self.config.rollout.partial):
+            rollouts = RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
+        else:
+            num_trained = self.progress.step * self.config.data.train_batch_size
+            rollouts = RolloutStream(
+                drawing_of(self.config, steps, ahead), sampler, self.next_rows, num_trained, self.clock, shown
+            )
+        if self.prepared.kept is not None:
+            rollouts.resume(self.prepared.kept, self.progress.step)
+        return rollouts
 
     @property
     def policy(self) -> TrainGroup:
         """The workers whose weights the engines draw with."""
         return self.groups[self.config.policy.name]
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
-        return self.config.data.train_batch_size * self.config.rollout.n
 
     def updates_policy(self, step: int) -> bool:
         """Whether ``step`` trains the policy: not while its critic warms up."""
@@ -159,28 +174,69 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Without the rows of rollouts that no step has yet."""
         return self.rollouts.place
 
-    def return_to(self, place: dict[str, Any]) -> None:
-        """Gives the rows after ``place`` back to the sampler, and drops rollouts that were drawn ahead."""
-        self.rollouts.return_to(place)
+    @contextmanager
+    def place_kept(self) -> Iterator[None]:
+        """Within: a step that is preempted gives its rollouts back, and what was begun since to the sampler."""
+        kept = self.rollouts.kept
+        try:
+            yield
+        except Preempted:
+            self.rollouts.return_to(kept)
+            raise
+
+    async def take_back(self) -> None:
+        """Takes unfinished responses from the engines, which go on with them."""
+        await self.rollouts.take_back()
+
+    def drawn_now(self) -> WriteMore:
+        """Writes the rollouts that no step has, as they are now, into a checkpoint."""
+        return partial(self.rollouts.kept.write, settings=self.prepared.draw_settings)
 
     def next_rows(self, count: int) -> list[PromptRow]:
         """The next ``count`` prompts of the sampler."""
-        assert self.prepared.train is not None
         places = self.prepared.sampler.next_of_epochs(count)
-        return [replace(self.prepared.train[index], epoch=epoch) for epoch, index in places]
+        return [self.row_of(index, epoch) for epoch, index in places]
+
+    def row_of(self, number: int, epoch: int) -> PromptRow:
+        """A prompt of the training data, as it is drawn in an epoch."""
+        assert self.prepared.train is not None
+        return replace(self.prepared.train[number], epoch=epoch)
 
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
 
-    def keep_rollouts(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Write the step's samples for people to read, if ``trainer.save_rollouts``."""
-        if self.config.trainer.save_rollouts:
-            self.tracker.samples(step, "rollouts", partial(sample_rows, step, episodes, self.tokenizer))
+    def keep_rollouts(self, step: int, rollouts: RolloutBatch) -> dict[str, Any]:
+        """Counts the step's sequences, and begins to write down what it got; returns the place in the data after it.
+
+        For people to read, if ``trainer.save_rollouts``; to the last bit, if ``trainer.record_rollouts``.
+        """
+        place, trainer, self.num_sequences = self.place, self.config.trainer, len(rollouts.episodes)
+        if trainer.save_rollouts:
+            self.tracker.samples(step, "rollouts", partial(sample_rows, step, rollouts.episodes, self.tokenizer))
+        if trainer.record_rollouts:
+            self.recorder.begin(step, rollouts, place)
+        return place
+
+    async def keep_order(
+        self,
+        step: int,
+        rollouts: RolloutBatch,
+        place: Mapping[str, Any],
+        advantages: StepAdvantages,
+        updated: Mapping[str, updates.Updated],
+    ) -> None:
+        """Writes the step's line of the ledger, once its rollouts are recorded.  place: of ``keep_rollouts``."""
+        await self.recorder.end(step)
+        counts = {name: len(each.results) for name, each in updated.items()}
+        line = scheduled_step(
+            self.config, step, rollouts, place, advantages.trained_S, counts, self.prepared.settings_sum
+        )
+        self.tracker.schedule(line)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Metrics of validation; exports the weights if this validation is the best so far."""
-        if self.prepared.validation is None:
+        if self.prepared.validation is None or self.collector is None:
             return {}
         with self.clock("validate"):
             metrics, episodes = await validate(

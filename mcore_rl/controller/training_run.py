@@ -7,6 +7,7 @@ conversations (``programs/sft.py``).  A third trainer declares its roles, what i
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
@@ -17,13 +18,13 @@ from typing import Any, Generic, TypeVar
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.config.trainer import is_due
+from mcore_rl.config.trainer import Placement, is_due
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
-from mcore_rl.controller.lifecycle.saving import Saver
+from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
 from mcore_rl.controller.step.profiling import profiled
 from mcore_rl.controller.step.utilization import device_peak, utilization
@@ -33,6 +34,7 @@ from mcore_rl.planning.plan import Plan
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.lanes import TRAINER, TRAINER_STATES, Lane, StepLanes, idle_share, trainer_lane
 from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.sinks import Tracker
 
@@ -49,6 +51,7 @@ class TrainingRun(ABC, Generic[C, P]):
     prepared: what was read before they were started.  groups: the worker group of each role that has one, by the name
     of the role.  progress: of the steps that are complete.  preemption: whether a signal asked the run to leave.
     owner: holds the run directory; None: nobody checks it.  callbacks: called after every step.
+    lanes: of the engines that draw.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class TrainingRun(ABC, Generic[C, P]):
         self.preemption, self.clock = Preemption(), Clock()
         self.owner: RunOwner | None = None
         self.callbacks: Sequence[Callback] = ()
+        self.lanes: Sequence[Lane] = ()
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
         trained = [self.groups[role.name] for role in config.role_rows if role.trains]
         self.saver = Saver(
@@ -102,10 +106,6 @@ class TrainingRun(ABC, Generic[C, P]):
         """The sampler's state after the rows of the steps that were begun, as a checkpoint records it."""
         return self.prepared.sampler.state_dict()
 
-    def return_to(self, place: dict[str, Any]) -> None:
-        """Gives the rows after ``place`` back to the sampler."""
-        self.prepared.sampler.load_state_dict(place)
-
     @contextmanager
     def place_kept(self) -> Iterator[None]:
         """Within: a step that is preempted gives its rows back to the sampler."""
@@ -113,8 +113,21 @@ class TrainingRun(ABC, Generic[C, P]):
         try:
             yield
         except Preempted:
-            self.return_to(place)
+            self.prepared.sampler.load_state_dict(place)
             raise
+
+    def clocked(self) -> tuple[dict[str, float], StepLanes]:
+        """Ends the clock's step: its seconds (``time/*``) with the shares of idle time, and what everybody did."""
+        begin, seconds = self.clock.begun, self.clock.step()
+        whole = seconds["time/step"]
+        lanes = {lane.name: lane.take(begin, self.clock.begun) for lane in self.lanes}
+        taken = StepLanes(time.time() - whole, whole, {TRAINER: trainer_lane(self.clock.spans)} | lanes)
+        if self.lanes and self.config.trainer.placement is Placement.separate:
+            idle = [idle_share(lane.seconds, whole) for lane in self.lanes]
+            busy = sum(seconds.get(f"time/{phase}", 0.0) for phase in TRAINER_STATES)
+            seconds["perf/engines_idle_share"] = sum(idle) / len(idle)
+            seconds["perf/trainer_idle_share"] = max(0.0, 1 - busy / whole) if whole > 0 else 0.0
+        return seconds, taken
 
     def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
         """Within: torch's profiler traces every training process, if ``trainer.profile_steps`` names the step."""
@@ -128,11 +141,19 @@ class TrainingRun(ABC, Generic[C, P]):
     async def save(self) -> None:
         """Save a checkpoint of the last complete step, wherever the trainer's memory is."""
         with self.clock("save"):
-            await self.saver.save(self.progress_now())
+            await self.take_back()
+            await self.saver.save(self.progress_now(), self.drawn_now())
 
     async def conclude_saving(self) -> None:
         """Make sure that the last complete step has a checkpoint.  Raises CheckpointError if it cannot be written."""
-        await self.saver.conclude(self.progress_now())
+        await self.saver.conclude(self.progress_now(), self.drawn_now())
+
+    async def take_back(self) -> None:
+        """Takes what is being drawn to where ``drawn_now`` finds it; here nothing is."""
+
+    def drawn_now(self) -> WriteMore:
+        """Writes what was drawn and not trained, as it is now, into a checkpoint; here there is nothing."""
+        return write_nothing
 
     async def check_directory(self) -> None:
         """Make sure that the run directory is still there and still this run's.
@@ -175,9 +196,11 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
     """
     trainer = run.config.trainer
     if run.validates_first:
-        first = await run.validate(run.progress.step) | run.clock.step()
+        first = await run.validate(run.progress.step)
+        seconds, lanes = run.clocked()
+        first |= seconds
         run.tracker.log(run.progress.step, first)
-        run.tracker.timeline(run.progress.step, run.clock.spans)
+        run.tracker.timeline(run.progress.step, run.clock.spans, lanes)
         run.call_back(run.progress.step, first)
         run.preemption.raise_if_asked()
     while run.progress.step < run.num_steps:
@@ -188,11 +211,11 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.progress.step = step
         if is_due(trainer.test_freq, step, run.num_steps):
             metrics |= await run.validate(step)
-        seconds = run.clock.step()
+        seconds, lanes = run.clocked()
         speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
         metrics |= seconds | speed | run.saver.metrics()
         run.tracker.log(step, metrics)
-        run.tracker.timeline(step, run.clock.spans)
+        run.tracker.timeline(step, run.clock.spans, lanes)
         await run.check_directory()
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
@@ -203,9 +226,16 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
 
 
 def open_directory(
-    config: RunConfig | SftConfig, prepared: PreparedRun, platform: Platform, stack: AsyncExitStack
+    config: RunConfig | SftConfig,
+    prepared: PreparedRun,
+    platform: Platform,
+    stack: AsyncExitStack,
+    ray_stack: AsyncExitStack | None,
 ) -> Tracker:
-    """Open the loggers and start Ray; ``stack`` closes them.  Nothing of an earlier run in the directory changes."""
+    """Open the loggers, which ``stack`` closes, and start Ray, which ``ray_stack`` stops; None: it is there.
+
+    Nothing of an earlier run in the directory changes.
+    """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None else prepared.progress.step
     devices = {"device": platform.kind, "device_name": platform.device_name}
@@ -213,8 +243,9 @@ def open_directory(
         directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, devices=devices, begin=False
     )  # fmt: skip
     tracker = stack.enter_context(opening)
-    tracker.now("starting Ray")
-    stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, directory)))
+    if ray_stack is not None:
+        tracker.now("starting Ray")
+        ray_stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, directory)))
     return tracker
 
 

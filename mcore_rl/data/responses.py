@@ -1,15 +1,18 @@
 """Generated responses in parquet, written and read beside the columns of their prompts.
 
-A response is the model's last text.  If other turns came before it, a column of its own holds the conversation.
+A response is the model's last text.  If other turns came before it, a column of its own holds the conversation, and
+others what its agent did.
 
 Invariant: a row keeps all its columns and its place; its responses are in the order in which they were requested.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -33,9 +36,38 @@ NUM_TOKENS = "response_num_tokens"
 FINISH = "finish_reasons"
 TURNS = "response_turns"
 LENGTH = "length"  # finish reason of a response that was cut off at its limit
-GENERATED = (RESPONSES, NUM_TOKENS, FINISH, TURNS)
-TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("num_tokens", pa.int32())])
+TURN = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("trained", pa.bool_()),
+        ("reward", pa.float64()),
+    ]
+)
+# Columns of what an agent did, by the fields of ``AgentRecord``.
+OF_AGENTS = {
+    "reason": ("end_reasons", pa.string()),
+    "turns": ("num_turns", pa.int32()),
+    "calls": ("num_calls", pa.int32()),
+    "failed_calls": ("num_failed_calls", pa.int32()),
+    "tool_s": ("tool_s", pa.float64()),
+}
+REASONS = OF_AGENTS["reason"][0]
+GENERATED = (RESPONSES, NUM_TOKENS, FINISH, TURNS, *(column for column, _ in OF_AGENTS.values()))
+LOST = "abort"  # finish reason of an episode whose environment or engine failed
 GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRecord:
+    """What the agent of a response did; the fields are those of ``episodes.AgentCounts``."""
+
+    reason: str
+    turns: int
+    calls: int = 0
+    failed_calls: int = 0
+    tool_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +77,40 @@ class Generated:
     text: the model's last text.
     num_tokens: of everything after the prompt.
     finish: ``stop``, ``length`` or ``abort``.
-    turns: everything after the prompt, each {role, content, num_tokens}; empty if that is the text alone.
+    turns: everything after the prompt, each {role, content, num_tokens, trained, reward}; empty if that is the text
+        alone.
+    agent: what its agent did; None if it had none.
     """
 
     text: str
     num_tokens: int
     finish: str
     turns: tuple[Mapping[str, Any], ...] = ()
+    agent: AgentRecord | None = None
+
+
+def agent_summary(agents: Sequence[AgentRecord | None]) -> dict[str, float]:
+    """The means over those of ``agents`` that are there, by the names of the ``agent/`` metrics; {} if none is."""
+    there = [each for each in agents if each is not None]
+    if not there:
+        return {}
+    calls, reasons = sum(each.calls for each in there), Counter(each.reason for each in there)
+    return {
+        "turns_mean": fmean(each.turns for each in there),
+        "calls_mean": calls / len(there),
+        "failed_call_share": sum(each.failed_calls for each in there) / max(1, calls),
+        "tool_s_mean": fmean(each.tool_s for each in there),
+        **{f"end/{reason}": count / len(there) for reason, count in sorted(reasons.items())},
+    }
+
+
+def agents_line(summary: Mapping[str, float]) -> str:
+    """An ``agent_summary`` for people."""
+    reasons = {name.removeprefix("end/"): share for name, share in summary.items() if name.startswith("end/")}
+    ends = ", ".join(f"{reason} {share:.1%}" for reason, share in reasons.items())
+    did = f"{summary['turns_mean']:.2f} turns, {summary['calls_mean']:.2f} calls"
+    failed = f"{summary['failed_call_share']:.1%} of them failed"
+    return f"agents: {did} ({failed}) and {summary['tool_s_mean']:.2f} s in tools an episode; ended by: {ends}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +122,9 @@ class ResponseRow:
     responses: texts.
     num_tokens, truncated: of each response; 0 and False if the file lacks them.
     turns: of each response, everything after the prompt as {role, content}; the text alone if the file has no turns.
+    turn_rewards: of each response, the rewards that tools and interactions gave for its turns.
+    lost: of each response, why the episode of its agent was lost; "" if it was not.
+    agents: of each response, what its agent did; None if it had none.
     messages: of the prompt; empty if the file does not hold messages.
     """
 
@@ -75,6 +137,9 @@ class ResponseRow:
     num_tokens: tuple[int, ...]
     truncated: tuple[bool, ...]
     turns: tuple[list[dict[str, Any]], ...]
+    turn_rewards: tuple[tuple[float, ...], ...]
+    lost: tuple[str, ...]
+    agents: tuple[AgentRecord | None, ...]
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -91,8 +156,8 @@ def taken_columns(names: Sequence[str]) -> list[str]:
 def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Generated]]) -> None:
     """Write ``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``.
 
-    groups: the responses of each row.  If any response has turns, there is also ``response_turns``.  The file appears
-    when it is complete.
+    groups: the responses of each row.  If any response has turns, there is also ``response_turns``, and if any had an
+    agent, ``OF_AGENTS``.  The file appears when it is complete.
     """
     assert prompts.num_rows == len(groups) and not taken_columns(prompts.column_names)
     columns = {
@@ -103,6 +168,10 @@ def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Gen
     if any(each.turns for group in groups for each in group):
         turns = [[list(each.turns) for each in group] for group in groups]
         columns[TURNS] = pa.array(turns, type=pa.list_(pa.list_(TURN)))
+    if any(each.agent is not None for group in groups for each in group):
+        for name, (column, kind) in OF_AGENTS.items():
+            values = [[None if each.agent is None else getattr(each.agent, name) for each in group] for group in groups]
+            columns[column] = pa.array(values, type=pa.list_(kind))
     for name, column in columns.items():
         prompts = prompts.append_column(name, column)
     with replaced(path) as new:
@@ -120,6 +189,7 @@ class ResponseSet:
         self.has_lengths = NUM_TOKENS in file.table.column_names
         self.has_finish = FINISH in file.table.column_names
         types = {column.name: column.type for column in file.table.schema}
+        self._has_agents = all(column in types and is_list(types[column]) for column, _ in OF_AGENTS.values())
         self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
         self.data_sources: list[str] = []
@@ -181,7 +251,7 @@ class ResponseSet:
                 return f"{key} {messages}, and the reward model reads it. Write {MESSAGES}, or name it as prompt_key"
         elif asked is None or asked.get("ground_truth") is None:
             return "reward_model has no ground_truth. Write the right answer, or leave the row out"
-        for name in (NUM_TOKENS, FINISH, TURNS):
+        for name in (NUM_TOKENS, FINISH, TURNS, *(column for column, _ in OF_AGENTS.values() if self._has_agents)):
             if name in record and len(record[name] or ()) != len(responses):
                 have = f"{len(record[name] or ())} entries for {len(responses)} responses"
                 return f"{name} has {have}. Generate it again, or drop the column"
@@ -193,6 +263,7 @@ class ResponseSet:
     def _row(self, name: str, record: dict[str, Any]) -> ResponseRow:
         responses = _texts(record.pop(self._response_key))
         lengths, finish, turns = (record.pop(key, None) for key in (NUM_TOKENS, FINISH, TURNS))
+        agents = _agents(record) if self._has_agents else [None] * len(responses)
         record.pop(RESPONSES, None)
         prompt = record.pop(self._prompt_key, None)
         messages = clean_messages(prompt) if self._has_messages else ""
@@ -207,6 +278,9 @@ class ResponseSet:
             num_tokens=tuple(lengths or [0] * len(responses)),
             truncated=tuple(each == LENGTH for each in finish or [""] * len(responses)),
             turns=tuple(map(_messages, responses, turns or [None] * len(responses))),
+            turn_rewards=tuple(map(_rewards, turns or [None] * len(responses))),
+            agents=tuple(agents),
+            lost=tuple(map(_lost, agents, finish or [""] * len(responses))),
         )
 
 
@@ -214,6 +288,22 @@ def _messages(response: str, turns: Sequence[Mapping[str, Any]] | None) -> list[
     """The turns after the prompt; a response without turns is the model's only turn."""
     said = turns or [{"role": "assistant", "content": response}]
     return [{"role": each["role"], "content": each["content"]} for each in said]
+
+
+def _rewards(turns: Sequence[Mapping[str, Any]] | None) -> tuple[float, ...]:
+    rewards = (each.get("reward") for each in turns or ())
+    return tuple(float(each) for each in rewards if each is not None)
+
+
+def _lost(agent: AgentRecord | None, finish: str) -> str:
+    return agent.reason if agent is not None and finish == LOST else ""
+
+
+def _agents(record: dict[str, Any]) -> list[AgentRecord | None]:
+    """What the agents of a row's responses did; takes their columns out of ``record``."""
+    columns = {name: record.pop(column) for name, (column, _) in OF_AGENTS.items()}
+    each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return [None if values["reason"] is None else AgentRecord(**values) for values in each]
 
 
 def _texts(value: Any) -> list[Any]:

@@ -20,7 +20,16 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.hub.fetch import config_folder, fetched_config
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
-TRAIN_PROMPTS = {"gsm8k": 7473, "gsm8k-xml": 7473, "math": 7500, "dapo": 17398}
+GSM8K, DAPO = 7473, 17398
+TRAIN_PROMPTS = {
+    "gsm8k": GSM8K,
+    "gsm8k-xml": GSM8K,
+    "gsm8k-tools": GSM8K,
+    "gsm8k-interaction": GSM8K,
+    "math": 7500,
+    "dapo": DAPO,
+    "dapo-interpreter": DAPO,
+}
 
 
 def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:

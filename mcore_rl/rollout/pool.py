@@ -5,7 +5,8 @@ the mean of those seen so far.  All samples of a prompt go to one engine, for th
 and an engine gets at most ``AHEAD`` times what it can run at once, so that the last prompts go wherever there is room
 and all engines end at about the same time.
 
-It does not restart engines: ``controller.lifecycle.fault_tolerance`` does.
+Engines may join and leave (``add``, ``retire``).  It does not restart engines: ``controller.lifecycle.fault_tolerance``
+does.
 
 The invariants: which engine draws a sample changes nothing about it (``seed_of``).  While engines receive weights no
 request is sent to them (``held``).  A sample that an engine gave up is sent again with the tokens that it has; callers
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,13 +37,20 @@ class EngineLoad:
     Fields:
         costs: the expected tokens of each unfinished request, by the request's identity.
         death: the error that the engine died with; None while it lives.
-        has_weights: it can draw; one that was restarted can once it has received weights.
+        has_weights: it can draw; one that was restarted, or that joins, can once it has received weights.
+        leaves: it gets nothing more to draw.
     """
 
     engine: RolloutEngine
     costs: dict[int, float] = field(default_factory=dict)
     death: DeadEngineError | None = None
     has_weights: bool = True
+    leaves: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may be given requests."""
+        return self.death is None and self.has_weights and not self.leaves
 
     @property
     def tokens(self) -> float:
@@ -52,11 +60,15 @@ class EngineLoad:
 
 @dataclass(kw_only=True, eq=False)
 class _Waiter:
-    """A group of requests that waits for an engine.  load: the engine, or None where the group is given back."""
+    """A group of requests that waits for an engine.
+
+    load: the engine, or None where the group is given back.  num_holds: how often requests had been held back then.
+    """
 
     group: Sequence[Request]
     max_tokens: int
     load: asyncio.Future[EngineLoad | None]
+    num_holds: int = 0
 
 
 class EnginePool:
@@ -82,8 +94,13 @@ class EnginePool:
 
     @property
     def death(self) -> DeadEngineError | None:
-        """What the first of the dead engines died of; None: all live."""
-        return next((load.death for load in self._loads if load.death is not None), None)
+        """What the first of the dead engines died of, those that leave aside; None: all live."""
+        return next((load.death for load in self._loads if load.death is not None and not load.leaves), None)
+
+    @property
+    def loads(self) -> Sequence[EngineLoad]:
+        """Every engine, with what it has to do now."""
+        return self._loads
 
     @property
     def num_unfinished(self) -> int:
@@ -159,9 +176,37 @@ class EnginePool:
         """Says that the engines that died were restarted: each draws again once it has received weights."""
         # New loads: who still waits for the dead process of an engine must not say that the new one died.
         self._loads = [
-            load if load.death is None else EngineLoad(engine=load.engine, has_weights=False) for load in self._loads
+            load if load.death is None or load.leaves else EngineLoad(engine=load.engine, has_weights=False)
+            for load in self._loads
         ]
         self._assign()
+
+    def add(self, engine: RolloutEngine) -> None:
+        """Takes an engine that has no weights: it draws after the next update (``held``)."""
+        self._loads.append(EngineLoad(engine=engine, has_weights=False))
+
+    def retire(self, engine: RolloutEngine) -> None:
+        """Gives ``engine`` nothing more to draw; ``drain`` lets it go."""
+        self._load_of(engine).leaves = True
+
+    async def drain(self, engine: RolloutEngine) -> int:
+        """Lets a retired engine go; returns how many unfinished samples others draw to their ends.
+
+        They go on from the tokens that they have; where the engine dies meanwhile, from those that it was sent.
+        """
+        load = self._load_of(engine)
+        num_unfinished = len(load.costs)
+        while load.costs:  # a request that is on its way to the engine cannot be aborted yet
+            if load.death is None:
+                with suppress(DeadEngineError):
+                    await engine.abort()
+            await asyncio.sleep(SETTLE_S)
+        self._loads.remove(load)
+        self._assign()
+        return num_unfinished
+
+    def _load_of(self, engine: RolloutEngine) -> EngineLoad:
+        return next(load for load in self._loads if load.engine is engine)
 
     async def _all(self, verb: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
         """Calls ``verb`` of every engine; raises the first failure once all have answered."""
@@ -176,24 +221,26 @@ class EnginePool:
         """Puts every sample of ``group`` into ``finished``, or the error that ends the call."""
         try:
             while group:
-                load = await self._take(group, sampling)
-                if load is None:
+                taken = await self._take(group, sampling)
+                if taken is None:
                     for request in group:
                         finished.put_nowait(aborted(request))
                     return
-                group = await self._run(load, group, sampling, finished)
+                load, num_holds = taken
+                group = await self._run(load, num_holds, group, sampling, finished)
         except Exception as error:  # noqa: BLE001  raised where the samples are read
             finished.put_nowait(error)
 
     async def _run(
         self,
         load: EngineLoad,
+        num_holds: int,
         group: Sequence[Request],
         sampling: Sampling,
         finished: asyncio.Queue[Sample | Exception],
     ) -> list[Request]:
         """Generates the samples of ``group`` on the engine that ``_take`` chose; returns what is to be sent again."""
-        num_holds, unfinished, again = self._num_holds, {request.key: request for request in group}, list[Request]()
+        unfinished, again = {request.key: request for request in group}, list[Request]()
         try:
             async for sample in load.engine.generate(group, sampling):
                 request = unfinished.pop((sample.prompt_id, sample.index))
@@ -210,16 +257,17 @@ class EnginePool:
                 raise  # nobody updates its weights
         except DeadEngineError as error:
             load.death = error
-            if not self._goes_on or self._ends_calls:
+            if not load.leaves and (not self._goes_on or self._ends_calls):
                 raise
         finally:
             self._release(load, unfinished.values())
         return [*again, *unfinished.values()]
 
-    async def _take(self, group: Sequence[Request], sampling: Sampling) -> EngineLoad | None:
+    async def _take(self, group: Sequence[Request], sampling: Sampling) -> tuple[EngineLoad, int] | None:
         """Waits until an engine has room; assigns ``group`` to the one with the least load of those that have room.
 
-        None: the group is to be given back.  Raises DeadEngineError if no more is drawn.
+        Returns it with ``_Waiter.num_holds``: a request that an update overtakes on its way was sent before that
+        update.  None: the group is to be given back.  Raises DeadEngineError if no more is drawn.
         """
         if self._interrupts:
             return None
@@ -228,7 +276,8 @@ class EnginePool:
         self._waiters.append(waiter)
         self._assign()
         try:
-            return await future
+            load = await future
+            return None if load is None else (load, waiter.num_holds)
         except asyncio.CancelledError:
             if not future.cancelled() and future.exception() is None and (load := future.result()) is not None:
                 self._release(load, group)
@@ -247,6 +296,7 @@ class EnginePool:
                 return
             else:
                 self._waiters.popleft()
+                waiter.num_holds = self._num_holds
                 load = min(with_room, key=lambda load: load.tokens)
                 load.costs |= {id(request): self._cost(request, waiter.max_tokens) for request in waiter.group}
                 waiter.load.set_result(load)
@@ -254,12 +304,12 @@ class EnginePool:
     @property
     def _ends_calls(self) -> bool:
         """Whether so many engines died that nothing more is drawn."""
-        dead = [load.death is not None for load in self._loads]
+        dead = [load.death is not None for load in self._loads if not load.leaves]
         return all(dead) if self._goes_on else any(dead)
 
     def _with_room(self, count: int) -> list[EngineLoad]:
         """The engines that can draw, and have room for so many more samples."""
-        able = [load for load in self._loads if load.death is None and load.has_weights]
+        able = [load for load in self._loads if load.draws]
         return [load for load in able if not load.costs or len(load.costs) + count <= self._room]
 
     def _release(self, load: EngineLoad, requests: Iterable[Request]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -22,9 +22,11 @@ from mcore_rl.errors import DeadEngineError, McoreRLError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
+from mcore_rl.rollout.worker_methods import WeightReceiverMethods
 from mcore_rl.runtime.engine_watch import EngineWatch
 from mcore_rl.runtime.hung_engine import EnginePlace
 from mcore_rl.runtime.watchdog import Watchdog
+from mcore_rl.tracking.lanes import Lane, State
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,6 +35,7 @@ CLOSE_S = 60.0  # how long an engine may take to end regularly
 # Between them an engine makes no progress.
 PAUSES = (RolloutEngine.pause.__name__, RolloutEngine.start_update.__name__)
 GOES_ON = (RolloutEngine.resume.__name__, RolloutEngine.finish_update.__name__, RolloutEngine.fail_update.__name__)
+RECEIVES = WeightReceiverMethods.sync_receive.__name__
 PEERS_S = 5.0  # how long the death of one part of an engine may take to be known after that of another
 
 
@@ -59,6 +62,7 @@ class EngineClient(RemoteEngine):
 
     parts: one per node.
     watchdog: says when the engine hangs; None: by the default limits.
+    lane: what the engine does, from the calls that it is sent.
     """
 
     def __init__(self, name: str, parts: Sequence[PartSpec], watchdog: Watchdog | None = None) -> None:
@@ -68,6 +72,7 @@ class EngineClient(RemoteEngine):
         self._workers = [part.new_worker() for part in parts]
         self._ends: list[asyncio.Task[DeadEngineError]] = []  # of the parts that do not answer
         self._started: tuple[Any, ...] | None = None
+        self.lane = Lane(name)
         self.hang_watch = self._new_watch()
 
     def _new_watch(self) -> EngineWatch:
@@ -91,10 +96,12 @@ class EngineClient(RemoteEngine):
     async def restart(self) -> None:
         """Ends the old processes and starts the engine again as ``start`` did; it has no weights of an update."""
         assert self._started is not None, "start the engine first"
-        await self.shutdown()
-        self._workers = [part.new_worker() for part in self._parts]
-        self.hang_watch = self._new_watch()
-        await self._start("starting again")
+        self.lane.clear()
+        with self.lane.within(State.restarting):
+            await self.shutdown()
+            self._workers = [part.new_worker() for part in self._parts]
+            self.hang_watch = self._new_watch()
+            await self._start("starting again")
 
     async def _start(self, doing: str) -> None:
         """Starts all parts, which wait for one another; raises the error of the first that fails."""
@@ -148,6 +155,8 @@ class EngineClient(RemoteEngine):
         """See ``RolloutEngine.generate``."""
         finishing = self._workers[0].generate.options(num_returns="streaming").remote(list(requests), sampling)
         unfinished = len(requests)
+        drawing = object()
+        self.lane.begin(State.drawing, drawing)
         try:
             while True:
                 doing = f"generating {unfinished} samples"
@@ -157,6 +166,7 @@ class EngineClient(RemoteEngine):
                 unfinished -= 1
                 yield sample
         finally:
+            self.lane.end(State.drawing, drawing)
             if unfinished:
                 ray.cancel(finishing)  # aborts the unfinished samples
 
@@ -186,11 +196,14 @@ class EngineClient(RemoteEngine):
             return scores
         if name in PAUSES:
             self.hang_watch.paused = True
+            self.lane.begin(State.paused, self)
         # What a worker is told takes as long as that method does.
         method = args[0].__name__ if name == RolloutEngine.call_workers.__name__ else name  # type: ignore[attr-defined]
-        answer: T = await self._answered(doing, method, call)
+        with self.lane.within(State.updating) if method == RECEIVES else nullcontext():
+            answer: T = await self._answered(doing, method, call)
         if name in GOES_ON:
             self.hang_watch.paused = False
+            self.lane.end(State.paused, self)
         return answer
 
     async def _answered(self, doing: str, method: str, call: Any) -> Any:

@@ -7,7 +7,7 @@ Colocated engines share the trainer's bundles by turns; separate engines have bu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
@@ -167,6 +167,49 @@ async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "r
     wanted = f"{layout.num_engines} times {layout.engine_size} accelerators of {of_nodes}"
     await _ready(groups, wanted, (f"{key}.dp", f"{key}.tp"))
     return Places((), tuple(map(_bundles_of, groups)), 0.0, tuple(groups))
+
+
+async def place_engine(
+    trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, train: Sequence[Bundle], slot: int
+) -> EngineBundles:
+    """Bundles for one more engine beside a trainer in ``train``, as ``place`` gives them to engines with own devices.
+
+    layout: of that engine alone.  slot: its place among the engines.
+    Raises ConfigError if the cluster does not have the resources, or not within ``WAIT_S``.
+    """
+    if not platform.is_accelerator:
+        return _engines_on_cpu(trainer, replace(layout, dp=(slot + 1) * layout.engine_dp), train)[slot]
+    refuse_if_any(placement_violations(trainer, layout, platform))
+    groups = _engine_groups(layout, _devices_per_node(trainer, layout, platform))
+    await _ready(groups, f"{layout.engine_size} accelerators", ("--add", "--add"))
+    return _bundles_of(groups[0])
+
+
+def free_engine(bundles: EngineBundles, train: Sequence[Bundle]) -> None:
+    """Frees the devices of an engine that has ended, unless they are the trainer's."""
+    if bundles[0].group not in [bundle.group for bundle in train]:
+        remove_placement_group(bundles[0].group)
+
+
+def live_nodes() -> frozenset[str]:
+    """The ids of all nodes that Ray has now."""
+    return frozenset(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
+
+
+def node_names(nodes: Iterable[str]) -> list[str]:
+    """The names of nodes, by their ids, sorted."""
+    names = {str(node["NodeID"]): str(node["NodeName"]) for node in ray.nodes()}
+    return sorted(names.get(node, node) for node in nodes)
+
+
+def cluster_cores() -> int:
+    """The cores that Ray counts on all its nodes."""
+    return int(ray.cluster_resources().get("CPU", 0.0))
+
+
+def nodes_of(bundles: Sequence[Bundle]) -> frozenset[str]:
+    """The ids of the nodes on which Ray placed ``bundles``."""
+    return frozenset(map(_node_of, bundles))
 
 
 def _devices_per_node(trainer: TrainerConfig, layout: RolloutLayout, platform: Platform) -> int:

@@ -78,12 +78,14 @@ class Portion(Generic[X]):
     batches: for each batch, for each column, the place of each sequence.
     payload: whatever else the controller sends along with them.
     pairs: for each batch, its ``pairs_S``; None if no sequence has a pair.
+    extra: for each batch, its ``extra_S``.
     """
 
     fields: tuple[tuple[str, int], ...]
     batches: tuple[tuple[tuple[Pick, ...], ...], ...]
     payload: X
     pairs: tuple[tuple[int | None, ...], ...] | None = None
+    extra: tuple[dict[str, NDArray[np.float32]], ...] = ()
 
     def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
         """The batches, copied out of ``shards``, tokens as int64."""
@@ -96,7 +98,8 @@ class Portion(Generic[X]):
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
             tensors["tokens_T"] = tensors["tokens_T"].long()
             pairs_S = None if self.pairs is None else self.pairs[number]
-            joined.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S))
+            extra_S = {name: torch.from_numpy(x_S) for name, x_S in self.extra[number].items()} if self.extra else {}
+            joined.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S, extra_S))
         return joined
 
 

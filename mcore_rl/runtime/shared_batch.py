@@ -7,7 +7,7 @@ their node.  Other workers read it from there, in whatever layout; it never pass
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -45,7 +45,7 @@ class SharedBatch:
     """The fields of a step's batch, as references; empty at first.
 
     lengths_S: tokens of each sequence.  assignment: ``assignment[r]`` lists the sequences that data-parallel rank r
-    trains.  pairs_S: see ``TrainBatch``.
+    trains.  pairs_S, extra_S: see ``TrainBatch``.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class SharedBatch:
         lengths_S: Sequence[int],
         assignment: Sequence[Sequence[int]],
         pairs_S: tuple[int | None, ...] | None = None,
+        extra_S: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
         self.pairs_S = pairs_S
+        self.extra_S = {name: x_S.numpy() for name, x_S in (extra_S or {}).items()}
         self._columns: dict[str, _Column] = {}  # by field
 
     def add(self, members: Sequence[Sequence[int]], shards: Sequence[ShardRef], fields: Sequence[str]) -> None:
@@ -96,8 +98,10 @@ class SharedBatch:
             )
             keys = self.pairs_S
             pairs = None if keys is None else tuple(tuple(keys[sequence] for sequence in batch) for batch in of_rank)
-            portion = pickle.dumps(Portion(of_field, picks, payload, pairs), protocol=pickle.HIGHEST_PROTOCOL)
-            refs.append(ShardRefs(portion, [columns[number].shards[shard] for number, shard in handed]))
+            extra = tuple({name: x_S[list(batch)] for name, x_S in self.extra_S.items()} for batch in of_rank)
+            portion = Portion(of_field, picks, payload, pairs, extra if self.extra_S else ())
+            pickled = pickle.dumps(portion, protocol=pickle.HIGHEST_PROTOCOL)
+            refs.append(ShardRefs(pickled, [columns[number].shards[shard] for number, shard in handed]))
         return refs
 
     def in_order(self, members: Sequence[Sequence[int]], parts: Sequence[T]) -> T:

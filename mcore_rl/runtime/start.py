@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ async def start_trainers(
     return group
 
 
+@dataclass(frozen=True)
+class Joining:
+    """An engine beside others.  number: in its name.  slot: its place among them.  beside: how many those are."""
+
+    number: int = 0
+    slot: int = 0
+    beside: int = 0
+
+
 async def start_engines(
     directory: Path,
     config: ServingConfig,
@@ -76,6 +86,7 @@ async def start_engines(
     awaits_weights: bool = False,
     adapters: EngineAdapters | None = None,
     watchdog: Watchdog | None = None,
+    joins: Joining | None = None,
 ) -> list[EngineClient]:
     """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
@@ -86,30 +97,32 @@ async def start_engines(
     reads the checkpoint.
     adapters: see ``start_engine``.
     watchdog: says when an engine hangs; it learns from the calls of all of them.  None: by the default limits.
+    joins: of one that joins others.
     On CPU the engines share this machine's cores, each, and each of its parts on other nodes, with cores of its own if
     there are enough.
     """
+    joins = joins or Joining()
     ids = None if trainers is None or not platform.is_accelerator else await trainers.device_ids()
     nodes = len(bundles[0])  # of every engine
-    cores = None if platform.is_accelerator else core_shares(usable_cores(), nodes * len(bundles))
+    cores = None if platform.is_accelerator else core_shares(usable_cores(), nodes * (joins.beside + len(bundles)))
     devices, own = config.layout.engine_size // nodes, platform.is_accelerator and trainers is None
 
     def part(engine: int, node: int) -> PartSpec:
         """The part of an engine on one of its nodes."""
         number = engine * nodes + node
         options = bundles[engine][node].options({"num_cpus": 0, "num_gpus": devices if own else 0})
-        title = f"{name} {engine}" + (f" (node {node})" if node else "")
-        file = f"{name.replace(' ', '-')}-{engine}" + (f"-node-{node}" if node else "")
+        title = f"{name} {joins.number + engine}" + (f" (node {node})" if node else "")
+        file = f"{name.replace(' ', '-')}-{joins.number + engine}" + (f"-node-{node}" if node else "")
         return PartSpec(
             new_worker=partial(_new_worker, title, options),
             log=logs / f"{file}.log",
-            cores=None if cores is None else cores[number],
+            cores=None if cores is None else cores[(joins.slot * nodes + number) % len(cores)],
             device_ids=None if ids is None else [each for rank in ids[number * devices :][:devices] for each in rank],
         )
 
     watchdog = watchdog or Watchdog(WatchdogConfig())
     engines = [
-        EngineClient(f"{name} {engine}", [part(engine, node) for node in range(nodes)], watchdog)
+        EngineClient(f"{name} {joins.number + engine}", [part(engine, node) for node in range(nodes)], watchdog)
         for engine in range(len(bundles))
     ]
     starting = [engine.start(directory, config, awaits_weights=awaits_weights, adapters=adapters) for engine in engines]

@@ -306,6 +306,8 @@ class TrainWorker(Answering):
         dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.
         """
         family, model = self.table.family, self.table.model
+        if self._publisher is not None:  # engines joined or left
+            self._publisher.close()
         self._publisher = Publisher(
             self.engine.models,
             self.table,

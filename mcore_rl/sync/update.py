@@ -62,14 +62,21 @@ class WeightUpdater:
     """Brings the trainers' weights into ``engines``, which in their order are the ranks of ``layout``."""
 
     def __init__(self, engines: Sequence[RolloutEngine], layout: RolloutLayout, trainers: Trainers) -> None:
+        self.trainers = trainers
+        self._attempt = 0
+        self._version: int | None = None
+        self.take(engines, layout)
+
+    def take(self, engines: Sequence[RolloutEngine], layout: RolloutLayout) -> None:
+        """Updates ``engines``, and no others, from now on; they join a new channel at the next update.
+
+        The trainers must have made their plan for ``layout`` (``Publisher``).
+        """
         each = layout.engine_size
         assert len(engines) * each == layout.world_size, f"{len(engines)} engines of {each} ranks are not {layout}"
         self.engines = dict(zip(range(0, layout.world_size, each), engines, strict=True))
-        self.trainers = trainers
         self._is_open = self._is_checked = False
-        self._attempt = 0
-        self._version: int | None = None
-        self._previous: Expected | None = None
+        self._previous: Expected | None = None  # by ranks, which other engines are by now
         self._expected: Expected | None = None
 
     async def open(self) -> None:

@@ -58,6 +58,11 @@ class Clock:
         self._phases: dict[str, _Span] = {}
         self._spans: list[PhaseSpan] = []
 
+    @property
+    def begun(self) -> float:
+        """When the step at hand began, by ``now``."""
+        return self._start
+
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the block as ``phase``, a name of ``metrics.PHASES``, or any name inside another phase."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.tracking.lanes import Lane
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.samples import Rows
 
@@ -32,6 +34,14 @@ COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
+# Of runs whose engines have devices of their own, beside those above.
+APART_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("stale", 5, ("rollout/staleness_max",)),
+    ("buffer", 6, ("rollout/buffer",)),
+    ("eng idle", 8, ("perf/engines_idle_share",)),
+    ("trn idle", 8, ("perf/trainer_idle_share",)),
+)
+APART = "perf/engines_idle_share"
 SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("loss", 8, ("sft/loss",)),
     ("val loss", 8, ("sft/val_loss",)),
@@ -41,9 +51,14 @@ SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
+IDLE = (("engines", APART), ("trainer", "perf/trainer_idle_share"))
+AHEAD = (("buffer", "rollout/buffer"), ("staleness", "rollout/staleness_max"))
 MAX_WIDTH = 100
 # What a narrow terminal does without, the first named first; metrics.jsonl has all of it.
-LEFT_OUT = ("MFU", "logp diff", "grad", "lr", "entropy", "length", "tok/s", "KL", "acc", "val", "val loss", "seconds")
+LEFT_OUT = (
+    "MFU", "logp diff", "grad", "lr", "entropy", "length", "buffer", "stale", "tok/s", "trn idle", "eng idle", "KL",
+    "acc", "val", "val loss", "seconds",
+)  # fmt: skip
 ROWS_PER_HEADER = 25
 Cell = tuple[str, int, str]  # head, width, text
 
@@ -66,9 +81,12 @@ class ConsoleSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's row."""
-        self._line.finished(step)
+        self._line.finished(step, metrics)
         columns = SUPERVISED_COLUMNS if any(key.startswith("sft/") for key in metrics) else COLUMNS
         cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
+        if APART in metrics:
+            apart = [(header, width, _cell(keys, metrics)) for header, width, keys in APART_COLUMNS]
+            cells += [cell for cell in apart if cell[2]]
         if self._live is None:
             words = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
             self._console.print(Text(" | ".join(words)), soft_wrap=True)
@@ -82,6 +100,10 @@ class ConsoleSink:
         row = " ".join([f"{step}/{self._line.total_steps}".rjust(self._width), *(t.rjust(w) for _, w, t in cells)])
         self._console.print(Text(row), no_wrap=True, crop=True)
         self._rows += 1
+
+    def watch(self, lanes: Sequence[Lane]) -> None:
+        """Show in the live line what the engines of ``lanes`` do."""
+        self._line.lanes = lanes
 
     def samples(self, step: int, kind: str, rows: Rows) -> None:
         """Does nothing: samples are in the run directory."""
@@ -97,7 +119,10 @@ class ConsoleSink:
 
 
 class LiveLine:
-    """The live line: step, current activity, its progress, and the time left of it and of the run."""
+    """The live line: step, current activity, its progress, the time left of it and of the run, and the engines.
+
+    lanes: of the engines, whose states it counts.
+    """
 
     def __init__(self, total_steps: int, now: Callable[[], float]) -> None:
         self.total_steps = total_steps
@@ -109,9 +134,12 @@ class LiveLine:
         self._total: float | None = None
         self._done_first = 0.0
         self._steps: list[int] = []
+        self._last: Mapping[str, float] = {}
+        self.lanes: Sequence[Lane] = ()
 
-    def finished(self, step: int) -> None:
+    def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the end of ``step``.  The first call starts the clock, so that the start-up does not count."""
+        self._last = metrics
         if not self._steps:
             self._begun = self._now()
         self._steps.append(step)
@@ -129,7 +157,23 @@ class LiveLine:
         words.append(f"{self._text}{self._progress()}")
         if (left := self._run_left()) is not None:
             words.append(f"run: {duration(left)} left")
+        if self.lanes:
+            words.append(self._engines())
+        if APART in self._last:
+            words.append(self._idle())
         return " · ".join(words)
+
+    def _engines(self) -> str:
+        """How many engines do what, now."""
+        states = Counter("idle" if lane.state is None else lane.state.value for lane in self.lanes)
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        return f"engine{'s' * (len(self.lanes) > 1)}: {counts}"
+
+    def _idle(self) -> str:
+        """What stood idle in the last step, and how much was drawn ahead of it."""
+        shares = [f"{name} {self._last[key]:.0%}" for name, key in IDLE if key in self._last]
+        ahead = [f"{name} {self._last[key]:.0f}" for name, key in AHEAD if key in self._last]
+        return ", ".join(["idle " + " and ".join(shares), *ahead])
 
     def __rich__(self) -> Table:
         line = Table.grid(padding=(0, 1))

@@ -67,12 +67,19 @@ _AGENTS = (
     Metric("agent/failed_call_share", "share", "mean", "calls that were wrong, or whose tool failed", "failed", "down"),
     Metric("agent/tool_s_mean", "s", "mean", "in which tools of an episode ran", "tool s"),
     Metric("agent/tool_s_max", "s", "max", "in which tools of an episode ran", "tool s max"),
+    Metric(
+        "agent/engines_idle_s", "s", "sum", "in which nothing was drawn, since all waited for tools", "idle", "down"
+    ),
     Metric("agent/trained_share", "share", "mean", "tokens after the prompt that the model drew", "trained"),
     Metric(
         "agent/cached_tokens_mean", "tokens", "mean", "before a turn, cached, over the turns of an episode", "cached"
     ),
     Metric("agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by whoever gave them", "turns"),
     Metric("agent/lost", "episodes", "sum", "not trained, because an interaction or an engine failed", "lost", "down"),
+    Metric(
+        "agent/conversations_mean", "episodes", "mean", "of a run of a user's program, trained each", "conversations"
+    ),
+    Metric("agent/rewritten_share", "share", "mean", "conversations that a user's program rewrote", "rewritten"),
     Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason; other: your own", "ends"),
 )
 
@@ -83,8 +90,12 @@ _AGREEMENT = (
     Metric(
         "rollout/staleness_max", "versions", "max", "of the weights, from a trained token's to the step's", "stale max"
     ),
+    Metric("rollout/stale_token_share", "share", "mean", "trained tokens of older weights than the step's", "older"),
+    Metric("rollout/resumed_share", "share", "mean", "responses that went on under new weights", "resumed"),
+    Metric("rollout/versions_max", "versions", "max", "of the weights that drew one response", "versions"),
     Metric("rollout/buffer", "groups", "last", "finished, and left for later steps (trainer.mode=async)", "buffer"),
-    Metric("rollout/under_way", "groups", "last", "still drawn when the step got its rollouts", "under way"),
+    Metric("rollout/under_way", "groups", "last", "unfinished when the step got its rollouts", "under way"),
+    Metric("rollout/kept_tokens", "tokens", "last", "of unfinished responses that wait for the next step", "kept"),
     Metric("rollout/redrawn", "groups", "sum", "drawn again, or in part, after an engine died", "redrawn", "down"),
     Metric("rollout/held_s", "s", "sum", "waited for groups that were due before others could be trained", "held"),
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
@@ -198,6 +209,22 @@ _PERFORMANCE = (
     Metric("perf/memory_device_gib", "GiB", "max", "peak allocated, of a device", "device", "down"),
     Metric("perf/balance", "1", "max", "tokens of a data-parallel rank over the mean; 1 is even", "balance", "down"),
     Metric("perf/overhead_share", "share", "mean", "of the step that no phase accounts for", "overhead", "down"),
+    Metric(
+        "perf/engines_idle_share",
+        "share",
+        "mean",
+        "of the step, in which an engine neither drew nor changed weights",
+        "engines idle",
+        "down",
+    ),
+    Metric(
+        "perf/trainer_idle_share",
+        "share",
+        "mean",
+        "of the step, in which the trainer waited for rollouts, or the controller worked",
+        "trainer idle",
+        "down",
+    ),
     Metric("perf/checkpoint_s", "s", "last", "from its begin to its name, of the last one that was finished", "save s"),
     Metric("perf/checkpoint_gib", "GiB", "last", "of that checkpoint, on the disk", "checkpoint"),
     Metric("perf/failed_saves", "saves", "sum", "that failed since the last step; each is tried again", "lost", "down"),

@@ -4,7 +4,10 @@
     environment.json   versions, commit, hardware, command line, number of steps
     metrics.jsonl      one object a step
     timeline.jsonl     when the phases of each step were open
+    lanes.jsonl        what each engine and the trainer did in each step, and when
+    schedule.jsonl     which groups each step trained, and in which order
     rollouts/ validation/   samples, step_N.parquet
+    record/            rollouts to the last bit, step_N.parquet (``trainer.record_rollouts``)
     logs/              of loggers and workers
     owner.json         who runs here, while it does (``run_owner``)
     earlier/N/         records of earlier runs in the same directory; nothing of a user's is deleted
@@ -49,7 +52,10 @@ PACKAGES = (
     "numpy",
     "pyarrow",
 )
-RECORDS = ("metrics.jsonl", "timeline.jsonl", "rollouts", "validation", "report.html")
+RECORDS = (
+    "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
+    "report.html",
+)  # fmt: skip
 
 
 def plain(value: Any) -> Any:
@@ -80,7 +86,7 @@ def prepare(
     if resumed_step is None:
         set_aside([run_dir / name for name in RECORDS if (run_dir / name).exists()], run_dir)
     else:
-        for kind in ("rollouts", "validation"):
+        for kind in ("rollouts", "validation", "record"):
             for step, path in sample_files(run_dir, kind).items():
                 if step > resumed_step:
                     path.unlink()

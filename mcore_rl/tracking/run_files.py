@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.tracking.jsonl import read_metrics
+from mcore_rl.tracking.lanes import LANES, StepLanes, read_lanes
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.samples import Kind, sample_files
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, read_timeline
@@ -28,8 +29,8 @@ EVIDENCE = ("data_source", "prompt_id", "correct")
 class RecordedRun:
     """The files of a run.
 
-    steps: lines of metrics.jsonl.  environment, config, plan, timeline: of environment.json, config.yaml, plan.json and
-    timeline.jsonl; {} or "" if the file is missing.
+    steps: lines of metrics.jsonl.  environment, config, plan, timeline, lanes: of environment.json, config.yaml,
+    plan.json, timeline.jsonl and lanes.jsonl; {} or "" if the file is missing.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class RecordedRun:
     config: str
     plan: dict[str, Any]
     timeline: dict[int, tuple[PhaseSpan, ...]]
+    lanes: dict[int, StepLanes]
 
     @property
     def name(self) -> str:
@@ -113,6 +115,7 @@ def read_run(path: Path | str) -> RecordedRun:
         _text(path / "config.yaml"),
         _object(path / "plan.json"),
         read_timeline(path / TIMELINE),
+        read_lanes(path / LANES),
     )
 
 

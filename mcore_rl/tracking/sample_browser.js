@@ -11,7 +11,8 @@
     return element;
   };
   const sample = row => ({step: row[0], prompt: row[1], score: row[2], mark: row[3], tokens: row[4], finish: row[5],
-    response: row[6], error: row[7], at: row[8]});
+    response: row[9] ? row[9].map(turn => `${turn[0]}: ${turn[1]}`).join("\n\n") : row[6], error: row[7], at: row[8],
+    turns: row[9], cut: row[10]});
   const told = score => score === null ? "no score" : String(Number(score.toPrecision(4)));
 
   const ORDERS = {
@@ -24,7 +25,7 @@
     all: ["all", () => true],
     right: ["right", each => each.mark === 1],
     wrong: ["wrong", each => each.mark === 0],
-    cut: ["cut off", each => each.finish === "length"],
+    cut: ["cut off", each => each.cut],
     error: ["not graded", each => Boolean(each.error)],
   };
 
@@ -62,6 +63,21 @@
     return parts;
   }
 
+  // A turn: who said it, in the author's colour, what is trained of it, the weights that drew it, seconds, reward.
+  function turn([author, text, tokens, trained, reward, versions, seconds]) {
+    const facts = [`${tokens} tokens, ${trained ? "trained" : "not trained"}`];
+    if (versions.length) facts.push(`weights ${versions.join(", ")}`);
+    if (author === "tool") facts.push(`${seconds} s`);
+    if (reward !== null) facts.push(`reward ${told(reward)}`);
+    const known = ["model", "tool", "user"].includes(author) ? author : "";
+    return make("section", {className: `turn ${known} ${trained ? "trained" : ""}`},
+      make("p", {}, make("b", {textContent: author}), ` ${facts.join(" · ")}`), make("pre", {textContent: text}));
+  }
+
+  function answer(each) {
+    return each.turns ? each.turns.map(turn) : [make("pre", {textContent: each.response})];
+  }
+
   function card(each, samples) {
     const steps = new Set(samples.filter(other => other.prompt === each.prompt).map(other => other.step));
     const more = [];
@@ -73,8 +89,7 @@
       });
       more.push(button);
     }
-    return make("article", {className: "sample"}, header(each, ...more), ...question(each.prompt),
-      make("pre", {textContent: each.response}));
+    return make("article", {className: "sample"}, header(each, ...more), ...question(each.prompt), ...answer(each));
   }
 
   function overSteps(samples) {
@@ -90,8 +105,7 @@
       const answers = mine.filter(each => each.step === step);
       return make("div", {}, make("div", {className: "controls"},
         choice(name, options, step, value => redraw({[key]: Number(value)}))),
-      ...answers.map(each => make("article", {className: "sample"}, header(each),
-        make("pre", {textContent: each.response}))));
+      ...answers.map(each => make("article", {className: "sample"}, header(each), ...answer(each))));
     };
     const back = make("button", {type: "button", textContent: "back to all prompts"});
     back.addEventListener("click", () => redraw({prompt: null}));

@@ -25,7 +25,7 @@ MAX_BYTES = 450_000  # of a kind, as JSON
 MAX_TEXT = 3000  # characters of a prompt or a response
 COLUMNS = (
     "data_source", "prompt_id", "prompt", "ground_truth",
-    "response", "score", "correct", "num_tokens", "finish", "error",
+    "response", "score", "correct", "num_tokens", "finish", "error", "segments", "reason",
 )  # fmt: skip
 
 
@@ -127,9 +127,33 @@ def _plain(step: int, at: int, row: SampleRow, prompts: dict[tuple[str, str, str
     asked = shortened(conversation(row.get("prompt", "")))
     key = (shortened(source), shortened(prompt_id), asked, None if gold is None else shortened(str(gold)))
     score, correct, error = score_of(row), row.get("correct"), row.get("error")
+    turns = _turns(row.get("segments"))
+    finish = row.get("reason") or row.get("finish")
     return [
         step, prompts.setdefault(key, len(prompts)), score if abs(score) < float("inf") else None,
         None if correct is None else int(bool(correct)), row.get("num_tokens"),
-        None if row.get("finish") is None else shortened(str(row["finish"])), shortened(str(row.get("response", ""))),
-        None if error is None else shortened(str(error)), at,
+        None if finish is None else shortened(str(finish)),
+        "" if turns else shortened(str(row.get("response", ""))),
+        None if error is None else shortened(str(error)), at, turns, row.get("finish") == "length",
     ]  # fmt: skip
+
+
+def _turns(segments: object) -> list[list[Any]] | None:
+    """What follows the prompt, a turn each: [author, text, tokens, trained, reward, versions, seconds in tools].
+
+    segments: the column's JSON; None, or what is no list of segments, as of a run of long ago: None.
+    """
+    try:
+        read = json.loads(segments) if isinstance(segments, str) else None
+        if not isinstance(read, list):
+            return None
+        return [
+            [
+                shortened(str(each["author"])), shortened(str(each["text"])), int(each["num_tokens"]),
+                int(bool(each["trained"])), None if each["reward"] is None else float(each["reward"]),
+                [int(version) for version in each.get("versions") or ()], round(float(each.get("tool_s") or 0.0), 2),
+            ]
+            for each in read[1:]
+        ]  # fmt: skip
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+        return None

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.tracking.atomic import replaced
 
-Kind = Literal["rollouts", "validation"]
+Kind = Literal["rollouts", "validation", "record"]
 Rows = Callable[[], Sequence[dict[str, Any]]]
 
 

@@ -22,16 +22,20 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
+from mcore_rl.tracking.lanes import LANES, Lane, LanesFile, StepLanes
 from mcore_rl.tracking.loggers import LOGGERS, LoggerStart, Sink, absent_loggers
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
+from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
 from mcore_rl.tracking.secrets import redact
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
 
 
 class RunDirectorySink:
-    """Writes metrics.jsonl, timeline.jsonl, rollouts/ and validation/.  keep: existing records up to this step stay.
+    """Writes metrics.jsonl, timeline.jsonl, lanes.jsonl, schedule.jsonl, rollouts/ and validation/.
+
+    keep: existing records up to this step stay.
 
     A thread makes and writes samples, because those of a large step take seconds.  It writes at most one file at a
     time; the next call raises its error.
@@ -43,6 +47,8 @@ class RunDirectorySink:
         self._run_dir = run_dir
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", keep)
         self._timeline = TimelineFile(run_dir / TIMELINE, keep)
+        self._lanes = LanesFile(run_dir / LANES, keep)
+        self._schedule = ScheduleFile(run_dir / SCHEDULE, keep)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[Path] | None = None
 
@@ -50,9 +56,15 @@ class RunDirectorySink:
         """Append a line to metrics.jsonl."""
         self._metrics.write(step, metrics)
 
-    def timeline(self, step: int, spans: Sequence[PhaseSpan]) -> None:
-        """Append a line to timeline.jsonl."""
+    def timeline(self, step: int, spans: Sequence[PhaseSpan], lanes: StepLanes | None) -> None:
+        """Append a line to timeline.jsonl, and one to lanes.jsonl."""
         self._timeline.write(step, spans)
+        if lanes is not None:
+            self._lanes.write(step, lanes)
+
+    def schedule(self, step: ScheduledStep) -> None:
+        """Append a line to schedule.jsonl."""
+        self._schedule.write(step)
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """Start writing the step's file."""
@@ -68,6 +80,8 @@ class RunDirectorySink:
         """Wait until everything is written."""
         self._metrics.close()
         self._timeline.close()
+        self._lanes.close()
+        self._schedule.close()
         self._writer.shutdown()
         self._finish_writing()
 
@@ -171,12 +185,30 @@ class Tracker:
         shown = cache(lambda: redact(rows()))
         self._tell(lambda sink: sink.samples(step, kind, shown))
 
-    def timeline(self, step: int, spans: Sequence[PhaseSpan]) -> None:
-        """Record when the phases of one step were open; only the run directory has it."""
+    def timeline(self, step: int, spans: Sequence[PhaseSpan], lanes: StepLanes | None = None) -> None:
+        """Record when the phases of one step were open, and what engines did; only the run directory has it."""
 
         def write(sink: Sink) -> None:
             if isinstance(sink, RunDirectorySink):
-                sink.timeline(step, spans)
+                sink.timeline(step, spans, lanes)
+
+        self._tell(write)
+
+    def watch(self, lanes: Sequence[Lane]) -> None:
+        """Show in the live line what the engines of ``lanes`` do."""
+
+        def show(sink: Sink) -> None:
+            if isinstance(sink, ConsoleSink):
+                sink.watch(lanes)
+
+        self._tell(show)
+
+    def schedule(self, step: ScheduledStep) -> None:
+        """Record which groups a step trained; only the run directory has it."""
+
+        def write(sink: Sink) -> None:
+            if isinstance(sink, RunDirectorySink):
+                sink.schedule(step)
 
         self._tell(write)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mcore_rl.tracking.charts import BarSeries, stacked_bars, ticks
 from mcore_rl.tracking.console import duration
+from mcore_rl.tracking.lane_section import lane_section
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.page import NEUTRAL, table, text
 from mcore_rl.tracking.run_files import RecordedRun
@@ -41,7 +42,8 @@ def time_section(run: RecordedRun) -> str:
     ]
     chart = stacked_bars("Seconds of each step", "s", steps, parts)
     shares = table(["phase", "in all", "a step", "share"], rows)
-    return f'<h2>Time</h2><div class="charts">{chart}<figure>{shares}</figure></div>{_timelines(run, whole)}'
+    phases = f'<div class="charts">{chart}<figure>{shares}</figure></div>'
+    return f"<h2>Time</h2>{phases}{lane_section(run)}{_timelines(run, whole)}"
 
 
 def _timelines(run: RecordedRun, whole: dict[int, float]) -> str:

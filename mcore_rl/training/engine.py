@@ -388,4 +388,6 @@ class Engine:
             weights_N=microbatch.at_targets(batch.weights_T),
             selection_N=microbatch.at_targets(batch.selection_T),
             extra_N=microbatch.extra_at_targets(batch.extra_T),
+            extra_S=microbatch.extra_of_sequences(batch.extra_S),
+            pairs_P2=microbatch.pairs(batch.pairs_S),
         )

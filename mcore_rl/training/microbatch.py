@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
-from mcore_rl.data.pairs import placed_whole, units_of
+from mcore_rl.data.pairs import MEMBERS, placed_whole, units_of
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
@@ -38,7 +38,7 @@ class Microbatch:
     targets_N: index in the batch of the token that a row predicts; ``NOWHERE`` for padding and a sequence's last token.
     sequence_N: index in this microbatch of the row's sequence, ``NOWHERE`` for padding.
     router_rows_M: rows that this tensor rank's routers see (sequence parallelism), in their order.
-    lengths: tokens of each sequence.  packed: None when unpacked.
+    members, lengths: index in the batch and tokens of each sequence.  packed: None when unpacked.
     """
 
     index: int
@@ -50,6 +50,7 @@ class Microbatch:
     targets_N: Tensor
     sequence_N: Tensor
     router_rows_M: Tensor
+    members: tuple[int, ...]
     lengths: tuple[int, ...]
     packed: PackedSequences | None
 
@@ -64,6 +65,17 @@ class Microbatch:
         """``at_targets`` of fields by name, ``NAME_T``, as ``NAME_N``."""
         picked = {name: self.at_targets(field_T) for name, field_T in extra_T.items()}
         return {f"{name.removesuffix('_T')}_N": x_N for name, x_N in picked.items() if x_N is not None}
+
+    def extra_of_sequences(self, extra_S: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch's numbers of this microbatch's sequences, [num_sequences] each."""
+        return {name: x_S[list(self.members)].to(self.tokens.device) for name, x_S in extra_S.items()}
+
+    def pairs(self, pairs_S: Sequence[int | None] | None) -> Tensor | None:
+        """``LossInputs.pairs_P2``.  pairs_S: of the batch."""
+        if pairs_S is None:
+            return None
+        pairs = [unit for unit in units_of([pairs_S[member] for member in self.members]) if len(unit) == MEMBERS]
+        return torch.tensor(pairs, dtype=torch.int64, device=self.tokens.device).view(-1, MEMBERS)
 
     def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
         """Write per-row results to the predicted tokens' places in the batch.
@@ -234,6 +246,7 @@ def _build(
         targets_N=targets_N,
         sequence_N=sequence_N,
         router_rows_M=_router_rows(rows, sources_N.numel() // rows, layout.tp, coords.tp).to(device),
+        members=tuple(members),
         lengths=lengths,
         packed=packing,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ LEAVES = ("logprobs", "entropy", "values", "full_kl")  # what a forward pass mak
 
 @dataclass(frozen=True)
 class Minibatch:
-    """fields: [T] each.  ``leaves`` take the gradient."""
+    """fields: [T] each; ``LEAVES`` take the gradient.  extra: [S] each.  pairs: the preferred sequence first."""
 
     lengths: tuple[int, ...]
     mask: Tensor
     fields: dict[str, Tensor]
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    pairs: tuple[tuple[int, int], ...] | None = None
 
     @property
     def sequence(self) -> Tensor:
@@ -102,8 +104,18 @@ def _rows(minibatch: Minibatch, members: list[int], sum_over_context: Callable, 
         sequence_N=slots,
         num_sequences=len(members),
         sum_over_context=sum_over_context,
+        extra_S={name: x_S[members] for name, x_S in minibatch.extra.items()},
+        pairs_P2=_pairs_among(minibatch, members),
         **{f"{name}_N": at_rows(x_T) for name, x_T in minibatch.fields.items()},  # type: ignore[arg-type]
     )
+
+
+def _pairs_among(minibatch: Minibatch, members: list[int]) -> Tensor | None:
+    """The pairs of sequences ``members`` by their numbers there; fails where one is without its other."""
+    if minibatch.pairs is None:
+        return None
+    there = [pair for pair in minibatch.pairs if set(pair) & set(members)]
+    return torch.tensor([[members.index(each) for each in pair] for pair in there]).long().view(-1, 2)
 
 
 def whole(minibatch: Minibatch, members: list[int] | None = None) -> LossInputs:

@@ -74,7 +74,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest() -> None:
         ConfigError, match=r"algorithm.adv_estimator=rlo: there is none of that name. Did you mean rloo"
     ):
         estimator("rlo")
-    with pytest.raises(ConfigError, match=r"Choose one of cispo, clip_cov, .*, ppo_clip, sapo, or write FILE"):
+    with pytest.raises(ConfigError, match=r"Choose one of cispo, clip_cov, .*, ppo_clip, sapo, sppo, or write FILE"):
         policy_loss("zebra")
 
 

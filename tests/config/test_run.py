@@ -300,6 +300,22 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     assert refusals("algorithm=gpg", *apart, "algorithm.off_policy=decoupled") == [], (
         "weights correct the sampler's age"
     )
+    (refused,) = refusals("algorithm=gpg", "rollout.partial=true")
+    assert refused.startswith("rollout.partial=true: ") and "older weights" in refused
+
+
+def test_partial_rollouts_are_refused_where_they_mean_nothing() -> None:
+    partial, apart = "rollout.partial=true", "trainer.placement=separate"
+    assert refusals(partial) == refusals(partial, apart) == []
+    assert refusals(partial, "rollout.over_sampling=2", "async.max_staleness=2") == []
+    for wrong, key, remedy in (
+        ((apart, "trainer.mode=async"), "rollout.partial", "async.partial_rollout=true"),
+        ((apart, "trainer.mode=one_step_off"), "rollout.partial", "trainer.mode=async"),
+        (("rollout.over_sampling=1.5",), "rollout.over_sampling", "async.max_staleness=2"),
+        (("async.max_staleness=0",), "rollout.over_sampling", "rollout.partial=false"),
+    ):
+        (refused,) = run_violations(run_of(partial, *wrong))
+        assert refused.key == key and remedy in refused.remedy
 
 
 @pytest.mark.parametrize(

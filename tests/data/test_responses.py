@@ -57,7 +57,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_conversations_are_kept_beside_what_was_said_last(tmp_path: Path) -> None:
     turns = (("assistant", "add(2, 3)", 4), ("tool", "5", 1), ("assistant", "It is 5.", 3))
-    said = tuple({"role": role, "content": content, "num_tokens": count} for role, content, count in turns)
+    keys = ("role", "content", "num_tokens", "trained", "reward")
+    said = tuple(dict(zip(keys, (*turn, turn[0] == "assistant", None), strict=True)) for turn in turns)
     group = [Generated("at once: 5", 3, "stop"), Generated("It is 5.", 8, "stop", said)]
     write_responses(tmp_path / "r.parquet", pa.Table.from_pylist([row()]), [group])
     table = pq.read_table(tmp_path / "r.parquet")

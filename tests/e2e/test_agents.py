@@ -18,6 +18,7 @@ import pytest
 
 from mcore_rl.cli import main
 from tests.support import run_task
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 TOLERANCE = 1e-5  # of float32 log-probs, as without agents
 TURNS = 3
@@ -34,16 +35,23 @@ def read_calls(text):
 """
 
 
+def agent_settings(folder: Path) -> list[str]:
+    """Of ``train`` and of ``generate``."""
+    return [
+        "rollout.agent.default_agent_loop=tool_agent", "rollout.agent.tools=[calculator,python]",
+        f"rollout.agent.tool_parser={folder}/parser.py:read_calls", f"rollout.agent.max_turns={TURNS}",
+        "data.max_response_length=400", "model.config_overrides.max_position_embeddings=512",
+        f"rollout.stop_token_ids=[{','.join(map(str, range(3, 200, 2)))}]",
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     task = run_task.write_task(folder)
     (folder / "parser.py").write_text(PARSER)
     settings = run_task.overrides(
-        task, folder / "run", "rollout.agent.default_agent_loop=tool_agent", "rollout.agent.tools=[calculator,python]",
-        f"rollout.agent.tool_parser={folder}/parser.py:read_calls", f"rollout.agent.max_turns={TURNS}",
-        "data.max_response_length=400", "model.config_overrides.max_position_embeddings=512",
-        f"rollout.stop_token_ids=[{','.join(map(str, range(3, 200, 2)))}]",
+        task, folder / "run", *agent_settings(folder),
         "trainer.total_training_steps=2", "trainer.save_rollouts=true", "trainer.test_freq=2",
     )  # fmt: skip
     said = io.StringIO()
@@ -84,3 +92,30 @@ def test_samples_show_the_conversation(run_dir: Path) -> None:
     product, printed, unknown = segments[2]["text"].split("\n")
     assert int(product) % 7 == 0 and printed.endswith("<|end|>")
     assert unknown == "Error: There is no tool 'nonesuch'. The tools are: calculator, python."
+
+
+def test_generate_and_evaluate_have_the_numbers_of_the_runs_validation(
+    run_dir: Path, metrics: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same checkpoint, prompts, sampling and agents, and the grader of the run: the same episodes and scores."""
+    folder = run_dir.parent
+    out, numbers = folder / "answers.parquet", folder / "numbers.json"
+    engine = ["rollout.kv_cache_memory_bytes=16777216", "rollout.max_num_seqs=16", "data.max_prompt_length=64"]
+    settings = [*agent_settings(folder), *engine, ON_VLLM_DEVICE["rollout"], "rollout.dtype=float32"]
+    files = [f"data.files=[{folder}/val.parquet]", f"out={out}", "rollout.temperature=0"]
+    assert main(["generate", f"model.path={run_dir}/hf/final", *files, *settings]) == 0
+    assert "agents: " in capsys.readouterr().out
+    graded = [f"path={out}", f"custom_reward_function.path={folder}/reward.py", f"out={numbers}"]
+    assert main(["evaluate", *graded]) == 0
+    report = json.loads(numbers.read_text())["data_sources"]["arithmetic"]
+    validated = metrics[-1]
+    assert report["metrics"]["score"]["value"] == pytest.approx(validated["val/arithmetic/reward"])
+    assert report["num_tokens"] == validated["val/arithmetic/response_length"]
+    assert report["truncated"] == pytest.approx(validated["val/arithmetic/clip_share"])
+    rows = pq.read_table(out).to_pylist()
+    drawn = {row["prompt_id"]: row for row in pq.read_table(run_dir / "validation" / "step_2.parquet").to_pylist()}
+    for number, row in enumerate(rows):
+        there = drawn[f"val.parquet:{number}"]
+        assert (row["end_reasons"], row["num_turns"]) == ([there["reason"]], [there["turns"]])
+        told = [(each["content"], each["num_tokens"]) for each in row["response_turns"][0]]
+        assert told == [(each["text"], each["num_tokens"]) for each in json.loads(there["segments"])[1:]]

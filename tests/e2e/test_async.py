@@ -1,14 +1,17 @@
-"""``trainer.mode=async`` from the command line, with a real engine."""
+"""``trainer.mode=async`` from the command line, with a real engine; ``test_partial.py`` has weights in flight."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from typing import Any
 
 import pytest
 
 from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from mcore_rl.controller.rollouts.stream import DRAWING
+from mcore_rl.tracking.lanes import LANES, LaneSpan, State, read_lanes
 from mcore_rl.tracking.timeline import read_timeline
 from tests.support.ahead_runs import APART, lines, prompts, staleness, versions
 from tests.support.crash_runs import bits_of, doing, drawing, nothing_survives, says, start
@@ -24,7 +27,7 @@ def test_groups_are_drawn_while_steps_are_trained_and_none_is_older_than_the_bou
     (tmp_path / "task").mkdir()
     task, directory = write_task(tmp_path / "task"), tmp_path / "run"
     with nothing_survives(tmp_path) as traces:
-        run = start(task, directory, traces, *MODE, steps=STEPS)
+        run = start(task, directory, traces, *MODE, "async.partial_rollout=false", steps=STEPS)
         assert run.finish() == 0, run.said()
     assert "never retrieved" not in run.said()
     rows = lines(directory)
@@ -43,6 +46,30 @@ def test_groups_are_drawn_while_steps_are_trained_and_none_is_older_than_the_bou
         assert drawn.start < logprobs.end and drawn.end > logprobs.start, "engines draw while the trainer works"
         assert drawn.end <= last_sync.start, "nothing is drawn while engines receive weights"
     assert [span for step in (3, 4) for span in timeline[step] if span.phase == DRAWING] == []
+    lanes_show_it(directory, rows)
+
+
+def lanes_show_it(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The lanes of the run above: the engine draws beside the trainer, then both change weights, together."""
+    lanes = read_lanes(directory / LANES)
+    assert [*lanes] == [1, 2, 3, 4] and all([*each.lanes] == ["trainer", "engine 0"] for each in lanes.values())
+    for step, row in enumerate(rows, 1):
+        each = lanes[step]
+        seconds = {name: {state: total(spans, state) for state in State} for name, spans in each.lanes.items()}
+        assert each.seconds == pytest.approx(row["time/step"], abs=1e-3)
+        assert seconds["trainer"][State.updating] == pytest.approx(row["time/sync"], abs=0.01)
+        engine = seconds["engine 0"]
+        assert 0 < engine[State.updating] < row["time/sync"] and engine[State.paused] > 0
+        assert (engine[State.drawing] > 0) is (step < 3), "of which step 3 and 4 have no need"
+        for name, key in (("engine 0", "perf/engines_idle_share"), ("trainer", "perf/trainer_idle_share")):
+            assert row[key] == pytest.approx(1 - sum(seconds[name].values()) / each.seconds, abs=0.02)
+    drawn = [span for span in lanes[1].lanes["engine 0"] if span.state is State.drawing]
+    trained = [span for span in lanes[1].lanes["trainer"] if span.state is State.training]
+    assert any(one.start < other.end and other.start < one.end for one in drawn for other in trained)
+
+
+def total(spans: Sequence[LaneSpan], state: State) -> float:
+    return sum(span.end - span.start for span in spans if span.state is state)
 
 
 @pytest.mark.tier("full")

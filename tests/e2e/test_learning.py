@@ -84,7 +84,17 @@ class Course:
         collector = RolloutCollector(started.collector.engine, started.collector.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
-            run = Run(config, platform, tracker, prepared, groups, collector, started.devices, started.weights)
+            run = Run(
+                config,
+                platform,
+                tracker,
+                prepared,
+                groups,
+                collector,
+                started.devices,
+                started.weights,
+                started.elastic,
+            )
             if flipped:
                 run.losses["actor"] = Flipped(config.actor)
             await train(run)

@@ -65,7 +65,8 @@ class Observed:
                 with suppress(psutil.Error, OSError):
                     command = process.cmdline()
                     environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                    if command and command == process.cmdline():  # else it is becoming another program
+                    of_shell = can_have_one() and process.ppid() == top.pid  # the controller, and mount, mkdir, ls
+                    if command and command == process.cmdline() and not of_shell:  # else it becomes another program
                         self.environments[f"{process.pid} {' '.join(command)}"] = environment
                     self.listening |= set(listening_ports.of(process))
         if can_have_one():

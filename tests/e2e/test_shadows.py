@@ -6,6 +6,7 @@ One Ray for all of them; each has its own training processes and engines.  What 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,7 @@ QUICK = (
     "deepseek_v3_grpo",
     "gemma2_2b_sft",
     "mixtral_8x7b_rloo",
+    "qwen25_3b_gsm8k_tool",
     "qwen2_7b_grpo",
     "qwen3_235b_a22b_grpo",
 )
@@ -85,7 +87,7 @@ def features(name: str) -> set[str]:
     layout, _ = shadows.reduced(run.actor.parallel, run.trainer.world_size)
     axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(layout, axis) > 1}
     program = {"sft"} if isinstance(run, SftConfig) else {f"critic: {'critic' in run.roles}"}
-    return {family(name), *axes, *program}
+    return {family(name), *axes, *program, *({"agent"} if shadows.has_agent(run) else set())}
 
 
 def test_the_quick_ones_stand_for_all() -> None:
@@ -116,8 +118,21 @@ def test_trains_on_cpu(trained: Trained) -> None:
         steps_are_sane(trained.config, trained.metrics)
         validates(trained.config, trained.metrics[-1])
         samples_are_of_the_recipe(trained)
+        if shadows.has_agent(trained.recipe):
+            agents_ran(trained)
     else:
         assert trained.metrics[1]["sft/val_loss"] > 0
+
+
+def agents_ran(trained: Trained) -> None:
+    """Several turns, and where the recipe has tools, calls of them."""
+    assert isinstance(trained.config, RunConfig)
+    for line in trained.metrics:
+        assert line["agent/turns_max"] > 1 and 0 < line["agent/trained_share"] < 1 and line["agent/lost"] == 0
+        assert (line["agent/calls_mean"] > 0) is bool(trained.config.rollout.agent.tools)
+    rows = shadows.rollouts_of(trained.directory, 1)
+    others = {each["author"] for row in rows if row["turns"] > 1 for each in json.loads(row["segments"])}
+    assert others == {"prompt", "model", "tool" if trained.config.rollout.agent.tools else "user"}
 
 
 def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
@@ -138,6 +153,9 @@ def validates(config: RunConfig, last: dict[str, Any]) -> None:
         "gsm8k-xml": "gsm8k_xml",
         "math": "DigitalLearningGmbH/MATH-lighteval",
         "aime24": "aime24",
+        "gsm8k-tools": "openai/gsm8k",
+        "gsm8k-interaction": "openai/gsm8k",
+        "aime24-interpreter": "aime24",
     }
     for path in config.data.val_files:
         assert f"val/{sources[Path(path).parent.name]}/reward" in last

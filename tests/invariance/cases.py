@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mcore_rl.config.algorithm import CorrectionLevel
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
+from mcore_rl.config.preference import PreferenceLoss
 from mcore_rl.config.role import Head
 from tests.invariance.problems import WHOLE, Case, Problem
 
@@ -221,6 +222,32 @@ def _weighed_cases() -> list[Case]:
     return [*cases, Case(problem=replace(weighed, weighed=CorrectionLevel.geometric), layout="cp=2", world_size=4)]
 
 
+QUICK_PREFERENCES = {
+    ("dense", "", "dpo"), ("dense", "cp=2", "dpo"), ("dense", "pp=2,vpp=2", "dpo"), ("dense", "tp=2,cp=2", "dpo"),
+    ("moe", "ep=2", "dpo"), ("dense", "cp=2", "kto"),
+}  # fmt: skip
+
+
+def _preference_cases() -> list[Case]:
+    """Losses of whole pairs: of each a context rank has a part, and no layout may part a pair."""
+    dpo = Problem(model="dense", preference=PreferenceLoss.dpo)
+    moe = replace(dpo, model="moe")
+    layouts = (("", 1), ("", 2), ("tp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("tp=2,cp=2", 4),
+               ("cp=2,pp=2", 4), ("cp=2", 4))  # fmt: skip
+    cases = [Case(problem=dpo, layout=layout, world_size=size) for layout, size in layouts]
+    cases += [replace(cases[5], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full)]
+    cases += [replace(cases[5], microbatch_tokens=WHOLE), replace(cases[1], overlap=True)]
+    cases += [
+        Case(problem=moe, layout=layout, world_size=size)
+        for layout, size in (("ep=2", 2), ("tp=2,etp=1", 2), ("cp=2,ep=2", 4), ("tp=2,pp=2,ep=2,etp=1", 4))
+    ]
+    for loss in (PreferenceLoss.ipo, PreferenceLoss.simpo, PreferenceLoss.orpo, PreferenceLoss.kto):
+        problem = Problem(model="dense", preference=loss)
+        cases += [Case(problem=problem, layout=layout, world_size=2) for layout in ("", "cp=2")]
+    adapted = replace(dpo, lora=True)
+    return [*cases, Case(problem=adapted, layout="cp=2", world_size=2)]
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -270,6 +297,7 @@ def all_cases() -> list[Case]:
     cases += _feature_cases()
     cases += _adapter_cases()
     cases += _weighed_cases()
+    cases += _preference_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -291,6 +319,9 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
     for case in cases:
         if case.problem.lora and (case.problem.model, case.layout) not in QUICK_ADAPTERS:
             continue
+        preference = case.problem.preference
+        if preference is not None and (case.problem.model, case.layout, preference.value) not in QUICK_PREFERENCES:
+            continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
         packed = case.microbatch_sequences is None
@@ -301,8 +332,8 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
 
 
 def single_process(problem: Problem) -> Case:
-    """The reference: one process, one sequence at a time, no packing, no padding, no recompute."""
-    return Case(problem=problem, microbatch_tokens=None, microbatch_sequences=1)
+    """The reference: one process, one sequence or pair at a time, no packing, no recompute."""
+    return Case(problem=problem, microbatch_tokens=None, microbatch_sequences=1 if problem.preference is None else 2)
 
 
 SABOTAGED = [
@@ -310,6 +341,12 @@ SABOTAGED = [
     Case(problem=DENSE, layout="", world_size=2, sabotage="averaged_over_data_ranks"),
     Case(problem=DENSE, layout="", world_size=2, sabotage="mean_of_microbatches"),
     Case(problem=DENSE, layout="cp=2", world_size=2, sabotage="attention_across_borders"),
+    Case(
+        problem=Problem(model="dense", preference=PreferenceLoss.dpo),
+        layout="cp=2",
+        world_size=2,
+        sabotage="parts_of_responses",
+    ),
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
     Case(problem=REPLAY, layout="tp=2,etp=1", world_size=2, sabotage="replayed_a_row_late"),

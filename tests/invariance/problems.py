@@ -8,6 +8,7 @@ from typing import Any
 from mcore_rl.config.algorithm import CorrectionLevel
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
+from mcore_rl.config.preference import PreferenceLoss
 from mcore_rl.config.role import Head
 from tests.support import models
 
@@ -20,6 +21,7 @@ class Problem:
     replay: experts are dictated, at random, to all tokens but some.
     lora: adapters on all linear layers are trained, and nothing else.
     weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
+    preference: a loss of pairs, or of responses and their labels.
     """
 
     model: str
@@ -30,6 +32,7 @@ class Problem:
     replay: bool = False
     lora: bool = False
     weighed: CorrectionLevel | None = None
+    preference: PreferenceLoss | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,7 @@ class Case:
         parts += ["replay"] if problem.replay else []
         parts += ["lora"] if problem.lora else []
         parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
+        parts += [problem.preference.value] if problem.preference is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +21,13 @@ from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, Statistics
-from mcore_rl.rollout.worker_methods import HeldWeightsMethods
+from mcore_rl.rollout.worker_methods import HeldWeightsMethods, WeightReceiverMethods
 from mcore_rl.runtime import engine_watch
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from mcore_rl.runtime.engine_watch import WORK, EngineWatch
 from mcore_rl.runtime.hung_engine import EnginePlace
 from mcore_rl.runtime.watchdog import Watchdog
+from mcore_rl.tracking.lanes import State
 from tests.support.answerers import Scripted, ScriptedEngine, ScriptedPart
 from tests.support.run_task import still_alive
 
@@ -102,12 +104,42 @@ def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> N
         assert (await asyncio.wait_for(anext(samples), 60)).prompt_id == "a"
         while not await engine._ask("asked for its ends", ScriptedEngine.ends):
             await asyncio.sleep(0.01)
+        assert engine.lane.state is State.drawing
         await samples.aclose()
+        assert engine.lane.state is None
         while len(ends := await engine._ask("asked for its ends", ScriptedEngine.ends)) < 2:
             await asyncio.sleep(0.01)
         return list(ends)
 
     assert asyncio.run(leave()) == ["begun", "aborted"]
+    asyncio.run(engine.shutdown())
+
+
+def test_the_lane_shows_a_weight_update_under_samples_that_are_drawn() -> None:
+    engine = new_engine("engine 7")
+    shown = list[State | None]()
+
+    async def update() -> None:
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        await anext(samples)
+        shown.append(engine.lane.state)
+        await engine.start_update()
+        shown.append(engine.lane.state)
+        receiving = asyncio.ensure_future(engine.call_workers(WeightReceiverMethods.sync_receive, 3))
+        await asyncio.sleep(0)
+        shown.append(engine.lane.state)
+        await receiving
+        shown.append(engine.lane.state)
+        await engine.finish_update(3)
+        shown.append(engine.lane.state)
+        await samples.aclose()
+        shown.append(engine.lane.state)
+
+    begun = time.perf_counter()
+    asyncio.run(update())
+    assert shown == [State.drawing, State.paused, State.updating, State.paused, State.drawing, None]
+    spans = engine.lane.take(begun, time.perf_counter())
+    assert [each.state for each in spans] == shown[:-1]
     asyncio.run(engine.shutdown())
 
 
@@ -289,7 +321,11 @@ def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None
         with pytest.raises(DeadEngineError, match="engine 3 died while asked for its version: its worker was killed"):
             await engine.version()
         before = list(engine._workers)
+        await engine.start_update()  # by an updater that has not heard of it
+        begun = time.perf_counter()
         await engine.restart()
+        assert engine.lane.state is None, "the dead process draws and stands no more"
+        assert [each.state for each in engine.lane.take(begun, time.perf_counter())][-1:] == [State.restarting]
         assert await engine.version() == 7
         for worker in before:
             with pytest.raises(ray.exceptions.RayActorError):

@@ -17,7 +17,16 @@ from torch.distributed import TCPStore
 from mcore_rl.errors import ConfigError, DeadEngineError, McoreRLError, RolloutError, Violation
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Request, Sample, Sampling, Statistics, VersionSpan
+from mcore_rl.rollout.protocol import (
+    EngineMemory,
+    FinishReason,
+    Pause,
+    Request,
+    Sample,
+    Sampling,
+    Statistics,
+    VersionSpan,
+)
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
@@ -158,6 +167,12 @@ class ScriptedEngine:
 
     async def wake(self, memory: EngineMemory | None = None) -> None:
         raise RolloutError("it does not wake")
+
+    async def start_update(self, mode: Pause = Pause.keep) -> None:
+        pass
+
+    async def finish_update(self, version: int) -> None:
+        pass
 
     async def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return [method.__name__, list(args)]

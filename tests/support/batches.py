@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import torch
 
+from mcore_rl.algorithms.preference import PreferencesLoss
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss
 from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
+NUM_PAIRS = 4
 
 
 def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> TrainBatch:
@@ -34,6 +37,28 @@ def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -
         advantages_T=torch.randn(num_tokens, generator=random),
         returns_T=torch.randn(num_tokens, generator=random),
     )
+
+
+def paired(batch: TrainBatch) -> TrainBatch:
+    """Four pairs, with a reference, margins, weights and labels; two sequences have no pair.
+
+    A preferred answer's other is empty, another has a masked other.  The reference says of a token what it says.
+    """
+    random, number = torch.Generator().manual_seed(21), len(batch.lengths_S)
+    assert batch.old_logprobs_T is not None
+    drawn_S = torch.rand(3, number, generator=random)
+    return replace(
+        batch,
+        ref_logprobs_T=batch.old_logprobs_T,
+        pairs_S=(7, 3, None, 5, 7, 5, 2, 3, None, 2),
+        extra_S={"margin_S": drawn_S[0], "weight_S": 0.5 + drawn_S[1], "label_S": (drawn_S[2] > 0.5).float()},
+    )
+
+
+def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:
+    """Settings at which a pair has much to say."""
+    smoothing = 0.1 if "label_smoothing" in ROWS[loss].reads else 0.0
+    return PreferencesLoss(PreferenceConfig(loss=loss, label_smoothing=smoothing), kl=0.3)
 
 
 def routes(batch: TrainBatch, model: ModelConfig, seed: int = 9) -> torch.Tensor:

@@ -14,6 +14,7 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConf
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import ActorConfig
+from mcore_rl.data.pairs import units_of
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
@@ -98,6 +99,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         # The log-probs of these weights are about those of an even choice; so some responses weigh more than 1.
         noise_T = torch.randn(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10))
         batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
+    if problem.preference is not None:
+        batch = batches.paired(batch)
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -107,8 +110,9 @@ def global_batch(problem: Problem) -> TrainBatch:
 
 
 def members_of(batch: TrainBatch, groups: ProcessGroups) -> list[int]:
-    """Sequences of this rank's data-parallel coordinate."""
-    return list(range(groups.coords.dp, len(batch.lengths_S), groups.layout.dp))
+    """Sequences of this rank's data-parallel coordinate, whole pairs."""
+    units = units_of(batch.pairs_S or [None] * len(batch.lengths_S))
+    return sorted(member for unit in units[groups.coords.dp :: groups.layout.dp] for member in unit)
 
 
 def gather_scores(scores: TokenScores, batch: TrainBatch, groups: ProcessGroups) -> dict[str, torch.Tensor]:
@@ -179,11 +183,14 @@ def _run_in_groups(
     loss: Loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
     if problem.weighed is not None:
         mine, loss = batches.weighed(mine, scores, problem.weighed), policy_loss(ActorConfig())
+    counts = batches.denominators(batch)
+    if problem.preference is not None:
+        loss, counts = batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
     for number in range(STEPS):
         step = engine.train_step(
             mine,
             loss,
-            batches.denominators(batch),
+            counts,
             temperature=problem.temperature,
             with_entropy=problem.head is Head.lm,
             with_scores=number == 0 and problem.head is Head.lm,

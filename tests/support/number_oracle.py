@@ -21,6 +21,7 @@ PART = (("-0.1", "0", "1.1"), ("0.5", "1"))  # not nothing
 COEFFICIENT = (("-1", "-1e-9"), ("0", "0.001", "1"))
 POSITIVE = (("0", "-1"), ("0.001", "1", "20"))
 ANY = ((), ("-1", "0", "0.5", "2"))
+PORT = (("-1", "65536"), ("0", "8000", "65535"))
 RANKS = (("0", "-1", "99999999999"), ("1", "8"))
 TEMPERATURE = (("-0.1", "-1", "0.001"), ("0", "0.6", "1", "2"))
 TOP_K = (("0", "-2"), ("-1", "1", "50"))
@@ -130,11 +131,16 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.agent.max_tool_s": SECONDS,
     "rollout.agent.max_turn_tokens": COUNT,
     "rollout.agent.max_turns": COUNT,
+    "rollout.agent.program.max_parallel": COUNT,
+    "rollout.agent.program.port": PORT,
+    "rollout.agent.program.timeout_s": SECONDS,
+    "rollout.agent.search_results": COUNT,
     "rollout.agent.tool_reward_coef": COEFFICIENT,
     "rollout.agent.tool_timeout_s": SECONDS,
     "rollout.max_prompt_length": COUNT,
     "rollout.max_response_length": COUNT,
     "rollout.n": COUNT,
+    "rollout.over_sampling": POSITIVE,
     "rollout.seed": SEED,
     "rollout.stop_token_ids": (("[-1]", "[1.5]", "[99999999999]"), ("[0,2]", "[]", "3")),
     "rollout.temperature": TEMPERATURE,

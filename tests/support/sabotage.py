@@ -64,6 +64,16 @@ def _mean_of_microbatches(engine: Engine) -> None:
     engine._loss_inputs = rescaled  # type: ignore[method-assign]
 
 
+def _parts_of_responses(engine: Engine) -> None:
+    """A context rank takes the part that it has of a response for the whole."""
+    make = engine._loss_inputs
+
+    def parted(*args: object, **kwargs: object) -> LossInputs:
+        return replace(make(*args, **kwargs), sum_over_context=lambda x: x)  # type: ignore[arg-type]
+
+    engine._loss_inputs = parted  # type: ignore[method-assign]
+
+
 def _experts_reduced_as_dense(engine: Engine) -> None:
     """Gradients of replicated experts are not summed over the ranks that hold them."""
     for chunk in engine.chunks:
@@ -127,6 +137,7 @@ SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "unsummed_key_heads": _unsummed_key_heads,
     "averaged_over_data_ranks": _averaged_over_data_ranks,
     "mean_of_microbatches": _mean_of_microbatches,
+    "parts_of_responses": _parts_of_responses,
     "experts_reduced_as_dense": _experts_reduced_as_dense,
     "attention_across_borders": _attention_across_borders,
     "shifted_expert": _shifted_expert,

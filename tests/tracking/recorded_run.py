@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.tracking.lanes import TRAINER, LaneSpan, State, StepLanes, trainer_lane
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.tracking.timeline import PhaseSpan
 
@@ -84,6 +85,22 @@ def spans_of(metrics: dict[str, float]) -> list[PhaseSpan]:
     return spans
 
 
+def lanes_of(step: int, metrics: dict[str, float]) -> StepLanes:
+    """Of two engines, of which the second is half as long at work; they get weights last."""
+    phases = spans_of(metrics)
+    drawn, sync = metrics["time/generate"], metrics["time/sync"]
+    at = sum(value for key, value in metrics.items() if key.startswith("time/") and key != "time/step")
+    engines = {
+        f"engine {k}": (
+            LaneSpan(State.drawing, 0.0, drawn / (k + 1)),
+            LaneSpan(State.paused, at - sync, at - sync / 2),
+            LaneSpan(State.updating, at - sync / 2, at),
+        )
+        for k in range(2)
+    }
+    return StepLanes(1.7e9 + 20.0 * step, metrics["time/step"], {TRAINER: trainer_lane(phases)} | engines)
+
+
 def record(run_dir: Path, total_steps: int = 20, until: int | None = None, test_freq: int = 5) -> Path:
     """A run of ``total_steps``, killed after ``until``, validated before training and every ``test_freq`` steps."""
     noise = random.Random(0)
@@ -97,5 +114,5 @@ def record(run_dir: Path, total_steps: int = 20, until: int | None = None, test_
                 tracker.samples(step, "validation", partial(validation_rows, step, total_steps))
                 metrics["val/arithmetic/accuracy"] = sum(row["correct"] for row in rows) / len(rows)
             tracker.log(step, metrics)
-            tracker.timeline(step, spans_of(metrics))
+            tracker.timeline(step, spans_of(metrics), lanes_of(step, metrics) if step else None)
     return run_dir

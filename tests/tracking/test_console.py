@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.tracking.console import COLUMNS, MAX_WIDTH, SUPERVISED_COLUMNS, ConsoleSink, LiveLine, duration, number
+from mcore_rl.tracking.lanes import Lane, State
 from mcore_rl.tracking.metrics import metric_of
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -45,6 +46,37 @@ def test_where_there_is_no_terminal_a_step_is_one_plain_line() -> None:
     assert lines[0].split(" | ")[:3] == ["step 1/1000", "reward 0.513", "acc 41.0%"]
     assert lines[1].startswith("step 2/1000 | ")
     assert [part.rpartition(" ")[2] for part in lines[0].split(" | ")[1:]] == VALUES
+
+
+APART = {
+    "rollout/staleness_max": 2.0,
+    "rollout/buffer": 12.0,
+    "perf/engines_idle_share": 0.25,
+    "perf/trainer_idle_share": 0.5,
+}
+
+
+def test_a_run_on_separate_devices_says_who_was_idle_and_what_was_drawn_ahead() -> None:
+    line = written(False, range(1, 2), {"reward/mean": 0.5} | APART)
+    assert line == ("step 1/1000 | reward 0.500 | stale 2.000 | buffer 12.0 | eng idle 25.0% | trn idle 50.0%\n")
+    assert "stale" not in written(False, range(1, 2), STEP | {"rollout/staleness_max": 0.0}), (
+        "of sync on shared devices"
+    )
+
+
+def test_the_live_line_counts_what_engines_do() -> None:
+    lanes = [Lane(f"engine {k}") for k in range(3)]
+    line = LiveLine(10, lambda: 0.0)
+    assert "engine" not in line.words()
+    line.lanes = lanes[:1]
+    assert line.words().endswith("engine: 1 idle")
+    line.lanes = lanes
+    for lane in lanes[:2]:
+        lane.begin(State.drawing, "call")
+    line.finished(1, APART)
+    assert line.words().endswith(
+        "engines: 2 drawing, 1 idle · idle engines 25% and trainer 50%, buffer 12, staleness 2"
+    )
 
 
 def test_what_a_step_does_not_report_is_left_out_of_the_line() -> None:
@@ -124,17 +156,17 @@ def test_the_live_line_says_progress_and_what_is_left() -> None:
     line.now("loading the model", None, None)
     at[0] = 65
     assert line.words() == "loading the model 1:05 min"
-    line.finished(0)
+    line.finished(0, {})
     line.now("generate", 0, 512)
     at[0] = 75
     line.now("generate", 128, 512)  # 10 s for 128, so 30 s for 384
     assert line.words() == "step 1/10 · generate 128/512, 30 s left"
     at[0] = 85  # 20 s since step 0
-    line.finished(1)
+    line.finished(1, {})
     line.now("update actor", 1, 4)
     assert line.words() == "step 2/10 · update actor 1/4 · run: 3:00 min left"
     at[0] = 125
-    line.finished(4)  # 60 s for 4 steps: 15 s each
+    line.finished(4, {})  # 60 s for 4 steps: 15 s each
     line.now("generate", 0, 512)  # of the next step: measured anew
     assert line.words() == "step 5/10 · generate 0/512 · run: 1:30 min left"
     at[0] = 135
@@ -144,7 +176,7 @@ def test_the_live_line_says_progress_and_what_is_left() -> None:
     at[0] = 147
     line.now("generate", 256, 512)  # 2 s for 256
     assert "generate 256/512, 2 s left" in line.words()
-    line.finished(10)
+    line.finished(10, {})
     assert line.words().startswith("step 10/10")
 
 

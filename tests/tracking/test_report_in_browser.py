@@ -179,3 +179,36 @@ def test_the_policy_stops_a_script_that_got_into_the_page(chromium: Browser, run
     assert chromium.ask("document.title") == "arithmetic: what was learned"
     assert sum("Content Security Policy" in each for each in chromium.complaints()) >= 2
     assert chromium.ask("document.querySelectorAll('.sample').length") > 0, "the page's own scripts run"
+
+
+def test_an_agents_episode_is_a_conversation_with_authors_in_colours(chromium: Browser, tmp_path: Path) -> None:
+    path = record(tmp_path / "agents")
+
+    def said(author: str, text: str, trained: bool, **more: Any) -> dict[str, Any]:
+        plain = {"num_tokens": 3, "reward": None, "versions": [], "tool_s": 0.0}
+        return {"author": author, "text": text, "trained": trained} | plain | more
+
+    turns = [
+        said("prompt", "", False),
+        said("model", "let me add", True, reward=0.25, versions=[6, 7]),
+        said("tool", HOSTILE[0], False, tool_s=1.5),
+        said("user", "sure?", False),
+        said("model", "It is 5.", True, versions=[7]),
+    ]
+    row = rollouts(7)[0] | {"segments": turns, "reason": "max_turns"}
+    write_samples(path, 7, "rollouts", [row])
+    write_report(path)
+    chromium.open((path / "report.html").as_uri(), 1280)
+    there = "[...document.querySelectorAll('#sample-browser .turn')]"
+    assert chromium.ask(f"{there}.map(each => each.querySelector('pre').textContent)") == [
+        "let me add", HOSTILE[0], "sure?", "It is 5."
+    ]  # fmt: skip
+    assert chromium.ask(f"{there}.map(each => each.querySelector('p').textContent)") == [
+        "model 3 tokens, trained · weights 6, 7 · reward 0.25", "tool 3 tokens, not trained · 1.5 s",
+        "user 3 tokens, not trained", "model 3 tokens, trained · weights 7",
+    ]  # fmt: skip
+    colours = chromium.ask(f"{there}.map(each => getComputedStyle(each).borderLeftColor)")
+    assert len(set(colours[:3])) == 3 and colours[0] == colours[3]
+    assert chromium.ask("document.title") != "run" and not chromium.ask(SIDEWAYS)
+    header = chromium.ask("document.querySelector('#sample-browser .sample header').textContent")
+    assert "finish: max_turns" in header

@@ -118,7 +118,7 @@ def test_long_texts_lose_their_middle_and_many_of_them_fit(run_dir: Path) -> Non
 def test_scores_that_are_none_and_columns_that_are_missing(run_dir: Path) -> None:
     write_samples(run_dir, 3, "rollouts", [{"prompt": "p", "response": "r", "score": float("nan")}])
     (source,) = embedded(run_dir)["sources"]
-    assert source["rows"] == [[3, 0, None, None, None, None, "r", None, 0]]
+    assert source["rows"] == [[3, 0, None, None, None, None, "r", None, 0, None, False]]
     assert sample_browser(read_run(record_nothing(run_dir / "empty"))) == ""
 
 
@@ -138,3 +138,25 @@ def test_steps_that_are_chosen_stay_as_the_run_goes_on() -> None:
         assert not gone or len(now) <= MAX_STEPS // 2 + 2, "only when every second one leaves"
         before = set(now)
     assert chosen_steps([]) == [] and chosen_steps([4]) == [4] and chosen_steps([4, 9]) == [4, 9]
+
+
+NOTHING = {"trained": False, "reward": None, "versions": [], "tool_s": 0.0}
+TURNS = [
+    NOTHING | {"author": "prompt", "text": "", "num_tokens": 4},
+    NOTHING | {"author": "model", "text": "add", "num_tokens": 2, "trained": True, "reward": 0.5, "versions": [3, 4]},
+    NOTHING | {"author": "tool", "text": HOSTILE[0], "num_tokens": 1, "tool_s": 0.257},
+]
+
+
+def test_a_conversation_is_there_turn_by_turn(run_dir: Path) -> None:
+    row = rollouts(1, 1)[0] | {"finish": "length", "reason": "max_turns"}
+    long = [TURNS[0], TURNS[1] | {"text": "x" * 9000}]
+    rows = [row | {"segments": TURNS}, row | {"segments": long}, row | {"reason": None}]
+    write_samples(run_dir, 1, "rollouts", [*rows, row | {"segments": [{"author": "model"}]}])
+    (source,) = embedded(run_dir)["sources"]
+    first, second, plain, broken = sorted(source["rows"], key=lambda each: each[8])
+    assert first[9] == [["model", "add", 2, 1, 0.5, [3, 4], 0], ["tool", HOSTILE[0], 1, 0, None, [], 0.26]]
+    assert (first[5], first[6], first[10]) == ("max_turns", "", True)
+    assert "characters are left out here" in second[9][0][1] and len(second[9][0][1]) < MAX_TEXT + 100
+    assert (plain[5], plain[6], plain[9]) == ("length", "r 0", None)
+    assert broken[9] == [], "it has a prompt alone"

@@ -244,6 +244,16 @@ def test_a_pair_is_in_one_microbatch() -> None:
                 assert all({3, 2} <= each or 3 not in each for each in together)
                 assert all({8, 2} <= each or 8 not in each for each in together)
     (groups,) = ranks_of("")
+    numbered = replace(plain, pairs_S=pairs_S, extra_S={"margin_S": torch.tensor(lengths) / 10})
+    for microbatch in cut(numbered, groups, 16, None):  # the first of a pair in the batch is its first here
+        assert torch.equal(
+            microbatch.extra_of_sequences(numbered.extra_S)["margin_S"], torch.tensor(microbatch.lengths) / 10
+        )
+        pairs = microbatch.pairs(pairs_S)
+        assert pairs is not None and pairs.dtype is torch.int64
+        by_length = {tuple(microbatch.lengths[each] for each in pair) for pair in pairs.tolist()}
+        assert by_length == {pair for pair in ((9, 1), (2, 3), (8, 2)) if max(pair) in microbatch.lengths}
+    assert cut(plain, groups, 16, None)[0].pairs(None) is None
     assert not all(
         {9, 1} <= set(each.lengths) or not {9, 1} & set(each.lengths) for each in cut(plain, groups, 16, None)
     )

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Protocol
 
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
@@ -25,6 +26,28 @@ from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.training.offload import OffloadPart
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's levels of sleep
+
+
+class Devices(Protocol):
+    """Who has the devices: trainer and engines by turns (``DeviceSharing``), or the trainer always."""
+
+    async def to_trainer(self, *, keep_weights: bool = False) -> None:
+        """See ``DeviceSharing.to_trainer``."""
+        ...
+
+    async def to_engines(self, version: int, pause: Pause = Pause.keep) -> None:
+        """See ``DeviceSharing.to_engines``."""
+        ...
+
+
+class TrainerAlone:
+    """Of a run without engines."""
+
+    async def to_trainer(self, *, keep_weights: bool = False) -> None:
+        """It has the devices."""
+
+    async def to_engines(self, version: int, pause: Pause = Pause.keep) -> None:
+        """There are none."""
 
 
 class DeviceSharing:
@@ -70,12 +93,15 @@ class DeviceSharing:
         own, and the engines take their KV cache.  So a device never has both.  The trainer must already have offloaded
         everything else (``TrainWorker.rest``).
 
-        pause: what happens to samples under way, see ``EnginePool.held``.  Raises as ``WeightSync.update``.
+        pause: what happens to samples under way, see ``EnginePool.held``.  Raises as ``WeightSync.update``; the turn
+        ends then, too, so that whoever waits for it learns of what is wrong by himself.
         """
-        await self._wake_engines(version, pause)
-        if self._is_trainers:
-            self._is_trainers = False
-            self._turn.release()
+        try:
+            await self._wake_engines(version, pause)
+        finally:
+            if self._is_trainers:
+                self._is_trainers = False
+                self._turn.release()
 
     async def send_again(self, version: int) -> None:
         """Sends the engines the weights that they had, ``version``, after a restart; only within ``engines_turn``."""

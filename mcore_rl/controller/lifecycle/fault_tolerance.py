@@ -52,6 +52,14 @@ class EngineRestarter:
         self._engines, self._pool, self._limit, self._warn = list(engines), pool, limit, warn
         self.num_restarts = 0
 
+    def add(self, engine: EngineClient) -> None:
+        """Restarts this one too, from now on."""
+        self._engines.append(engine)
+
+    def remove(self, engine: EngineClient) -> None:
+        """Lets ``engine`` end when it does."""
+        self._engines.remove(engine)
+
     async def restart_dead(self, error: DeadEngineError) -> None:
         """Restarts every engine that does not answer; returns when all are alive.
 

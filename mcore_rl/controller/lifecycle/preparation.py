@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.placement import with_replicas
@@ -30,11 +29,14 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
+from mcore_rl.controller.lifecycle.replay_check import settings_sum
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.sampler import PromptSampler
@@ -77,6 +79,9 @@ class Prepared(PreparedRun):
     encoder: of the reward model; None without one.
     agents: run the rows that ask for an agent.
     data_sources: those of the prompts that graders grade.
+    draw_settings: on which it depends what is drawn and how it is graded.
+    kept: rollouts of the checkpoint that were drawn and not trained, to go on with; None: there are none.
+    settings_sum: of the settings that a replay may not change.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,6 +91,9 @@ class Prepared(PreparedRun):
     encoder: Encoder | None
     agents: AgentRunner
     data_sources: frozenset[str]
+    draw_settings: dict[str, Any]
+    kept: KeptDraws | None
+    settings_sum: str
 
 
 def to_resume(
@@ -121,13 +129,14 @@ def complete(config: RunConfig, platform: Platform) -> RunConfig:
     config = with_replicas(config, on_accelerators=platform.is_accelerator)
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
     place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
+    replayed = config.trainer.replay and str(Path(config.trainer.replay).resolve())
     longest = float(config.data.max_response_length)
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}
     return replace(
         config.with_groups(roles),
         model=replace(config.model, path=path),
-        trainer=replace(config.trainer, default_local_dir=place),
+        trainer=replace(config.trainer, default_local_dir=place, replay=replayed),
         reward_model=replace(
             judge,
             model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
@@ -169,7 +178,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     }
     violations = [*model_run_violations(config, models), *adapter_violations(config)]
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
-    violations += replay_model_violations(config, policy, why_unrecorded(platform))
+    records = config.trainer.replay is not None  # its engines were other ones
+    violations += replay_model_violations(config, policy, None if records else why_unrecorded(platform))
     encoder = None
     if config.reward_model.enable:
         violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
@@ -181,7 +191,10 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    agents = AgentRunner(
+        config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
+        config.data.max_prompt_length,
+    )  # fmt: skip
     train, validation = _prompts(config, tokenizer, agents)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
@@ -199,6 +212,9 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
         kl.load_state_dict(progress.kl)
+    settings, kept = draw_settings(config, identity), None
+    if checkpoint is not None and train is not None and config.trainer.replay is None:
+        kept = kept_rollouts(checkpoint, progress.step, config, settings, train)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
@@ -213,6 +229,9 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         encoder=encoder,
         agents=agents,
         data_sources=data_sources,
+        draw_settings=settings,
+        kept=kept,
+        settings_sum=settings_sum(identity),
     )
 
 
@@ -233,17 +252,12 @@ def _prompts(
         limit = data.val_max_samples
         validation = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
     sets = [each for each in (train, validation) if each is not None]
-    rows = (each[index] for each in sets for index in range(len(each)))
-    if loops := {agents.loop_of_row(row) for row in rows if agents.runs(row)}:
-        if config.actor.router_replay is RouterReplay.r3:
-            problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
-            refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
-        for line in agents.check(loops):
-            warn(line)
-    elif config.rollout.agent != AgentConfig():
-        problem = "says how agents run, and no row asks for one"
-        remedy = "Write rollout.agent.default_agent_loop=tool_agent, say, or agent_name in the rows; or leave it out"
-        refuse_if_any([Violation("rollout.agent", "...", problem, remedy)])
+    has_agents, notes = agents.check_rows(each[index] for each in sets for index in range(len(each)))
+    if has_agents and config.actor.router_replay is RouterReplay.r3:
+        problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
+        refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
+    for line in notes:
+        warn(line)
     return train, validation
 
 

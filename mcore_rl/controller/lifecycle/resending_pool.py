@@ -66,7 +66,7 @@ class ResendingPool:
             async with self._devices.engines_turn():
                 if self._restarter.num_restarts != num_restarts:
                     return
-                version = self._weights.version
-                assert version is not None, "engines draw with weights that they were given"
+                version = self._weights.version  # of the living, too
                 await self._restarter.restart_dead(death)
+                assert version is not None, "engines draw with weights that they were given"
                 await self._devices.send_again(version)

@@ -98,9 +98,9 @@ class Identity:
         ConfigError, with every violation: it is another run.
         """
         theirs = Identity.read(checkpoint)
-        changed = {key: said for key, said in self._changed(theirs) if key in JUDGES and self._is_named}
+        changed = {key: said for key, said in self.changed(theirs) if key in JUDGES and self._is_named}
         refuse_if_any([*self._refused(theirs), *self._refused_contents(theirs, checkpoint)])
-        ours, before = _settings(self.config), _settings(theirs.config)
+        ours, before = flat_settings(self.config), flat_settings(theirs.config)
         return [f"{key}: {said}" for key, said in changed.items()] + [
             f"{key}: {before.get(key)} when the checkpoint was made, now {ours.get(key)}"
             for key in sorted(ours.keys() | before.keys())
@@ -112,7 +112,7 @@ class Identity:
         """Whether the user named the checkpoint to resume from."""
         return bool(self.config.get("trainer", {}).get("resume_mode") == ResumeMode.path.value)
 
-    def _changed(self, theirs: Identity) -> Iterator[tuple[str, str]]:
+    def changed(self, theirs: Identity) -> Iterator[tuple[str, str]]:
         """The keys whose files have other content than they had, and which files."""
         for key, sums in self.contents.items():
             before = theirs.contents.get(key)
@@ -124,7 +124,7 @@ class Identity:
 
     def _refused_contents(self, theirs: Identity, checkpoint: Path) -> Iterator[Violation]:
         flat = _flat(self.config)
-        for key, said in self._changed(theirs):
+        for key, said in self.changed(theirs):
             if key in JUDGES and self._is_named:
                 continue
             written = KEYS.get(key, key)
@@ -182,7 +182,7 @@ def note_differences(identity: Identity, checkpoint: Path) -> None:
         )
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of ``config`` by their keys, as this version writes them."""
     flat = _flat(config)
     unset = {key for end, value in WAS_UNSET.items() for key in flat if key.endswith(end) and flat[key] == value}

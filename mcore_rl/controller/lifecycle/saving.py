@@ -25,6 +25,13 @@ from mcore_rl.runtime.train_group import TrainGroup
 FIRST_LOOK_S, LOOK_S = 0.02, 1.0  # the first, and the longest, pause between questions whether workers have written
 LEAVE_S = 60.0  # how long a failed run waits for a checkpoint being written: a worker that hangs never answers
 MARGIN_BYTES = 16 << 20  # free space for headers, tokenizer and the controller's files
+# Writes more files into the directory of a checkpoint, in a thread, and returns their bytes; raises OSError.
+WriteMore = Callable[[Path], int]
+
+
+def write_nothing(directory: Path) -> int:
+    """A ``WriteMore``."""
+    return 0
 
 
 class Saver:
@@ -69,9 +76,10 @@ class Saver:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    async def save(self, progress: Progress) -> None:
+    async def save(self, progress: Progress, more: WriteMore = write_nothing) -> None:
         """Saves a checkpoint of ``progress``, which may change once this returns.
 
+        more: is called while the workers write; what it writes does not change meanwhile.
         Returns when the state is copied to host memory, with ``trainer.async_save``, else when the checkpoint is
         complete.  WorkerError: a worker died.
         """
@@ -84,7 +92,7 @@ class Saver:
             return
         for group in self._groups:
             await group.save_state(incomplete / group.role, behind=self._trainer.async_save)
-        self._writing = asyncio.create_task(self._complete(incomplete, step, best_step, started))
+        self._writing = asyncio.create_task(self._complete(incomplete, step, best_step, started, more))
         if not self._trainer.async_save:
             await self.settle()
 
@@ -94,7 +102,7 @@ class Saver:
         if writing is not None:
             await writing
 
-    async def conclude(self, progress: Progress) -> None:
+    async def conclude(self, progress: Progress, more: WriteMore = write_nothing) -> None:
         """Makes sure, at the end of the run, that there is a checkpoint of ``progress``.
 
         CheckpointError: it could not be written, even at the second attempt.
@@ -102,7 +110,7 @@ class Saver:
         await self.settle()
         for _ in range(2):
             if self.saved_step != progress.step:
-                await self.save(progress)
+                await self.save(progress, more)
                 await self.settle()
         if self._problem is not None and self.saved_step != progress.step:
             remedy = run_checkpoints.how_to_go_on(self._directory)
@@ -122,8 +130,12 @@ class Saver:
             raise OSError(lack)
         return run_checkpoints.begin(self._directory, progress, [group.role for group in self._groups], self._keep)
 
-    async def _complete(self, incomplete: Path, step: int, best_step: int, started: float) -> None:
-        sums, problems = dict[str, FileSum](), list[str]()
+    async def _complete(self, incomplete: Path, step: int, best_step: int, started: float, more: WriteMore) -> None:
+        sums, problems, more_bytes = dict[str, FileSum](), list[str](), 0
+        try:
+            more_bytes = await asyncio.to_thread(more, incomplete)
+        except OSError as error:
+            problems.append(f"rollouts cannot be written into {incomplete}: {error}")
         for group in self._groups:
             for rank, written in enumerate(await _written(group)):
                 if written.sum is not None:
@@ -141,7 +153,7 @@ class Saver:
             return
         self.saved_step, self._problem = step, None
         self._metrics["perf/checkpoint_s"] = time.perf_counter() - started
-        self._num_bytes = sum(each.num_bytes for each in sums.values())
+        self._num_bytes = more_bytes + sum(each.num_bytes for each in sums.values())
         self._metrics["perf/checkpoint_gib"] = self._num_bytes / 2**30
         await asyncio.to_thread(run_checkpoints.remove_old, self._directory, self._trainer, best_step)
 

@@ -12,15 +12,17 @@ from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 
 
-def weight_transport(config: RunConfig, platform: Platform, places: Places, store: StoreAccess) -> Transport:
+def weight_transport(
+    config: RunConfig, platform: Platform, places: Places, store: StoreAccess, name: str = "weights"
+) -> Transport:
     """Through memory that all map on one host without accelerators; else in rounds, by the places of the ranks.
 
-    store: where the members meet.
+    store: where the members meet, under a name that no others have used.
     """
     trainer, layout = config.trainer, config.rollout.layout
     address = Address(
         store=store,
-        name="weights",
+        name=name,
         num_trainers=trainer.world_size,
         num_rollout=layout.world_size,
         timeout_s=trainer.timeout_s,

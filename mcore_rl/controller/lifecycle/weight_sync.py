@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
+from mcore_rl.controller.lifecycle.engine_set import EngineSet
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.errors import DeadEngineError, SyncError, WeightMapError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Pause
 from mcore_rl.sync.update import WeightUpdater
@@ -22,12 +28,19 @@ class WeightSync:
         pool: draws with the engines, and sends them nothing while they receive weights.
         check_freq: compare the engines' weights with the actor's in every version that this divides.  0: only when
             engines have joined, at the start and after each restart.
+        engines: of which others may join and leave; None: they stay as they are.
     """
 
     def __init__(
-        self, updater: WeightUpdater, restarter: EngineRestarter, pool: EnginePool, check_freq: int = 0
+        self,
+        updater: WeightUpdater,
+        restarter: EngineRestarter,
+        pool: EnginePool,
+        check_freq: int = 0,
+        engines: EngineSet | None = None,
     ) -> None:
         self._updater, self._restarter, self._pool, self._check_freq = updater, restarter, pool, check_freq
+        self._engines, self._updating = engines, asyncio.Lock()
         self._num_restarts = restarter.num_restarts  # at the time when the engines received ``_version``
         self._version: int | None = None
 
@@ -36,22 +49,43 @@ class WeightSync:
         """The version of the weights that the engines have; None: they have dropped them, or never received any."""
         return self._version
 
+    @asynccontextmanager
+    async def no_update(self) -> AsyncIterator[None]:
+        """Within: no update is under way; waits for the end of one that is."""
+        async with self._updating:
+            yield
+
     async def update(self, version: int, pause: Pause = Pause.keep) -> None:
         """Sends the actor's weights to all engines as ``version``, unless they have that version already.
 
-        An engine that died while others went on drawing is restarted first; they draw until it is ready.
+        An engine that died while others went on drawing is restarted first; they draw until it is ready.  Engines that
+        are about to join do so, and receive them too.  One that cannot take these weights is left out, with a warning.
 
         pause: what happens to samples under way, see ``EnginePool.held``.
         Raises as ``WeightUpdater.update``, and DeadEngineError if the restart limit is reached.
         """
-        if (death := self._pool.death) is not None:
-            await self._restarter.restart_dead(death)
-        if self._version == version and self._num_restarts == self._restarter.num_restarts:
-            return
-        async with self._pool.held(pause):
-            await self._restarter.repeat(partial(self._update, version))
+        async with self._updating:
+            if (death := self._pool.death) is not None:
+                await self._restarter.restart_dead(death)
+            newcomers = [] if self._engines is None else self._engines.admit()
+            is_theirs = self._version == version and self._num_restarts == self._restarter.num_restarts
+            if is_theirs and not newcomers:
+                return
+            async with self._pool.held(pause):
+                try:
+                    await self._restarter.repeat(partial(self._update, version))
+                except (SyncError, WeightMapError, DeadEngineError) as error:
+                    if self._engines is None or not newcomers:
+                        raise
+                    names = ", ".join(each.name for each in newcomers)
+                    warn(f"{names}: left out, since the update with it failed: {error}")
+                    for each in newcomers:
+                        self._engines.dismiss(each)
+                    await self._restarter.repeat(partial(self._update, version))
 
     async def _update(self, version: int) -> None:
+        if self._engines is not None:
+            await self._engines.plan()
         if self._num_restarts != self._restarter.num_restarts:  # there are new engines, which have none
             self._num_restarts = self._restarter.num_restarts
             self._updater.rejoin()

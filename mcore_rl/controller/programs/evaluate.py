@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
-from mcore_rl.data.responses import ResponseRow, ResponseSet
+from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mcore_rl.controller.step.reward_model import RewardModel
 
 IN_FLIGHT = 256  # responses that wait for a grading process
+LOST = "lost"  # kind of error: the episode's environment or engine failed, and no grade could be the model's
 UNKNOWN_CORRECT = "the grader does not say what is right; a custom function says it as acc in its dict"
 UNKNOWN_ANSWER = "the grader names no answers to vote on; a custom function names them as pred in its dict"
 
@@ -61,6 +62,7 @@ class SourceReport:
     example: error of the first of them; None where all were graded.
     metrics: ``score``, ``accuracy``, ``pass@k``, ``maj@k``.
     missing: why a metric is not there, by its name.
+    agents: what the agents did, as ``agent_summary``; {} where there were none.
     """
 
     num_prompts: int
@@ -72,6 +74,7 @@ class SourceReport:
     example: str | None
     metrics: dict[str, MeanEstimate]
     missing: dict[str, str]
+    agents: dict[str, float] = field(default_factory=dict)
 
 
 async def run_evaluate(config: EvaluateConfig) -> int:
@@ -175,9 +178,13 @@ async def grade_all(
 
     async def serve() -> None:
         for row, scores, index in waiting:  # all servers draw from the one
-            request = request_of(row, index, max_tokens)
-            by_model = reward_model is not None and row.scored_by_model
-            score = await (reward_model if by_model and reward_model else scorer).score(request)
+            if lost := row.lost[index]:
+                score = Score(0.0, error=f"{LOST}: the episode ended by {lost}")
+            else:
+                by_model = reward_model is not None and row.scored_by_model
+                grader = reward_model if by_model and reward_model else scorer
+                score = await grader.score(request_of(row, index, max_tokens))
+                score = replace(score, turn_rewards=(*score.turn_rewards, *row.turn_rewards[index]))
             scores[index] = score
             kept.append({"row": row.id, "index": index, "score": asdict(score)})
             report()
@@ -275,10 +282,11 @@ def _report(graded: Sequence[Graded], k: Sequence[int], has_lengths: bool, has_f
         num_samples=(min(counts), max(counts)),
         num_tokens=fmean(lengths) if has_lengths else None,
         truncated=fmean(cut) if has_finish else None,
-        errors={kind: kinds[kind] for kind in ERROR_KINDS},
+        errors={kind: kinds[kind] for kind in (*ERROR_KINDS, LOST)},
         example=errors[0] if errors else None,
         metrics=metrics,
         missing=missing,
+        agents=agent_summary([agent for each in graded for agent in each.row.agents]),
     )
 
 
@@ -312,6 +320,8 @@ def _remarks(report: SourceReport) -> list[str]:
         lines.append(f"{report.num_tokens:.1f} tokens a response in the mean")
     if report.truncated is not None:
         lines.append(f"{100 * report.truncated:.1f}% of responses cut off at their limit")
+    if report.agents:
+        lines.append(agents_line(report.agents))
     if report.example is not None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.errors.items() if count)
         lines.append(f"not graded, and counted as wrong: {kinds}; the first: {report.example}")

@@ -6,38 +6,54 @@ No trainer and no grading: ``evaluate`` grades.  Invariant: a response follows f
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.role_groups import MODEL_VIEW
 from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.data.responses import LENGTH, Generated, taken_columns, write_responses
+from mcore_rl.data.responses import (
+    LENGTH,
+    AgentRecord,
+    Generated,
+    agent_summary,
+    agents_line,
+    taken_columns,
+    write_responses,
+)
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.episodes import ROLES, Episode, prompt_segment
+from mcore_rl.episodes import ROLES, AgentCounts, Episode, prompt_segment
 from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import has_tokenizer
-from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_engines
 from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.start import pool_of, start_engines
-from mcore_rl.tracking.journal import Journal, journal, journal_of
+from mcore_rl.tracking.journal import Journal, journal, journal_of, sum_of
 from mcore_rl.tracking.progress import WorkProgress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_EPISODES = 16_384  # of agents that run at the same time: as many as 64 engines with 256 sequences have room for
 
 
 async def run_generate(config: GenerateConfig) -> int:
@@ -48,11 +64,12 @@ async def run_generate(config: GenerateConfig) -> int:
     Raises ConfigError and kin with everything that keeps it from starting, before any process does.
     """
     platform, console = detect(config.rollout.device), Console(stderr=True)
-    config, prompts = prepare(config, platform)
+    config, prompts, agents = prepare(config, platform)
     _say(console, prompts.describe())
     rollout, out = config.rollout, Path(config.out)
     table = prompts.table()
     async with AsyncExitStack() as stack:
+        stack.callback(agents.close)
         kept = stack.enter_context(journal(out, work_of(config, prompts), afresh=config.overwrite))
         if kept.entries:
             _say(console, f"going on with {journal_of(out)}, which has {len(kept.entries):,} responses")
@@ -65,7 +82,7 @@ async def run_generate(config: GenerateConfig) -> int:
         engines = await start_engines(directory, rollout, places.rollout, platform, logs, stack)
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:
             sampling = sampling_of(rollout, rollout, rollout.seed)
-            groups = await draw(pool_of(engines, rollout), prompts, rollout.n, sampling, work.advance, kept)
+            groups = await draw(pool_of(engines, rollout), prompts, rollout.n, sampling, work.advance, kept, agents)
             rate = work.rate
         write_responses(out, table, groups)
     every = [each for group in groups for each in group]
@@ -73,19 +90,22 @@ async def run_generate(config: GenerateConfig) -> int:
     cut = sum(each.finish == LENGTH for each in every)
     said = f"{out}: {len(groups):,} prompts, {rollout.n} responses each, of {mean:.1f} tokens in the mean"
     _say(Console(), f"{said}; {cut:,} cut off at {rollout.max_response_length} tokens; {rate:,.0f} tokens/s")
+    if summary := agent_summary([each.agent for each in every]):
+        _say(Console(), agents_line(summary))
     return 0
 
 
 def check_generate(config: GenerateConfig) -> int:
     """Read and check all that ``run_generate`` needs, and start nothing; returns the exit code 0."""
-    config, prompts = prepare(config, detect(config.rollout.device))
+    config, prompts, agents = prepare(config, detect(config.rollout.device))
+    agents.close()
     _say(Console(), prompts.describe())
     _say(Console(), f"nothing is wrong: {len(prompts) * config.rollout.n:,} responses. Nothing was started")
     return 0
 
 
-def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PromptSet]:
-    """``config`` with absolute paths, and the prompts.  Raises as ``run_generate``."""
+def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PromptSet, AgentRunner]:
+    """``config`` with absolute paths, the prompts, and what runs those of agents.  Raises as ``run_generate``."""
     refuse_if_any([*generate_violations(config), *file_violations(config)])
     directory = Path(config.model.path).expanduser().resolve()
     out = Path(config.out).expanduser().resolve()
@@ -97,22 +117,38 @@ def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig,
         problem, remedy = "has no tokenizer, so that responses have no text", "Copy the tokenizer's files there"
         refuse_if_any([Violation("model.path", str(directory), problem, remedy)])
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
+    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    try:
+        return config, _prompts(config, tokenizer, agents), agents
+    except BaseException:
+        agents.close()
+        raise
+
+
+def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner) -> PromptSet:
+    """The prompts, with all that agents need of them.  DataError, ConfigError: with what is wrong."""
     files, limit, title = config.data.files, config.data.max_samples, "data.files"
-    prompts = PromptSet.load(files, config.data.prompts, tokenizer, max_samples=limit, title=title, graded=False)
+    prompts = PromptSet.load(
+        files, config.data.prompts, tokenizer, max_samples=limit, title=title, graded=False, agents=agents
+    )
     taken = taken_columns(prompts.table().column_names)
     if taken:
         problem = f"there is a column {', '.join(taken)} already. Rename it, or generate from the file without it"
         raise DataError(title, [problem])
-    return config, prompts
+    _, notes = agents.check_rows(prompts[index] for index in range(len(prompts)))
+    for line in notes:
+        warn(line)
+    return prompts
 
 
 def work_of(config: GenerateConfig, prompts: PromptSet) -> dict[str, Any]:
-    """What the responses follow from: the settings, the weights' files, the prompts' tokens."""
+    """What the responses follow from: the settings, the weights' files, the prompts' tokens, the agents' files."""
     weights = sorted(Path(config.model.path).glob("*.safetensors"))
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
     rows = [prompts[index] for index in range(len(prompts))]
     settings = as_dict(replace(config, out="", overwrite=False, ray_init=RayInitConfig()))
-    return {"settings": settings, "weights": files, "prompts": [(row.id, row.tokens) for row in rows]}
+    own = {path: sum_of(path) for path in config.rollout.agent.files}
+    return {"settings": settings, "weights": files, "prompts": [(row.id, row.tokens) for row in rows], "agents": own}
 
 
 def model_directory(config: GenerateConfig) -> Path:
@@ -132,10 +168,12 @@ async def draw(
     sampling: Sampling,
     report: Callable[[int], None],
     kept: Journal | None = None,
+    agents: AgentRunner | None = None,
 ) -> list[list[Generated]]:
     """Samples ``n`` responses to each of ``prompts``, in order.
 
     report: called with each response's token count.  kept: those that are there already, and where new ones are noted.
+    agents: run the rows that ask for an agent; None: there are none.
     """
     kept = kept or Journal()
     rows = [prompts[index] for index in range(len(prompts))]
@@ -148,32 +186,66 @@ async def draw(
         report(0)
     asked = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
     requests = [each for each in asked if each.index not in by_row[places[each.prompt.id]]]
-    async for sample in engine.generate(requests, sampling):
-        place = places[sample.prompt_id]
-        made = generated(single_turn(rows[place], segments[place], sample, place))
-        by_row[place][sample.index] = made
-        kept.append({"prompt": sample.prompt_id, "index": sample.index, "response": asdict(made)})
+
+    def keep(episode: Episode) -> None:
+        made = generated(episode)
+        by_row[episode.group][episode.index] = made
+        kept.append({"prompt": episode.prompt_id, "index": episode.index, "response": asdict(made)})
         report(made.num_tokens)
+
+    room = asyncio.Semaphore(MAX_EPISODES)
+
+    async def run_agent(runner: AgentRunner, request: Request) -> None:
+        async with room:
+            place = places[request.prompt.id]
+            keep(await runner.run(engine, rows[place], request.prompt.id, place, request.index, sampling))
+
+    alone = []
+    try:
+        async with asyncio.TaskGroup() as running:  # an error of one ends the others
+            for each in requests:
+                if agents is not None and agents.runs(rows[places[each.prompt.id]]):
+                    running.create_task(run_agent(agents, each))
+                else:
+                    alone.append(each)
+            async for sample in engine.generate(alone, sampling):
+                place = places[sample.prompt_id]
+                keep(single_turn(rows[place], segments[place], sample, place))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return [[group[index] for index in range(n)] for group in by_row]
 
 
 def _generated(values: dict[str, Any]) -> Generated:
     """A response as the journal has it."""
-    return Generated(**values | {"turns": tuple(values["turns"])})
+    agent = values["agent"] and AgentRecord(**values["agent"])
+    return Generated(**values | {"turns": tuple(values["turns"]), "agent": agent})
 
 
 def generated(episode: Episode) -> Generated:
     """The row of ``episode`` in the file: its texts and lengths, without tokens."""
     turns = [
-        {"role": ROLES[segment.author], "content": segment.text, "num_tokens": len(segment.tokens)}
+        {
+            "role": ROLES[segment.author],
+            "content": segment.text,
+            "num_tokens": len(segment.tokens),
+            "trained": segment.trained,
+            "reward": segment.reward,
+        }
         for segment in episode.segments[1:]
     ]
+    did = episode.agent
     return Generated(
         text=episode.response,
         num_tokens=episode.num_response_tokens,
         finish=episode.end.value,
-        turns=() if episode.is_single_turn else tuple(turns),
+        turns=() if episode.is_single_turn and not episode.turn_rewards else tuple(turns),
+        agent=None if did is None else _record(did),
     )
+
+
+def _record(counts: AgentCounts) -> AgentRecord:
+    return AgentRecord(**{each.name: getattr(counts, each.name) for each in fields(AgentRecord)})
 
 
 def _say(console: Console, text: str) -> None:

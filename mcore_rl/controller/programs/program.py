@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +31,7 @@ async def run_program(
     open_run: Callable[[C], AbstractAsyncContextManager[R]],
     train: Callable[[R], Awaitable[None]],
     callbacks: Sequence[Callback] = (),
+    living: AbstractAsyncContextManager[object] | None = None,
 ) -> int:
     """Train to the end, export the final weights, write the report.
 
@@ -41,6 +42,7 @@ async def run_program(
     Args:
         open_run: starts the processes of a run, and ends them when it is left; reads the newest checkpoint.
         train: takes all the steps that are left.
+        living: closes what a run leaves to the one that begins again; None: nothing.
         callbacks: see ``training_run.Callback``.
 
     Returns:
@@ -69,7 +71,8 @@ async def run_program(
 
     with owner, scratch():  # before anything is imported or started that makes temporary files, as wandb does
         try:
-            exported = await run_with_restarts(config, attempt)
+            async with living or nullcontext():
+                exported = await run_with_restarts(config, attempt)
         except Preempted as left:
             outcome(str(left))
             return REQUEUE

@@ -144,7 +144,7 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
     platform = detect(config.trainer.device)
     planned = forecast(config, platform, prepared.models)
     async with AsyncExitStack() as stack:
-        tracker = open_directory(config, prepared, platform, stack)
+        tracker = open_directory(config, prepared, platform, stack, stack)
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)

@@ -4,9 +4,11 @@ Numbers in, numbers out: nothing here waits or draws.  A group is the responses 
 from the version of the weights that drew its oldest token to the version that the step which trains it begins with.
 
 While version v is the newest, at most ``v + 1 + bound`` batches of groups have been begun (AReaL, arXiv:2505.24298,
-section 5.1).  That alone bounds nothing: a step that trains younger groups in place of one that is unfinished leaves
-more to later steps than they can train in time.  So a step takes the groups that are due first, and begins only if for
-every j at most j batches of the others are due within the j steps after it.  Else it waits for one that is due sooner.
+section 5.1); fewer where ``extra`` says so.  That alone bounds nothing: a step that trains younger groups in place of
+one that is unfinished leaves more to later steps than they can train in time.  So a step takes the groups that are due
+first, and begins only if for every j at most j batches of the others are due within the j steps after it.  Else it
+waits for one that is due sooner.  None of that asks whether weights change while a group is drawn: its age is counted
+from its oldest token.
 
 The invariants, which ``tests/controller/rollouts/test_admission.py`` holds for any order in which groups finish: no
 group is trained beyond the bound; when all groups are finished a step can begin; and no group is passed over for ever.
@@ -49,11 +51,13 @@ class Admission:
     batch: groups that a step trains.
     bound: the most versions between a group's oldest token and the step that trains it (``async.max_staleness``).
     num_steps: the last step, beyond which nothing is begun.
+    extra: groups that may be begun beyond those of the step at hand; None: as many as the bound allows.
     """
 
     batch: int
     bound: int
     num_steps: int
+    extra: int | None = None
 
     def room(self, version: int, num_begun: int) -> int:
         """How many groups may be begun now.
@@ -61,7 +65,24 @@ class Admission:
         version: the newest, which is also the number of the last complete step.
         num_begun: groups of the whole run that were trained or will be; one that was dropped does not count.
         """
-        return max(0, min(version + 1 + self.bound, self.num_steps) * self.batch - num_begun)
+        most = min(version + 1 + self.bound, self.num_steps) * self.batch
+        if self.extra is not None:
+            most = min(most, (version + 1) * self.batch + self.extra)
+        return max(0, most - num_begun)
+
+    def overdue(self, version: int, groups: Iterable[G]) -> list[G]:
+        """Those of ``groups`` that cannot be trained within the bound by the steps from ``version`` on.
+
+        While the bound and the batch stay as they are there are none.  The others can, each step taking those that are
+        due first.
+        """
+        late, num_in_time = list[G](), 0
+        for group in sorted(groups, key=lambda group: (group.oldest, group.ordinal)):
+            if num_in_time < (group.oldest + self.bound - version + 1) * self.batch:
+                num_in_time += 1
+            else:
+                late.append(group)
+        return late
 
     def choose(self, version: int, groups: Iterable[G]) -> list[G]:
         """The batch of the step that begins with ``version``, due first; [] if it must wait.

@@ -1,10 +1,15 @@
-"""``trainer.mode=async``: groups are drawn while steps are trained, and each step takes a batch of finished ones.
+"""A stream of groups, of which each step takes a batch of finished ones: ``trainer.mode=async`` and partial rollouts.
 
 Each group is a task of its own.  Those that are finished and not yet trained are the buffer; ``admission`` says how
-many may be begun, and which are trained.  Nothing is drawn while engines receive weights: the last response of a
-version ends before the next version is published.  Validation and checkpoints therefore meet no draw.
+many may be begun, and which are trained.  What is unfinished when weights change meets one of three fates
+(``Drawing.pause``), and all else is the same:
 
-What is not trained is in no checkpoint but for its place in the data: its prompt is drawn again.
+- ``keep``: it is drawn while the trainer works, frozen while engines receive weights, and goes on with the new ones.
+- ``wait``: it is drawn while the trainer works, and finished before engines receive weights.
+- ``abort``: it is taken from the engines as soon as the step has its batch, kept with its tokens, and sent again when
+  the next step wants groups.  So engines and trainer may share devices.
+
+A checkpoint keeps what is not trained (``kept_draws``): a run that is resumed goes on with it, at its age.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -24,14 +29,23 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.rollouts.admission import Admission
 from mcore_rl.controller.rollouts.group import Group, KeptSamples
-from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, numbered
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws
+from mcore_rl.controller.step.rollout_collection import (
+    FILTERED,
+    CollectProgress,
+    DroppedGroup,
+    RolloutBatch,
+    numbered,
+)
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import DeadEngineError
+from mcore_rl.rollout.protocol import Pause
 from mcore_rl.tracking.clock import Clock
 
+LEAVE_S = 30.0  # how long a run that leaves waits for engines to give unfinished responses back
 DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups are drawn
 
 
@@ -39,8 +53,9 @@ DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups ar
 class Drawing:
     """What a stream draws with, and by which rules.
 
-    ahead: what draws, and what restarts engines.
+    ahead: what draws, what restarts engines, and what takes draws from them.
     admission: how many groups may be begun, and which are trained.
+    pause: what becomes of draws under way when weights change.
     redraws: draw the whole group again if an engine dies with a part of it (``async.overdue``).
     num_samples: responses to a prompt.  needs_greedy: whether a group has a greedy one beside them.
     gen_batch: groups that count as one batch in ``dropped/generation_batches``.
@@ -49,6 +64,7 @@ class Drawing:
 
     ahead: Ahead
     admission: Admission
+    pause: Pause
     redraws: bool
     num_samples: int
     needs_greedy: bool
@@ -57,13 +73,16 @@ class Drawing:
 
 
 def drawing_of(run: RunConfig, num_steps: int, ahead: Ahead) -> Drawing:
-    """How ``run`` draws in ``trainer.mode=async``.  num_steps: the last step."""
-    batch, filtering = run.data.train_batch_size, run.algorithm.filter_groups
+    """How ``run`` draws in ``trainer.mode=async`` or with ``rollout.partial``.  num_steps: the last step."""
+    batch, filtering, partial_in_turns = run.data.train_batch_size, run.algorithm.filter_groups, run.rollout.partial
+    pause = Pause.abort if partial_in_turns else Pause.keep if run.async_.partial_rollout else Pause.wait
+    extra = math.ceil(run.rollout.over_sampling * batch) if partial_in_turns else None
     gen_batch = batch if run.data.gen_batch_size is None else run.data.gen_batch_size
     most = filtering.max_num_gen_batches * gen_batch - batch if filtering.enable else 0
     return Drawing(
         ahead=ahead,
-        admission=Admission(batch=batch, bound=run.async_.max_staleness, num_steps=num_steps),
+        admission=Admission(batch=batch, bound=run.async_.max_staleness, num_steps=num_steps, extra=extra),
+        pause=pause,
         redraws=run.async_.overdue is Overdue.redraw,
         num_samples=run.rollout.n,
         needs_greedy=run.needs_greedy,
@@ -93,15 +112,17 @@ class RolloutStream:
         progress: CollectProgress,
     ) -> None:
         self._drawing, self._sampler, self._next_rows, self._progress = drawing, sampler, next_rows, progress
-        self._num_begun, self._ordinal = num_trained, sampler.num_drawn
+        self._num_trained, self._ordinal = num_trained, sampler.num_drawn
         self._version, self._may_draw = 0, False
+        self._going = asyncio.Event()  # set while groups may send requests
         self._live: dict[int, Group] = {}  # begun, neither trained nor dropped, by ordinal
         self._tasks: dict[Group, asyncio.Task[list[Episode]]] = {}  # of the groups under way
         self._changed = asyncio.Event()  # a group is no longer under way
         self._death: DeadEngineError | None = None
         self._failure: BaseException | None = None
         self._busy = BusyTime(clock)
-        self._num_dropped = self._num_redrawn = 0  # since the last step got its groups
+        self._dropped, self._num_redrawn = list[DroppedGroup](), 0  # since the last step got its groups
+        self._kept_at_end: KeptDraws | None = None
 
     async def __aenter__(self) -> RolloutStream:
         return self
@@ -109,28 +130,78 @@ class RolloutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*self._tasks.values()]
-        self.return_to(self.place)
+        if kind is Preempted and self._going.is_set() and not self._drawing.ahead.is_dead():
+            with suppress(DeadEngineError, TimeoutError):
+                await asyncio.wait_for(self.interrupt(), LEAVE_S)  # so that unfinished responses are kept
+        tasks, self._kept_at_end = [*self._tasks.values()], self.kept
+        self._give_back(self.place)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def place(self) -> dict[str, Any]:
-        """The sampler's state, to which the prompts of all groups that no step has are given back."""
+        """The sampler's state, to which the prompts of all groups that no step has, or has told of, are given back."""
         rows = [self._live[ordinal].row for ordinal in sorted(self._live)]
-        return self._sampler.state_with((row.epoch, row.number) for row in rows)
+        dropped = [(each.epoch, each.number) for each in self._dropped]
+        return self._sampler.state_with([*dropped, *((row.epoch, row.number) for row in rows)])
 
-    def return_to(self, place: dict[str, Any]) -> None:
+    @property
+    def kept(self) -> KeptDraws:
+        """All groups that no step has, as they are now; once the stream has ended, as they were then."""
+        if self._kept_at_end is not None:
+            return self._kept_at_end
+        return KeptDraws(
+            place=self._sampler.state_dict(),
+            groups=tuple(self._live[ordinal].kept for ordinal in sorted(self._live)),
+            next_ordinal=self._ordinal,
+            num_trained=self._num_trained,
+            dropped=tuple(self._dropped),
+        )
+
+    def return_to(self, kept: KeptDraws) -> None:
+        """Goes back to ``kept``, of this stream, but for what was drawn of its groups since; begins nothing more."""
+        known, self._may_draw = self._live, False
+        self._sampler.load_state_dict(kept.place)
+        self._go_on_with(kept)
+        self._live |= {ordinal: known[ordinal] for ordinal in self._live if ordinal in known}
+        for group, task in self._tasks.items():
+            if self._live.get(group.ordinal) is not group:
+                task.cancel()
+
+    def resume(self, kept: KeptDraws, version: int) -> None:
+        """Goes on with ``kept`` of a checkpoint, after step ``version``, before anything is drawn.
+
+        A group that would be trained beyond the bound, since the bound or the batch is another one now, is drawn again.
+        """
+        self._sampler.load_state_dict(kept.place)
+        self._go_on_with(kept)
+        late = self._drawing.admission.overdue(version, self._live.values())
+        for group in late:
+            del self._live[group.ordinal]
+        self._num_redrawn += len(late)
+        again = ((group.row.epoch, group.row.number) for group in late)
+        self._sampler.load_state_dict(self._sampler.state_with(again))
+
+    def _go_on_with(self, kept: KeptDraws) -> None:
+        engine = self._drawing.ahead.collector.engine
+        groups = [Group.of(each, engine, self._going) for each in kept.groups]
+        self._live = {group.ordinal: group for group in groups}
+        self._ordinal, self._num_trained, self._dropped = kept.next_ordinal, kept.num_trained, [*kept.dropped]
+
+    def _give_back(self, place: dict[str, Any]) -> None:
         """Gives all rows after ``place`` back to the sampler, and cancels every draw."""
         self._may_draw = False
         for task in self._tasks.values():
             task.cancel()
-        self._live.clear()
+        self._live = {}
+        self._dropped = []
         self._sampler.load_state_dict(place)
 
     async def next(self, step: int) -> RolloutBatch:
         """The rollouts of ``step``.  Raises what a draw or a grader raised, as ``RolloutCollector.collect`` does."""
         rules, admission = self._drawing, self._drawing.admission
         self._version, self._may_draw, held_s = step - 1, True, 0.0
+        self._going.set()
+        self._busy.set(bool(self._tasks))
         self._draw()
         while True:
             if self._failure is not None:
@@ -149,23 +220,52 @@ class RolloutStream:
             held_s += (time.perf_counter() - begun) * (num_finished >= admission.batch)
         for group in chosen:
             del self._live[group.ordinal]
+        self._num_trained += len(chosen)
+        if rules.pause is Pause.abort:
+            await self.interrupt()
         return self._batch(step, chosen, held_s)
 
-    async def settle(self, preemption: Preemption) -> None:
-        """Waits until nothing is drawn, as it must be before engines receive weights; nothing is begun until ``next``.
+    async def interrupt(self) -> None:
+        """Takes all draws from the engines: what is unfinished stays in ``Group.samples`` until ``next`` goes on.
 
-        If the run is told to end, all draws are cancelled.  If an engine died, it is restarted, and ``next`` draws on
-        with the weights that it receives.  Raises as ``EngineRestarter.restart_dead``.
+        Agents' loops, tools and graders go on meanwhile.
         """
         self._may_draw = False
-        try:
-            await preemption.cancel_if_asked(self._quiet())
-        except Preempted:
-            for task in self._tasks.values():
-                task.cancel()
-            await self._quiet()
+        self._going.clear()
+        self._busy.set(False)
+        while any(group.samples.is_drawing for group in self._tasks):  # some may be on their way to the engines
+            await self._drawing.ahead.interrupt()
+            await asyncio.sleep(0)
+
+    async def take_back(self) -> None:
+        """Takes what is unfinished from the engines, for a checkpoint, and goes on with it where drawing goes on."""
+        if not self._going.is_set() or self._drawing.ahead.is_dead():
             return
+        may_draw = self._may_draw
+        await self.interrupt()
+        self._may_draw = may_draw
+        self._going.set()
+        self._busy.set(bool(self._tasks))
+        self._draw()
+
+    async def settle(self, preemption: Preemption) -> None:
+        """Makes draws ready for the weights that engines are about to receive, as ``Drawing.pause`` says.
+
+        With ``wait`` nothing is drawn afterwards, and nothing is begun until ``next``; if the run is told to end, all
+        draws are cancelled.  If all engines died, they are restarted, and ``next`` draws on with the weights that they
+        receive.  Raises as ``EngineRestarter.restart_dead``.
+        """
+        if self._drawing.pause is Pause.wait:
+            self._may_draw = False
+            try:
+                await preemption.cancel_if_asked(self._quiet())
+            except Preempted:
+                for task in self._tasks.values():
+                    task.cancel()
+                await self._quiet()
+                return
         if self._death is not None and self._failure is None:
+            await self._quiet_if_dead()
             await self._drawing.ahead.restart_dead(self._death)
             self._death = None
 
@@ -178,9 +278,14 @@ class RolloutStream:
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
+    async def _quiet_if_dead(self) -> None:
+        """Waits until no group sends requests, which all fail, unless the engines that died were restarted since."""
+        while self._drawing.ahead.is_dead() and any(group.samples.is_drawing for group in self._tasks):
+            await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+
     async def _recover(self, death: DeadEngineError) -> None:
         """Restarts dead engines while the trainer waits, and draws on."""
-        await self._quiet()
+        await self._quiet_if_dead()
         await self._drawing.ahead.recover(death)
         self._death = None
         self._draw()
@@ -192,14 +297,15 @@ class RolloutStream:
         for group in self._live.values():
             if not group.finished and group not in self._tasks:
                 self._num_redrawn += 1
-                group.begin_again(self._version, whole=self._drawing.redraws)
+                whole = self._drawing.redraws or not self._drawing.ahead.collector.can_replay(group.row)
+                group.begin_again(self._version, whole=whole)
                 self._begin(group)
-        for _ in range(self._drawing.admission.room(self._version, self._num_begun)):
+        for _ in range(self._drawing.admission.room(self._version, self._num_trained + len(self._live))):
             (row,) = self._next_rows(1)
-            samples = KeptSamples(self._drawing.ahead.collector.engine)
+            samples = KeptSamples(self._drawing.ahead.collector.engine, going=self._going)
             group = Group(ordinal=self._ordinal, row=row, samples=samples, oldest=self._version)
             self._live[group.ordinal] = group
-            self._ordinal, self._num_begun = self._ordinal + 1, self._num_begun + 1
+            self._ordinal += 1
             self._begin(group)
 
     def _begin(self, group: Group) -> None:
@@ -207,7 +313,7 @@ class RolloutStream:
         task = asyncio.create_task(collector.collect_group(group.ordinal, group.row))
         self._tasks[group] = task
         task.add_done_callback(partial(self._ended, group))
-        self._busy.set(True)
+        self._busy.set(self._going.is_set())
 
     def _ended(self, group: Group, task: asyncio.Task[list[Episode]]) -> None:
         """Takes the episodes of ``group``, or the error that ended its draw, which ``next`` and ``settle`` see to."""
@@ -220,35 +326,36 @@ class RolloutStream:
         elif not task.cancelled() and group.ordinal in self._live:
             self._take(group, task.result())
         self._draw()
-        self._busy.set(bool(self._tasks))
+        self._busy.set(bool(self._tasks) and self._going.is_set())
         self._changed.set()
 
     def _take(self, group: Group, episodes: list[Episode]) -> None:
         """Puts ``group`` into the buffer; or drops it if it has no signal, so that another is begun in its place."""
-        if self._num_dropped < self._drawing.most_dropped and not self._drawing.ahead.collector.teaches(episodes):
+        if len(self._dropped) < self._drawing.most_dropped and not self._drawing.ahead.collector.teaches(episodes):
             del self._live[group.ordinal]
-            self._num_begun -= 1
-            self._num_dropped += 1
+            self._dropped.append(DroppedGroup.of(group.row, FILTERED))
         else:
             group.finish(episodes)
 
     def _batch(self, step: int, chosen: list[Group], held_s: float) -> RolloutBatch:
         """What a step gets; counts begin anew."""
-        rules, dropped, redrawn = self._drawing, self._num_dropped, self._num_redrawn
-        self._num_dropped = self._num_redrawn = 0
+        rules, dropped, redrawn = self._drawing, tuple(self._dropped), self._num_redrawn
+        self._dropped, self._num_redrawn = [], 0
         groups = [group.episodes for group in chosen if group.episodes is not None]
         episodes, greedy = numbered(step, groups, needs_greedy=rules.needs_greedy)
         return RolloutBatch(
             episodes=episodes,
             greedy=greedy,
-            num_batches=math.ceil((len(chosen) + dropped) / rules.gen_batch),
-            num_dropped=dropped,
+            num_batches=math.ceil((len(chosen) + len(dropped)) / rules.gen_batch),
             seconds=self._busy.take(),
+            dropped=dropped,
             metrics={
                 "rollout/buffer": float(self._num_finished),
                 "rollout/under_way": float(len(self._tasks)),
+                "rollout/kept_tokens": float(sum(each.samples.num_unfinished_tokens for each in self._live.values())),
                 "rollout/redrawn": float(redrawn),
                 "rollout/held_s": held_s,
+                **self._drawing.ahead.collector.agent_waits(episodes),
             },
         )
 

@@ -12,10 +12,12 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.shaping import has_signal
+from mcore_rl.config.agent import ProgramReward
 from mcore_rl.config.algorithm import FilterMetric
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
@@ -32,6 +34,23 @@ from mcore_rl.rollout.single_turn import single_turn
 
 CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
 STEPS_APART = 1_000_003  # so that no step has the seed of a step of another run
+# Why a group that was drawn is not trained: it has no signal; or more groups had one than a step trains.
+FILTERED, SURPLUS = "filter_groups", "surplus"
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """A group that was drawn and that no step trains.  number, epoch, id: of its prompt.  reason: ``FILTERED``, say."""
+
+    number: int
+    epoch: int
+    id: str
+    reason: str
+
+    @classmethod
+    def of(cls, row: PromptRow, reason: str) -> DroppedGroup:
+        """The group of ``row``."""
+        return cls(row.number, row.epoch, row.id, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +60,22 @@ class RolloutBatch:
     episodes: graded, prompt by prompt; ``Episode.group`` counts the prompts from 0.
     greedy: the reward of the greedy response to each prompt, by group number; None if the algorithm needs none.
     num_batches: the batches of prompts that were sampled.
-    num_dropped: the groups that were sampled but are not trained.
     seconds: that sampling and grading took.
+    dropped: the groups that were sampled since the last step got its own, and that no step trains.
     metrics: of how it came together, where drawing is ahead of training.
     """
 
     episodes: list[Episode]
     greedy: list[float] | None
     num_batches: int
-    num_dropped: int
     seconds: float
+    dropped: tuple[DroppedGroup, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_dropped(self) -> int:
+        """The groups that were dropped because they have no signal."""
+        return sum(each.reason == FILTERED for each in self.dropped)
 
 
 class RolloutCollector:
@@ -87,22 +111,35 @@ class RolloutCollector:
             batches += 1
             for group in groups:
                 (kept if self.teaches(group) else spare).append(group)
-        dropped = len(spare) if len(kept) >= wanted else len(spare) - (wanted - len(kept))
-        chosen = [*kept, *spare][:wanted]
+        chosen, missing = [*kept, *spare][:wanted], max(0, wanted - len(kept))
+        dropped = [
+            *(DroppedGroup.of(group[0].row, FILTERED) for group in spare[missing:]),
+            *(DroppedGroup.of(group[0].row, SURPLUS) for group in kept[wanted:]),
+        ]
         episodes, greedy = numbered(step, chosen, needs_greedy=run.needs_greedy)
         return RolloutBatch(
             episodes=episodes,
             greedy=greedy,
             num_batches=batches,
-            num_dropped=dropped,
             seconds=time.perf_counter() - begun,
+            dropped=tuple(dropped),
+            metrics=self.agent_waits(episodes),
         )
+
+    def agent_waits(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Seconds since the last call in which engines were idle for tools; {} where no agent ran ``episodes``."""
+        idle_s = 0.0 if self._agents is None else self._agents.waits.take()
+        return {"agent/engines_idle_s": idle_s} if any(each.agent is not None for each in episodes) else {}
 
     def over(self, engine: SampleSource) -> RolloutCollector:
         """A collector that differs from this one in nothing but its engine."""
         other = copy.copy(self)
         other.engine = engine
         return other
+
+    def can_replay(self, row: PromptRow) -> bool:
+        """Whether unfinished episodes of ``row`` may go on with the samples that they have."""
+        return self._agents is None or not self._agents.runs(row) or self._agents.can_replay(row)
 
     async def collect_group(self, ordinal: int, row: PromptRow) -> list[Episode]:
         """The group of one prompt; as the last its greedy sample if the algorithm needs one.
@@ -129,7 +166,8 @@ class RolloutCollector:
     def teaches(self, group: Sequence[Episode]) -> bool:
         """Whether a group has a signal, or all groups are trained.  group: as ``collect_group`` returns it."""
         algorithm = self._run.algorithm
-        sampled = [each for each in group[: self._run.rollout.n] if not each.lost]
+        drawn = group[:-1] if self._run.needs_greedy else group
+        sampled = [each for each in drawn if not each.lost and each.part == 0]
         if not algorithm.filter_groups.enable:
             return True
         scores = [filter_score(each, algorithm.filter_groups.metric) for each in sampled]
@@ -160,7 +198,7 @@ class RolloutCollector:
                 baselines = drawing.create_task(self._collect(alone, 1, greedy, lambda done, of: None, trained=False))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [[*group, *baseline] for group, baseline in zip(sampled.result(), baselines.result(), strict=True)]
+        return [[*group, baseline[0]] for group, baseline in zip(sampled.result(), baselines.result(), strict=True)]
 
     async def _collect(
         self,
@@ -181,7 +219,7 @@ class RolloutCollector:
         }
         places = {name: place for place, (name, _) in enumerate(named) if place not in of_agents}
         requests = requests_of([Prompt(id=name, tokens=named[place][1].tokens) for name, place in places.items()], n)
-        graded: list[asyncio.Task[Episode]] = []
+        graded: list[asyncio.Task[list[Episode]]] = []
         total, finished = n * len(named), itertools.count(1)
         try:
             async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
@@ -190,31 +228,52 @@ class RolloutCollector:
                         work = self._run_agent(*named[place], place, index, sampling)
                         graded.append(grading.create_task(work))
                         graded[-1].add_done_callback(lambda _: progress(next(finished), total))
-                async for sample in self.engine.generate(requests, sampling):
-                    place, experts = places[sample.prompt_id], None
-                    if trained and self._model is not None:
-                        experts = checked_routes(sample, len(prompts[place].tokens), self._model)
-                    episode = single_turn(named[place][1], prompts[place], sample, place, experts)
-                    assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
-                    graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
-                    progress(next(finished), total)
+                with self._drawing() if requests else nullcontext():
+                    async for sample in self.engine.generate(requests, sampling):
+                        place, experts = places[sample.prompt_id], None
+                        if trained and self._model is not None:
+                            experts = checked_routes(sample, len(prompts[place].tokens), self._model)
+                        episode = single_turn(named[place][1], prompts[place], sample, place, experts)
+                        assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
+                        graded.append(grading.create_task(self._graded([episode], sampling.max_tokens)))
+                        progress(next(finished), total)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups: list[list[Episode]] = [[] for _ in named]
         for task in graded:
-            groups[task.result().group].append(task.result())
-        return [sorted(group, key=lambda each: each.index) for group in groups]
+            groups[task.result()[0].group] += task.result()
+        return [sorted(group, key=lambda each: (each.index, each.part)) for group in groups]
 
-    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> Episode:
-        """The graded episode of an agent.  name: the prompt id for the engine."""
+    def _drawing(self) -> AbstractContextManager[None]:
+        """While open: engines are not idle, whatever agents do."""
+        return nullcontext() if self._agents is None else self._agents.waits.drawing()
+
+    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> list[Episode]:
+        """The graded episode of an agent, or those of a user's program.  name: the prompt id for the engine."""
         assert self._agents is not None
-        episode = await self._agents.run(self.engine, row, name, place, index, sampling)
-        assert episode.num_response_tokens <= sampling.max_tokens, f"{name} is too long"
-        return await self._grade(episode, sampling.max_tokens)
+        episodes = await self._agents.conversations(self.engine, row, name, place, index, sampling)
+        assert all(each.num_response_tokens <= sampling.max_tokens for each in episodes), f"{name} is too long"
+        return await self._graded(episodes, sampling.max_tokens)
+
+    async def _graded(self, episodes: Sequence[Episode], max_tokens: int) -> list[Episode]:
+        """The conversations of one sample: the first is graded, and all have its score."""
+        first = await self._grade(episodes[0], max_tokens)
+        score = replace(first.graded, turn_rewards=())
+        return [first, *(each.with_score(score) for each in episodes[1:])]
 
     async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
         if episode.lost:
             return episode.with_score(Score(0.0))
+        given = episode.score  # by a user's program
+        if given is not None and self._agents is not None and self._agents.scores(episode.row) is ProgramReward.program:
+            return episode
+        graded = await self._by_grader(episode, max_tokens)
+        if given is None:
+            return graded
+        score, parts = graded.graded, given.parts | graded.graded.parts
+        return replace(graded, score=replace(score, value=score.value + given.value, parts=parts))
+
+    async def _by_grader(self, episode: Episode, max_tokens: int) -> Episode:
         request = reward_request(episode, max_tokens)
         if self._reward_model is not None and episode.row.scored_by_model:
             return episode.with_score(await self._reward_model.score(request))

@@ -14,7 +14,9 @@ from mcore_rl.episodes import Episode, Segment
 def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """One row per episode; an episode of several turns, or with turn rewards, also has a column ``segments``.
 
-    An agent's also has ``reason`` (why it ended), ``turns`` and ``calls``.
+    ``versions`` has the weights that drew it: consecutive tokens of the model's, of all turns, that one version drew.
+    An agent's also has ``reason`` (why it ended), ``turns`` and ``calls``; one of a user's program ``conversation``,
+    its number within the run of the program, and ``begins`` (``AgentCounts.begins``).
     """
     prompts = {
         tokens: str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=True))
@@ -25,7 +27,7 @@ def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTok
 
 def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
     score = episode.graded
-    versions = [span.version for segment in episode.segments for span in segment.versions]
+    versions = _spans(episode)
     row = {
         "step": step,
         "data_source": episode.row.data_source,
@@ -38,14 +40,29 @@ def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
         "ground_truth": episode.row.ground_truth,
         "num_tokens": episode.num_response_tokens,
         "finish": episode.end.value,
-        "version": versions[-1] if versions else step,
+        "version": versions[-1]["version"] if versions else step,
+        "versions": versions,
         "error": score.error,
     }
     if episode.agent is not None:
         row |= {"reason": episode.agent.reason, "turns": episode.agent.turns, "calls": episode.agent.calls}
+        if episode.agent.begins:
+            row |= {"conversation": episode.part, "begins": episode.agent.begins}
     if episode.is_single_turn and not episode.turn_rewards:
         return row
     return row | {"segments": [_segment(segment) for segment in episode.segments]}
+
+
+def _spans(episode: Episode) -> list[dict[str, int]]:
+    spans = list[dict[str, int]]()
+    for span in (span for segment in episode.segments for span in segment.versions):
+        if span.start == span.end:
+            continue  # it was taken from an engine before it got a token
+        if spans and spans[-1]["version"] == span.version:
+            spans[-1]["num_tokens"] += span.end - span.start
+        else:
+            spans.append({"version": span.version, "num_tokens": span.end - span.start})
+    return spans
 
 
 def _segment(segment: Segment) -> dict[str, Any]:
@@ -54,5 +71,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "num_tokens": len(segment.tokens),
         "trained": segment.trained,
         "reward": segment.reward,
+        "versions": sorted({span.version for span in segment.versions if span.end > span.start}),
+        "tool_s": segment.tool_s,
         "text": segment.text,
     }

@@ -74,7 +74,8 @@ def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[in
             for sequences, shard in zip(assignment, _shards(batch, members, group.layout.dp), strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    shared, shards = SharedBatch(batch.lengths_S, assignment, batch.pairs_S), _together(assignment, group.neighbours)
+    shards = _together(assignment, group.neighbours)
+    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
@@ -243,7 +244,9 @@ async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy)
 
 
 def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
-    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank."""
+    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank, and in order."""
+    if batch.pairs_S is not None:
+        members = sorted(members)  # the preferred one of a pair is the first of the batch
     lengths = [batch.lengths_S[index] for index in members]
     if batch.pairs_S is None:
         shards = balance(lengths, dp)

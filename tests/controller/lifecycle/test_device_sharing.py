@@ -71,6 +71,19 @@ def test_the_actor_keeps_the_device_where_the_engines_did_not_get_its_weights() 
     assert both.log == ["wake weights"]
 
 
+def test_a_handover_that_fails_ends_the_turn_too() -> None:
+    async def fails() -> None:
+        both = turns(limit=0)
+        await both.devices.to_trainer()
+        both.engines.dies_in = "wake weights"
+        with pytest.raises(DeadEngineError):
+            await both.devices.to_engines(1)
+        async with asyncio.timeout(10), both.devices.engines_turn():
+            pass  # who draws, and waits to restart engines, is not kept waiting
+
+    asyncio.run(fails())
+
+
 @pytest.mark.parametrize("keep_weights", [False, True])
 def test_an_engine_that_dies_on_its_way_to_sleep_is_restarted_before_the_trainer_comes_back(keep_weights: bool) -> None:
     both = turns()

@@ -107,7 +107,7 @@ def test_what_cannot_be_graded_counts_as_wrong(tmp_path: Path, capsys: pytest.Ca
     rows = [sums(4, 4, 4), sums("four", 4, 4)]
     report = evaluate(write(tmp_path / "r.parquet", rows), "reward.error_score=-1", "k=[1]")["gsm8k"]
     assert values(report) == {"score": 0.0, "accuracy": 0.5, "pass@1": 0.5}
-    assert report["errors"] == {"raised": 2, "not_a_number": 0, "timeout": 0, "died": 0}
+    assert report["errors"] == {"raised": 2, "not_a_number": 0, "timeout": 0, "died": 0, "lost": 0}
     assert "ground truth 'four' is not a number" in report["example"]
     assert "not graded, and counted as wrong: 2 raised; the first: raised: ValueError" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,26 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.engine import Device
+from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
+from mcore_rl.config.reward import CodeConfig
+from mcore_rl.controller.programs.evaluate import run_evaluate
 from mcore_rl.controller.programs.generate import draw, generated, logs_beside, prepare, run_generate
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.data.responses import Generated, write_responses
+from mcore_rl.data.responses import AgentRecord, Generated, write_responses
 from mcore_rl.episodes import Author, FinishReason
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.journal import journal, journal_of
 from tests.support import prompt_files
+from tests.support.chat_styles import style
 from tests.support.composed import composed
+from tests.support.drawn_turns import DrawnTurns
 from tests.support.prompt_files import row, write
 from tests.support.rollouts import SIZES
 from tests.support.scripted_rollout import answered, conversation, turn
@@ -218,6 +226,97 @@ def test_a_generation_that_was_killed_goes_on_and_writes_the_same_file(
     assert made[1].read_bytes() == made[0].read_bytes() and not journal_of(made[1]).exists()
 
 
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "7 * 6"}}</tool_call>'
+WRONG = '<tool_call>{"name": "nonesuch", "arguments": {}}</tool_call>'
+
+
+class Turns(DrawnTurns):
+    """Answers rows without an agent at once; ``stops_after`` requests it raises."""
+
+    stops_after = 10**9
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        for request in requests:
+            if len(self.requests) >= self.stops_after:
+                raise RuntimeError("the engine is gone")
+            async for sample in super().generate([request], sampling):
+                yield sample
+
+
+def agents_of(tmp_path: Path, **settings: Any) -> tuple[AgentRunner, PromptSet]:
+    tokenizer = style("qwen2.5")
+    agents = AgentRunner(AgentConfig(tools=["calculator"], **settings), CodeConfig(), tokenizer)
+    asked = {"tool_agent": {}, "interaction": {"name": "gsm8k", "ground_truth": "7"}, "single_turn_agent": {}}
+    rows = [
+        row(f"ask {name}", "7", data_source="gsm8k") | {"agent_name": name, "interaction_kwargs": asked[name] or None}
+        for name in asked
+    ]
+    path = write(tmp_path / "agents.parquet", rows)
+    prompts = PromptSet.load(
+        [path], DataConfig(), tokenizer, max_samples=None, title="data.files", graded=False, agents=agents
+    )
+    return agents, prompts
+
+
+def test_agents_run_beside_rows_without_one_and_a_killed_command_goes_on(tmp_path: Path) -> None:
+    """The turns, reasons, calls and rewards by hand; after an engine's death only what is missing is drawn."""
+    agents, prompts = agents_of(tmp_path, max_turns=3)
+    said = [CALL, WRONG, "#### 7"]
+    sampling = Sampling(max_tokens=400)
+
+    def drawn(engine: Any, out: Path) -> list[list[Generated]]:
+        with journal(out, {}, afresh=False) as kept:
+            return asyncio.run(draw(engine, prompts, 2, sampling, lambda count: None, kept, agents))
+
+    whole = Turns(style("qwen2.5"), said)
+    groups = drawn(whole, tmp_path / "whole")
+    tool, talk, alone = (group[0] for group in groups)
+    assert [turn["role"] for turn in tool.turns] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [turn["trained"] for turn in tool.turns] == [True, False, True, False, True]
+    assert tool.turns[1]["content"] == "42" and "no tool 'nonesuch'" in tool.turns[3]["content"]
+    assert tool.text == "#### 7" and tool.num_tokens == sum(turn["num_tokens"] for turn in tool.turns)
+    did = tool.agent
+    assert did and (did.reason, did.turns, did.calls, did.failed_calls) == ("answered", 3, 2, 1)
+    assert [turn["reward"] for turn in talk.turns if turn["trained"]] == [0.0, 0.0, 1.0]
+    assert talk.agent and (talk.agent.reason, talk.agent.calls) == ("interaction", 0)
+    assert (alone.text, alone.turns, alone.agent) == (CALL, (), None)
+
+    broken = Turns(style("qwen2.5"), said)
+    broken.stops_after = 9
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        drawn(broken, tmp_path / "again")
+    there = len(journal_of(tmp_path / "again").read_text().splitlines()) - 1
+    again = Turns(style("qwen2.5"), said)
+    made = drawn(again, tmp_path / "again")
+    assert 0 < there < 6 and len(again.requests) < len(whole.requests)
+    timeless = [[replace(each, agent=each.agent and replace(each.agent, tool_s=0)) for each in group] for group in made]
+    assert timeless == [
+        [replace(each, agent=each.agent and replace(each.agent, tool_s=0)) for each in group] for group in groups
+    ]
+
+
+def test_what_agents_did_is_in_the_file_and_evaluate_counts_it(tmp_path: Path) -> None:
+    agents, prompts = agents_of(tmp_path, max_turns=3, tool_reward_coef=0.5)
+    engine = Turns(style("qwen2.5"), [CALL, WRONG, "#### 7"])
+    groups = asyncio.run(draw(engine, prompts, 1, Sampling(max_tokens=400), lambda count: None, None, agents))
+    lost = replace(groups[0][0], finish="abort", agent=AgentRecord(reason="interaction_failed", turns=1))
+    write_responses(tmp_path / "r.parquet", prompts.table(), [[groups[0][0], lost], groups[1] * 2, groups[2] * 2])
+    (first, talk, alone) = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert first["end_reasons"] == ["answered", "interaction_failed"] and first["num_calls"] == [2, 0]
+    assert first["num_failed_calls"] == [1, 0] and talk["num_turns"] == [3, 3] and alone["end_reasons"] == [None, None]
+
+    config = composed(EvaluateConfig, "evaluate", [f"path={tmp_path / 'r.parquet'}", f"out={tmp_path / 'n.json'}"])
+    assert asyncio.run(run_evaluate(config)) == 0
+    (report,) = json.loads((tmp_path / "n.json").read_text())["data_sources"].values()
+    # By hand: right, lost; right and half a point of the interaction; CALL names no answer.
+    assert report["metrics"]["score"]["value"] == pytest.approx(((1 + 0) / 2 + 1.5 + 0) / 3)
+    assert report["metrics"]["accuracy"]["value"] == pytest.approx((0.5 + 1 + 0) / 3) and report["errors"]["lost"] == 1
+    assert report["agents"] == {
+        "turns_mean": 2.5, "calls_mean": 0.5, "failed_call_share": 0.5, "tool_s_mean": pytest.approx(0, abs=0.1),
+        "end/answered": 0.25, "end/interaction": 0.5, "end/interaction_failed": 0.25,
+    }  # fmt: skip
+
+
 def test_a_conversation_keeps_its_turns() -> None:
     turns = [
         turn(Author.model, (7, 8), text="2 + 3"),
@@ -225,7 +324,10 @@ def test_a_conversation_keeps_its_turns() -> None:
         turn(Author.model, (7,), text="so 5"),
     ]
     said = [("assistant", "2 + 3", 2), ("tool", "5", 1), ("assistant", "so 5", 1)]
-    made = tuple({"role": role, "content": content, "num_tokens": count} for role, content, count in said)
+    keys = ("role", "content", "num_tokens")
+    made = tuple(
+        dict(zip(keys, each, strict=True)) | {"trained": each[0] == "assistant", "reward": None} for each in said
+    )
     assert generated(conversation(0, turns)) == Generated("so 5", 4, "stop", made)
     assert generated(answered(0, text="5", cut=True)) == Generated("5", 2, "length")
 
@@ -244,8 +346,8 @@ def test_a_place_that_cannot_be_written_is_refused_with_all_else(model: Path, tm
     old = write(tmp_path / "old.parquet", rows_of(["b"]))
     said = refusal(config_of(model, old, files, "rollout.n=0"))
     assert "2 problems" in said and f"out={old}: exists. Write another name, or overwrite=true" in said
-    prepared, violations = prepare(config_of(model, old, files, "overwrite=true"), detect(Device.cpu))
-    assert len(violations) == 1 and prepared.out == str(old)
+    prepared, prompts_of, _ = prepare(config_of(model, old, files, "overwrite=true"), detect(Device.cpu))
+    assert len(prompts_of) == 1 and prepared.out == str(old)
 
 
 def test_files_with_responses_and_models_without_text_are_refused(model: Path, tmp_path: Path) -> None:
@@ -266,5 +368,5 @@ def test_relative_paths_are_found_by_every_process(
     write(tmp_path / "p.parquet", rows_of(["a"]))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").symlink_to(model)
-    config, _ = prepare(config_of(Path("m"), Path("o.parquet"), "data.files=[p.parquet]"), detect(Device.cpu))
+    config, *_ = prepare(config_of(Path("m"), Path("o.parquet"), "data.files=[p.parquet]"), detect(Device.cpu))
     assert (config.model.path, config.out) == (str(model), str(tmp_path / "o.parquet"))

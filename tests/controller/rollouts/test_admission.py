@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -27,6 +27,8 @@ class Play:
 
     def __init__(self, rule: Admission, seed: int, slow: float, dropped: float) -> None:
         self.rule, self.random, self.slow, self.dropped = rule, random.Random(seed), slow, dropped
+        self.in_turns = rule.extra is not None  # nothing is drawn while a step trains
+        self.most = rule.bound * rule.batch if rule.extra is None else rule.extra
         self.version = self.num_begun = self.num_ordinals = 0
         self.live: dict[int, Standing] = {}
         self.late = set[int]()  # groups that an engine holds as long as anything else can go on
@@ -54,6 +56,7 @@ class Play:
             self.begin()
         else:
             group.finished = True
+            group.oldest = self.random.randint(group.oldest, self.version)  # it may have waited for an engine
         return True
 
     def run(self) -> None:
@@ -64,18 +67,24 @@ class Play:
             for group in chosen:
                 assert self.live.pop(group.ordinal).finished
                 self.trained.append((group.ordinal, self.version - group.oldest))
-            for _ in range(self.random.randrange(3 * self.rule.batch)):  # while the step trains
+            for _ in range(0 if self.in_turns else self.random.randrange(3 * self.rule.batch)):  # while the step trains
                 self.finish_one()
+            assert len(self.live) <= self.most
             self.version += 1
 
 
+@pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("dropped", [0.0, 0.3])
 @pytest.mark.parametrize("slow", [0.0, 0.1, 0.5])
-def test_no_bound_is_exceeded_nothing_is_lost_and_every_step_begins(slow: float, dropped: float) -> None:
+def test_no_bound_is_exceeded_nothing_is_lost_and_every_step_begins(
+    slow: float, dropped: float, in_turns: bool
+) -> None:
     reached = set[tuple[int, int]]()
     for seed in range(300):
         draw = random.Random(seed)
         rule = Admission(batch=draw.randint(1, 5), bound=draw.randint(0, 6), num_steps=draw.randint(1, 30))
+        if in_turns:
+            rule = replace(rule, extra=draw.randint(0, rule.bound * rule.batch))
         play = Play(rule, seed, slow, dropped)
         play.run()
         ordinals = [ordinal for ordinal, _ in play.trained]
@@ -84,7 +93,7 @@ def test_no_bound_is_exceeded_nothing_is_lost_and_every_step_begins(slow: float,
         assert not play.live, "nothing is begun that no step trains"
         assert max(stale for _, stale in play.trained) <= rule.bound
         reached.add((rule.bound, max(stale for _, stale in play.trained)))
-    assert {(bound, bound) for bound in range(7)} <= reached, "the bound is used"
+    assert {(bound, bound) for bound in range(7)} <= reached or (in_turns and not slow), "the bound is used"
 
 
 def test_no_group_is_passed_over_for_more_than_the_bound() -> None:
@@ -115,6 +124,11 @@ def test_the_step_that_younger_groups_would_starve_waits() -> None:
 @pytest.mark.parametrize(("version", "begun", "room"), [(0, 0, 6), (0, 6, 0), (1, 6, 2), (3, 8, 2), (4, 10, 0)])
 def test_room_is_what_the_bound_and_the_last_step_leave(version: int, begun: int, room: int) -> None:
     assert Admission(batch=2, bound=2, num_steps=5).room(version, begun) == room
+
+
+@pytest.mark.parametrize(("version", "begun", "room"), [(0, 0, 3), (1, 3, 2), (3, 8, 1), (4, 9, 1)])
+def test_in_turns_a_step_begins_its_batch_and_the_share_beyond(version: int, begun: int, room: int) -> None:
+    assert Admission(batch=2, bound=2, num_steps=5, extra=1).room(version, begun) == room
 
 
 def test_those_that_are_due_first_are_trained_first() -> None:

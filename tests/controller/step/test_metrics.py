@@ -21,7 +21,7 @@ from mcore_rl.controller.step.metrics import (
     staleness_metrics,
     update_metrics,
 )
-from mcore_rl.controller.step.rollout_collection import RolloutBatch
+from mcore_rl.controller.step.rollout_collection import FILTERED, DroppedGroup, RolloutBatch
 from mcore_rl.controller.step.updates import Updated
 from mcore_rl.episodes import AgentCounts, Author, Episode, Segment, VersionSpan
 from mcore_rl.parallel.device import Memory
@@ -64,9 +64,7 @@ def test_reasons_of_ones_own_are_one_metric() -> None:
 
 def test_lost_episodes_are_counted_and_no_reward() -> None:
     lost = lost_episode(2, Score(0.0))
-    batch = RolloutBatch(
-        episodes=[answered(1, Score(3.0, correct=1.0)), lost], greedy=None, num_batches=1, num_dropped=0, seconds=1.0
-    )
+    batch = RolloutBatch(episodes=[answered(1, Score(3.0, correct=1.0)), lost], greedy=None, num_batches=1, seconds=1.0)
     metrics = known(sample_metrics(batch))
     assert (metrics["reward/mean"], metrics["reward/accuracy"], metrics["agent/lost"]) == (3.0, 1.0, 1.0)
 
@@ -80,7 +78,8 @@ def test_samples_are_counted() -> None:
         episode(4, Score(0.0, {"format": 0.0}, correct=0.0), cut=True),
         episode(6, Score(-1.0, error="timeout: x")),
     ]
-    collected = RolloutBatch(episodes=episodes, greedy=None, num_batches=2, num_dropped=5, seconds=1.5)
+    dropped = tuple(DroppedGroup(number, 0, f"file:{number}", FILTERED) for number in range(5))
+    collected = RolloutBatch(episodes=episodes, greedy=None, num_batches=2, seconds=1.5, dropped=dropped)
     assert known(sample_metrics(collected)) == pytest.approx(
         {
             "reward/mean": 0.0, "reward/std": (2 / 3) ** 0.5, "reward/min": -1.0, "reward/max": 1.0,
@@ -107,7 +106,8 @@ def test_staleness_is_of_trained_tokens_from_their_version_to_the_step_s() -> No
     untrained = conversation(1, [replace(segment(Author.model, (0, 9)), trained=False)])
     unnamed = conversation(1, [replace(segment(Author.model, (0, 2)), versions=())])
     assert known(staleness_metrics([mixed, untrained, unnamed], 7)) == {
-        "rollout/staleness_mean": 1.5, "rollout/staleness_max": 2.0
+        "rollout/staleness_mean": 1.5, "rollout/staleness_max": 2.0, "rollout/stale_token_share": 0.75,
+        "rollout/resumed_share": 1.0, "rollout/versions_max": 2.0,
     }  # fmt: skip
     assert staleness_metrics([unnamed], 7) == {}
 

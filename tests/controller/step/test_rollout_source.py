@@ -48,6 +48,9 @@ class Gated(ScriptedEngine):
         finally:
             self.active -= 1
 
+    async def interrupt(self) -> None:
+        raise AssertionError("one_step_off waits for every response")
+
 
 class Stage:
     """A source over two collectors, of which the one draws while the trainer waits and the other while it works."""
@@ -68,7 +71,13 @@ class Stage:
             self.restarted.append(str(error))
             self.working.error = None
 
-        apart = Ahead(collector=RolloutCollector(self.working, scorer, run), restart_dead=restart, recover=restart)
+        apart = Ahead(
+            collector=RolloutCollector(self.working, scorer, run),
+            is_dead=lambda: self.working.error is not None,
+            restart_dead=restart,
+            recover=restart,
+            interrupt=self.working.interrupt,
+        )
         self.source = RolloutSource(
             RolloutCollector(self.waiting, scorer, run),
             self.sampler,
@@ -188,12 +197,14 @@ def test_a_step_that_is_abandoned_gives_its_rows_back_and_those_drawn_ahead() ->
     async def play(stage: Stage) -> None:
         await stage.source.next(1)
         await stage.source.settle(stage.preemption)
-        place = stage.source.place
-        await stage.source.next(2)
+        kept = stage.source.kept
+        assert kept.batch is not None and kept.place["position"] == 2 * BATCH
+        abandoned = await stage.source.next(2)
+        assert abandoned is kept.batch
         stage.working.gate.clear()
         await begun()
-        stage.source.return_to(place)
-        assert stage.position == BATCH
+        stage.source.return_to(kept)
+        assert stage.position == BATCH and stage.source.kept == kept, "what was drawn is kept, too"
 
     stage = on(Stage, play)
     assert stage.sampler.state_dict()["position"] == BATCH, "neither is lost, and the end does not give back twice"

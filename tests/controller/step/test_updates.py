@@ -308,7 +308,8 @@ def test_metrics_are_means_over_trained_tokens() -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
     pairs_S = (11, 12, 13, 11, 14, 12, 14, None, 13, None)  # by key, both of a pair in one minibatch
-    batch, group = replace(ragged(101), pairs_S=pairs_S), Ranks(dp)
+    extra_S = {"margin_S": torch.tensor(LENGTHS) / 10}
+    batch, group = replace(ragged(101), pairs_S=pairs_S, extra_S=extra_S), Ranks(dp)
     parts = [[0, 3, 4, 6], [8, 1, 2, 5, 7, 9]]
     shared = send(group, batch, parts)
     loss = policy_loss(ActorConfig())
@@ -320,6 +321,11 @@ def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
         by_length = dict(zip(LENGTHS, pairs_S, strict=True))
         for each in sent:
             assert each.pairs_S == tuple(by_length[length] for length in each.lengths_S)
+            assert torch.equal(each.extra_S["margin_S"], torch.tensor(each.lengths_S) / 10)
+            first = dict[int, int]()  # the preferred of a pair, wherever both were put
+            for length, key in zip(each.lengths_S, each.pairs_S or (), strict=True):
+                first.setdefault(key or -length, length)
+            assert all(length == LENGTHS[pairs_S.index(key)] for key, length in first.items() if key > 0)
         assert sorted(n for each in sent for n in each.lengths_S) == sorted(LENGTHS[i] for i in members)
 
 

@@ -1,0 +1,163 @@
+"""Starts the processes of a run on their places: the trainer, the rollout engines, the reward model.
+
+Engines that outlived a trainer are taken as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle.elastic_engines import Starting
+from mcore_rl.controller.lifecycle.engine_set import Kept, LivingEngines, Member
+from mcore_rl.controller.lifecycle.messages import note
+from mcore_rl.controller.lifecycle.model_checks import engine_adapters
+from mcore_rl.controller.lifecycle.preparation import Prepared, models_of
+from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
+from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand
+from mcore_rl.controller.lifecycle.start_roles import start_roles
+from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.secret_store import StoreAccess
+from mcore_rl.planning.overheads import ProcessMemory
+from mcore_rl.planning.serving import serving
+from mcore_rl.planning.training import engine_lora
+from mcore_rl.runtime.engine_client import EngineClient
+from mcore_rl.runtime.placement import EngineBundles, Places, place
+from mcore_rl.runtime.seen_paths import demand_seen
+from mcore_rl.runtime.start import Joining, start_engines
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.watchdog import Watchdog
+from mcore_rl.tracking.sinks import Tracker
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one attempt at a run is started.
+
+    store: where the workers of a role meet.
+    leaves_behind: whether the plan has room for the policy's optimizer state while the engines receive weights.
+    """
+
+    config: RunConfig
+    prepared: Prepared
+    platform: Platform
+    tracker: Tracker
+    store: StoreAccess
+    leaves_behind: bool
+
+    @property
+    def directory(self) -> Path:
+        """The run's."""
+        return Path(self.config.trainer.default_local_dir)
+
+    async def processes(self, living: LivingEngines, stack: AsyncExitStack) -> tuple[dict[str, TrainGroup], Kept]:
+        """Starts all processes, but for those that ``living`` has, which is told of the others.
+
+        Returns (the workers of each role, which end when ``stack`` is closed; the engines).
+        """
+        if living.kept is not None:
+            self.tracker.now("starting the trainer")
+            names = ", ".join(member.name for member in living.kept.members)
+            note(f"{names}: alive, and kept while the trainer is started again")
+            return await self._roles(living.kept.places, stack), living.kept
+        trainer, judge, policy = self.config.trainer, self.config.reward_model, self.config.policy.name
+        places = await place(trainer, self.config.rollout.layout, self.platform, judge.layout if judge.enable else None)
+        living.stack.callback(places.close)
+        await demand_seen(models_of(self.config), places.nodes)
+        colocated, watchdog = trainer.placement is Placement.colocated, Watchdog(trainer.watchdog, trainer.timeout_s)
+        if colocated and self.platform.is_accelerator:  # engines measure what the trainer left free of a device
+            self.tracker.now("starting the trainer")
+            groups = await self._roles(places, stack)
+            self.tracker.now("starting the rollout engines")
+            members = await self._engines(places, watchdog, living.stack, groups[policy])
+        else:
+            self.tracker.now("starting the trainer and the rollout engines")
+            engines = self._engines(places, watchdog, living.stack)
+            groups, members = await _together(self._roles(places, stack), engines)
+        reward_model = None
+        if self.prepared.encoder is not None:
+            self.tracker.now("starting the reward model")
+            bundles, shared = places.reward_model, groups[policy] if colocated else None
+            reward_model = await start_reward_model(
+                self.config, self.prepared.encoder, bundles, self.platform, self._logs, shared, living.stack
+            )
+        living.kept = Kept(places, members, reward_model, watchdog)
+        return groups, living.kept
+
+    def newcomers(self, kept: Kept, living: LivingEngines) -> Starting:
+        """How engines are started that join ``kept``."""
+        config, platform = self.config, self.platform
+
+        async def start(joins: Joining, bundles: EngineBundles) -> Member:
+            (client,) = await self._start_engines([bundles], kept.watchdog, living.stack, joins=joins)
+            return Member(client, joins.slot, bundles)
+
+        model = self.prepared.models[config.policy.name]
+        processes = ProcessMemory.of(cluster_at_hand(config.trainer, platform))
+        room = serving(
+            model, config.rollout, device_bytes=None, processes=processes, latent_attention=False,
+            lora=engine_lora(config),
+        )  # fmt: skip
+        per_rank = room.weights + room.adapters + room.working + room.cache + room.packed + processes.engine
+        return Starting(
+            trainer=config.trainer,
+            rollout=config.rollout,
+            platform=platform,
+            places=kept.places,
+            start=start,
+            sees=partial(demand_seen, models_of(config)),
+            host_bytes=config.rollout.layout.engine_size * per_rank,
+        )
+
+    async def _roles(self, places: Places, stack: AsyncExitStack) -> dict[str, TrainGroup]:
+        return await start_roles(
+            self.config, self.prepared.checkpoint, places, self.platform, self.store, stack,
+            leaves_behind=self.leaves_behind,
+        )  # fmt: skip
+
+    async def _engines(
+        self, places: Places, watchdog: Watchdog, stack: AsyncExitStack, trainers: TrainGroup | None = None
+    ) -> list[Member]:
+        engines = await self._start_engines(places.rollout, watchdog, stack, trainers)
+        return [Member(client, slot, places.rollout[slot]) for slot, client in enumerate(engines)]
+
+    @property
+    def _logs(self) -> Path:
+        return self.directory / "logs"
+
+    async def _start_engines(
+        self,
+        bundles: Sequence[EngineBundles],
+        watchdog: Watchdog,
+        stack: AsyncExitStack,
+        trainers: TrainGroup | None = None,
+        joins: Joining | None = None,
+    ) -> list[EngineClient]:
+        """``start_engines``, which draw for the policy."""
+        directory, rollout = Path(self.config.model_directory), self.config.served_rollout
+        return await start_engines(
+            directory, rollout, bundles, self.platform, self._logs, stack, trainers, awaits_weights=True,
+            adapters=engine_adapters(self.config), watchdog=watchdog, joins=joins,
+        )  # fmt: skip
+
+
+async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """Awaits both at the same time; if one fails, raises its error once the other has ended."""
+    both = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        made, also_made = await asyncio.gather(*both)
+        return made, also_made
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.wait(both)
