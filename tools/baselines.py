@@ -17,9 +17,9 @@ from pathlib import Path
 import yaml
 
 from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.recipe import PublishedConfig, RecipeConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import num_steps, recipe_model
 
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 @cache
-def recipe(name: str) -> RunConfig | SftConfig:
+def recipe(name: str) -> RunConfig | OfflineConfig:
     """A recipe, composed once."""
     return load_recipe(name)
 

@@ -184,10 +184,10 @@ class RolloutConfig(ServingConfig):
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
     return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
         the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
-    lora: whether the engines hold merged weights or apply the adapters that a run trains, see ``PublishedLora``.
     partial: a step takes the groups that are finished first; unfinished responses are kept with their tokens and go on
         in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
     over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
+    lora: whether the engines of a run with adapters hold merged weights or apply the adapters, see ``PublishedLora``.
     val_kwargs: how validation samples.
     agent: agent loops, tools, and what ends an episode.
     """
@@ -203,9 +203,9 @@ class RolloutConfig(ServingConfig):
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
-    lora: PublishedLora = PublishedLora.merged
     partial: bool = False
     over_sampling: PositiveFloat = 0.5
+    lora: PublishedLora = PublishedLora.merged
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 

@@ -14,6 +14,7 @@ from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
@@ -21,7 +22,6 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
@@ -46,7 +46,7 @@ KEYS = {
 
 
 def plan(
-    run: RunConfig | SftConfig,
+    run: RunConfig | OfflineConfig,
     model: ModelConfig,
     cluster: ClusterConfig,
     others: Mapping[str, ModelConfig] | None = None,
@@ -57,7 +57,9 @@ def plan(
     Raises ConfigError if a layout does not divide the model or the world, so that there is nothing to plan.
     """
     return (
-        _plan_sft(run, model, cluster) if isinstance(run, SftConfig) else _plan_run(run, model, cluster, others or {})
+        _plan_offline(run, model, cluster)
+        if isinstance(run, OfflineConfig)
+        else _plan_run(run, model, cluster, others or {})
     )
 
 
@@ -113,14 +115,14 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     )
 
 
-def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
+def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
     config = replace(config, actor=engine_on(cluster, config.actor))
     trainer = config.trainer
     violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(violations)
     accelerator = cluster.gpus_per_node > 0
-    role = sft_role_plan(model, config, cluster)
+    role = offline_role_plan(model, config, cluster)
     per_node = trainer.n_gpus_per_node
     site = Site(
         device_bytes=int(cluster.gpu_memory_gib * GIB) if accelerator else None,
@@ -134,7 +136,7 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
     )
     all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
     rates = Rates.of(cluster, per_node, config.actor.precision, trainer.device_peak_tflops)
-    seconds = {"update_actor": update_s(role, rates, role.work.sequences, 1)}
+    seconds = offline_seconds(config, role, rates)
     return Plan(
         title=config.recipe.title or trainer.experiment_name,
         layout=str(config.actor.parallel),
@@ -169,16 +171,19 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     )
 
 
-def sft_role_plan(model: ModelConfig, config: SftConfig, cluster: ClusterConfig) -> RolePlan:
-    """The plan of the model that fine-tuning trains."""
+def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: ClusterConfig) -> RolePlan:
+    """The plan of the model that a trainer without engines trains."""
+    role = config.trained
     return RolePlan(
-        "actor",
+        role.name,
         model,
         config.actor,
         config.actor.parallel,
         config.trainer.world_size,
-        sft_work(config),
+        offline_work(config),
         accelerator=cluster.gpus_per_node > 0,
+        head=role.head,
+        frozen=config.snapshots_of(role.name),
     )
 
 
@@ -193,10 +198,21 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: Pro
     return int(judge.gpu_memory_utilization * device_bytes)
 
 
-def sft_work(config: SftConfig) -> Work:
-    """The work of an optimizer step of fine-tuning."""
-    longest = config.data.max_length
-    return Work(sequences=config.data.train_batch_size, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
+def offline_work(config: OfflineConfig) -> Work:
+    """The work of an optimizer step of a trainer without engines."""
+    longest, sequences = config.data.max_length, config.data.train_batch_size * config.sequences_per_row
+    return Work(sequences=sequences, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
+
+
+def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict[str, float]:
+    """Seconds of a step of a trainer without engines, by part."""
+    by_part, sequences = (
+        {config.trained.update_phase: update_s(role, rates, role.work.sequences, 1)},
+        role.work.sequences,
+    )
+    for frozen in config.snapshots_of(config.trained.name):
+        by_part[frozen.phase] = score_s(role, rates, sequences) + move_s(4 * _heaviest(role).weights, rates)
+    return by_part
 
 
 def rl_work(run: RunConfig, mini: int) -> Work:

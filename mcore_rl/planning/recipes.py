@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import ConfigChanges
@@ -32,7 +32,7 @@ TRAIN_PROMPTS = {
 }
 
 
-def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
+def run_config_json(run: RunConfig | OfflineConfig) -> dict[str, Any]:
     """The ``config.json`` of a run's model, with the run's changes: its own if it is there, else its recipe's.
 
     The recipe's is the published one of ``model_configs/``.  Raises ConfigError if neither is known, or a change is
@@ -49,7 +49,7 @@ def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
 
 
-def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
+def recipe_config_json(run: RunConfig | OfflineConfig) -> dict[str, Any]:
     """The published ``config.json`` of the recipe's checkpoint, with the run's changes.
 
     Raises ConfigError if the recipe names no checkpoint, or an unknown one, or a change is read by nobody.
@@ -61,17 +61,17 @@ def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     return ConfigChanges.of(run.model).apply(published)
 
 
-def recipe_model(run: RunConfig | SftConfig) -> ModelConfig:
+def recipe_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run by its recipe.  Raises ConfigError as ``recipe_config_json``, and if it is not supported."""
     return model_of(recipe_config_json(run))[1]
 
 
-def run_model(run: RunConfig | SftConfig) -> ModelConfig:
+def run_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run.  Raises ConfigError as ``run_config_json``, and if it is not supported."""
     return model_of(run_config_json(run))[1]
 
 
-def num_steps(run: RunConfig | SftConfig) -> int:
+def num_steps(run: RunConfig | OfflineConfig) -> int:
     """The number of steps of a run: as configured, or from its epochs over the prompts of its known data sets.
 
     Raises ConfigError if no number is configured and the number of prompts is not known.

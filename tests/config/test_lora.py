@@ -8,7 +8,7 @@ from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
+from mcore_rl.config.sft import ACTOR, SftConfig
 from mcore_rl.errors import Violation
 from tests.support.composed import composed
 
@@ -51,10 +51,10 @@ def test_the_published_form_is_read_with_adapters_alone() -> None:
 
 def test_sft_refuses_settings_of_adapters_that_there_are_none_of() -> None:
     words = ("model.path=m", "data.train_files=[t]", "actor.lora.path=.", "actor.lora.init=gaussian")
-    said = sft_violations(composed(SftConfig, "sft", words))
+    said = composed(SftConfig, "sft", words).violations()
     assert {each.key for each in said} == {"actor.lora.path", "actor.lora.init"}
     assert all("there are no adapters" in str(each) for each in said)
-    assert sft_violations(composed(SftConfig, "sft", (*words, "actor.lora.rank=8"))) == []
+    assert composed(SftConfig, "sft", (*words, "actor.lora.rank=8")).violations() == []
 
 
 def test_shared_experts_that_overlap_leave_their_adapters_out() -> None:

@@ -75,7 +75,7 @@ def observed(task: Path, directory: Path, *more: str) -> Seen:
 def long_prompts(task: Path) -> None:
     """Prompts of more tokens than a block has, each another one."""
     rows = [
-        prompt_files.row("What is " + " + ".join(str((number + at) % 9) for at in range(62)) + "?", str(number))
+        prompt_files.row("What is " + " + ".join(str((number + at) % 9) for at in range(44)) + "?", str(number))
         for number in range(BATCH * STEPS)
     ]
     for row in rows:

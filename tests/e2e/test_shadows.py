@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.controller.programs.sft import run_sft
+from mcore_rl.controller.programs.sft import SFT
 from mcore_rl.controller.programs.train import run_training
 from mcore_rl.families.registry import family_of
 from mcore_rl.planning.recipes import recipe_config_json
@@ -65,7 +65,7 @@ def shadow(name: str, task: Path, directory: Path) -> RunConfig | SftConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shadow_is_its_recipe_but_for_sizes(name: str, tmp_path: Path) -> None:
     made = shadow(name, tmp_path, tmp_path)
-    assert (sft_violations(made) if isinstance(made, SftConfig) else run_violations(made)) == []
+    assert (run_violations(made) if isinstance(made, RunConfig) else made.violations()) == []
     changed = shadows.differing(as_dict(recipe(name)), as_dict(made))
     assert [key for key in changed if not f"{key}.".startswith(tuple(f"{each}." for each in shadows.SMALLER))] == []
     for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
@@ -101,7 +101,7 @@ def test_the_quick_ones_stand_for_all() -> None:
 def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     name, directory = request.param, tmp_path_factory.mktemp("run")
     config = shadow(name, task, directory)
-    program = run_sft(config) if isinstance(config, SftConfig) else run_training(config)
+    program = SFT.train(config) if isinstance(config, SftConfig) else run_training(config)
     assert asyncio.run(program) == 0
     return Trained(recipe(name), config, directory, shadows.metrics_of(directory))
 

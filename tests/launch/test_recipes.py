@@ -24,10 +24,10 @@ from mcore_rl.config.resources import MODEL_CONFIGS, RECIPES
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import ASYNC as ASYNC_MODE
 from mcore_rl.config.trainer import Logger, Placement
-from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
+from mcore_rl.controller.lifecycle.model_checks import model_offline_violations, model_run_violations
 from mcore_rl.data.datasets import DATASETS
 from mcore_rl.families.checkpoints import find_checkpoint
 from mcore_rl.families.registry import model_of
@@ -124,7 +124,7 @@ def test_composes_and_validates_at_full_size(name: str) -> None:
     run = recipe(name)
     model = recipe_model(run)
     if isinstance(run, SftConfig):
-        violations = sft_violations(run) + model_sft_violations(run, model)
+        violations = run.violations() + model_offline_violations(run, model)
     else:
         violations = run_violations(run) + model_run_violations(run, {role.name: model for role in run.group_rows})
     assert violations == []

@@ -55,6 +55,14 @@ ROLE = {
 }  # fmt: skip
 ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE, "lora.dropout": (("-0.1", "0.05", "1"), ("0",))}
 TRAINED = ADAPTED | {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
+PREFERENCE = {
+    "beta": POSITIVE,
+    "desirable_weight": POSITIVE,
+    "gamma": COEFFICIENT,
+    "label_smoothing": (("-0.1", "0.5", "1"), ("0", "0.1", "0.49")),
+    "sft_coef": COEFFICIENT,
+    "undesirable_weight": POSITIVE,
+}
 SERVING = {
     "dp": RANKS,
     "ep": RANKS,
@@ -179,6 +187,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.watchdog.least_s": SECONDS_OR_0,
     "trainer.watchdog.limit_s": SECONDS_OR_0,
     **{f"{role}.{key}": values for role in ("actor", "critic") for key, values in (ROLE | TRAINED).items()},
+    **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
     **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},
 }
 CLUSTER = {

@@ -61,11 +61,11 @@ def test_events_of_a_track_lie_inside_or_after_one_another(tmp_path: Path) -> No
     file.write(2, spans)
     file.close()
     tracks = by_track(traced(run, tmp_path))
-    found = Counter(name for events in tracks.values() for name, _, _ in events)
+    events_by_name = Counter(name for events in tracks.values() for name, _, _ in events)
     timeline = read_timeline(run / TIMELINE)
     recorded = Counter(span.phase for spans in timeline.values() for span in spans if span.phase != "drawing")
-    assert {name: found[name] for name in recorded} == recorded, "each phase is on one of the tracks"
-    assert found["step 1"] == found["step 2"] == 1
+    assert {name: events_by_name[name] for name in recorded} == recorded, "each phase is on one of the tracks"
+    assert events_by_name["step 1"] == events_by_name["step 2"] == 1
     assert "drawing" not in {name for track in PHASES_TRACKS for name, _, _ in tracks[track]}, "engines' tracks have it"
     for events in tracks.values():
         ends: list[int] = []

@@ -81,7 +81,7 @@ ROLLOUT_ROWS = [
     gone(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from actor.router_replay=r3"),
     absent(f"{ROLLOUT}.{{quantization,quantization_config_file}}", "not yet: engines compute in rollout.dtype"),
     gone(f"{ROLLOUT}.{{qat,mtp}}", "follow from the model's group"),
-    absent(f"{ROLLOUT}.over_sample_rate", "every response is waited for"),
+    absent(f"{ROLLOUT}.over_sample_rate", "nothing unfinished is thrown away; `rollout.partial=true` keeps it"),
     absent(f"{ROLLOUT}.use_fire_sampling", "not here"),
     absent(f"{ROLLOUT}.chat_scheduler", AGENTS),
     absent(f"{ROLLOUT}.multi_turn.enable", AGENTS),

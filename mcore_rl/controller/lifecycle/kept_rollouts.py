@@ -92,10 +92,15 @@ def with_progress(kept: KeptDraws, later: KeptDraws, step: int) -> KeptDraws:
         if other is None or group.episodes or other.facts["oldest"] > step:
             return group
         newest = max((span.version for span in _spans(replace(later, groups=(other,), batch=None))), default=0)
-        further = bool(other.episodes) or len(other.samples) > len(group.samples)
+        further = bool(other.episodes) or _num_tokens(other) > _num_tokens(group)
         return other if further and newest <= step else group
 
-    return kept if kept.mode is not later.mode else replace(kept, groups=tuple(map(best, kept.groups)))
+    return replace(kept, groups=tuple(map(best, kept.groups)))
+
+
+def _num_tokens(group: DrawnGroup) -> int:
+    """Of the samples of an unfinished group."""
+    return sum(len(sample.tokens) for _, sample in group.samples)
 
 
 def _spans(kept: KeptDraws) -> Iterator[VersionSpan]:

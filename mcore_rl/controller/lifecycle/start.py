@@ -102,8 +102,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         if trainer.record_rollouts:
             keep_identity(prepared.identity, start.directory)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, elastic, ahead)
-        run.lanes = engine_set.lanes
-        tracker.watch(run.lanes)
+        run.watch(engine_set.lanes)
         stack.push_async_callback(run.saver.close)
         stack.push_async_callback(run.recorder.close)
         try:

@@ -41,11 +41,11 @@ from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rollout.protocol import Pause
 from mcore_rl.tracking.clock import Clock
 
-LEAVE_S = 30.0  # how long a run that leaves waits for engines to give unfinished responses back
+LEAVE_S = 30.0  # how long a run that leaves, or whose trainer died, waits for engines to give unfinished responses back
 DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups are drawn
 
 
@@ -130,7 +130,7 @@ class RolloutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is Preempted and self._going.is_set() and not self._drawing.ahead.is_dead():
+        if kind in (Preempted, DeadWorkerError) and self._going.is_set() and not self._drawing.ahead.is_dead():
             with suppress(DeadEngineError, TimeoutError):
                 await asyncio.wait_for(self.interrupt(), LEAVE_S)  # so that unfinished responses are kept
         tasks, self._kept_at_end = [*self._tasks.values()], self.kept

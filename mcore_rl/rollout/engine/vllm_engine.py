@@ -30,6 +30,7 @@ from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import RolloutError, WeightsIncompleteError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.rollout.engine.borders import mended
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.environment import engine_arguments
 from mcore_rl.rollout.engine.liveness import Liveness, start_error, stop_s
@@ -227,11 +228,17 @@ class VllmEngine:
             ) as outputs:
                 async for output in outputs:  # one, when it is finished
                     assert isinstance(output, RequestOutput)
-                    finished.put_nowait(sample_of(request, output))
+                    sample = sample_of(request, output)
+                    if self._limits.has_tokenizer:
+                        sample = mended(request, sample, sampling.stop, self._decode)
+                    finished.put_nowait(sample)
         except Exception as error:  # noqa: BLE001  raised where the samples are read
             finished.put_nowait(error)
         finally:
             del self._ids[vllm_id]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
 
     async def _classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
         return list(await asyncio.gather(*map(self._classify_one, texts)))

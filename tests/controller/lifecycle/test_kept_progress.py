@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mcore_rl.config.trainer import ASYNC, Mode
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
@@ -31,8 +30,8 @@ def finished(ordinal: int, *, oldest: int = 3) -> DrawnGroup:
     )
 
 
-def kept(*groups: DrawnGroup, mode: Mode = ASYNC) -> KeptDraws:
-    return KeptDraws(mode=mode, place={"position": 8}, groups=groups, next_ordinal=9, num_trained=24)
+def kept(*groups: DrawnGroup) -> KeptDraws:
+    return KeptDraws(place={"position": 8}, groups=groups, next_ordinal=9, num_trained=24)
 
 
 def test_groups_go_on_from_what_was_drawn_of_them_since() -> None:
@@ -54,4 +53,4 @@ def test_what_the_checkpoint_has_is_never_lost() -> None:
     ours = kept(finished(1), drawn(2, 3), drawn(4, 1), drawn(5, 1))
     later = kept(drawn(1, 2), drawn(2, 1), drawn(4, 2, number=7), drawn(6, 2))
     assert with_progress(ours, later, 3) == ours
-    assert with_progress(ours, kept(drawn(2, 4), mode=Mode.one_step_off), 3) == ours
+    assert with_progress(ours, kept(), 3) == ours

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from mcore_rl.config.asynchrony import AsyncConfig
 from mcore_rl.config.data import DataConfig
@@ -31,7 +32,7 @@ from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode, FinishReason, prompt_segment
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Pause, Prompt, Request, SampleSource, Sampling
@@ -207,6 +208,25 @@ def test_an_update_waits_for_nobody_and_what_is_under_way_goes_on_with_the_new_w
     play(lambda: Stage(IN_FLIGHT, fixed({"file:0": 70}), steps=4), script)
 
 
+def test_when_the_trainer_dies_engines_give_back_what_they_have_drawn() -> None:
+    stage = Stage(IN_FLIGHT, fixed({"file:0": 70}), steps=4)
+
+    async def run() -> None:
+        await stage.stream.next(1)
+        await some_time(20)
+        death = DeadWorkerError("rank 0 died")
+        await stage.stream.__aexit__(DeadWorkerError, death, None)
+        await some_time(5)
+        assert not stage.active
+
+    asyncio.run(run())
+    (long,) = [each for each in stage.stream.kept.groups if each.row.id == "file:0"]
+    lengths = [len(sample.tokens) for _, sample in long.samples]
+    assert len(lengths) == 2 and all(5 <= length < 70 for length in lengths), "unfinished, with its tokens"
+    finished = [each.row.id for each in stage.stream.kept.groups if each.episodes]
+    assert "file:1" not in finished and finished, "those of the step are its own, the buffer is kept"
+
+
 def test_with_partial_rollout_off_no_token_of_an_update_is_under_way() -> None:
     async def script(stage: Stage) -> None:
         stage.stream._drawing = replace(stage.stream._drawing, pause=Pause.wait)
@@ -248,18 +268,60 @@ def test_a_long_response_is_waited_for_when_it_is_due() -> None:
     play(lambda: Stage(IN_TURNS, fixed({"file:0": 150}), steps=4, bound=1), script)
 
 
+@BOTH
+def test_a_checkpoint_has_the_tokens_of_what_is_unfinished_and_a_run_goes_on_from_them(mode: str) -> None:
+    """It is written while responses are drawn, or wait; what is drawn after it is lost with the run."""
+    kept, drawn = list[KeptDraws](), dict[tuple[str, int], list[int]]()
+
+    async def until_then(stage: Stage) -> None:
+        await stage.train(1)
+        await some_time(9)
+        await stage.stream.take_back()
+        kept.append(stage.stream.kept)
+        for group in kept[0].groups:
+            for _, sample in group.samples:
+                drawn[sample.prompt_id, sample.index] = sample.tokens.tolist()
+        await some_time(4)
+        assert stage.active == 0 if stage.in_turns else stage.active > 0, "drawn on at once"
+        assert numbers(await stage.train(2)), "or in the next step"
+
+    async def to_the_end(stage: Stage) -> None:
+        stage.stream.resume(kept[0], 1)
+        stage.version = stage.engines[0].version = 1
+        batches = [await stage.train(step) for step in range(2, 5)]
+        trained = [number for batch in batches for number in numbers(batch)]
+        assert sorted([*trained, *first]) == [*range(8)], "each prompt once"
+        (step,) = [at for at, batch in enumerate(batches, 2) if 0 in numbers(batch)]
+        assert step - 1 <= 2, "at its age"
+        long = [each for each in batches[step - 2].episodes if each.row.id == "file:0"]
+        for each in long:
+            versions, before = drawn_tokens(each), drawn["0/file:0", each.index]
+            assert versions[: len(before)] == before and len(versions) == 70 and {*versions} >= {0, 1}
+
+    ends = fixed({"file:0": 70})
+    play(lambda: Stage(mode, ends, steps=4, prompts=30), until_then)
+    waiting = {group.row.number for group in kept[0].groups}
+    first = {*range(max(waiting) + 1)} - waiting
+    assert len(first) == 2 and all(0 < len(drawn["0/file:0", index]) < 70 for index in (0, 1))
+    stage = play(lambda: Stage(mode, ends, steps=4, prompts=30), to_the_end)
+    again = {each.key: each.so_far for each in reversed(stage.engines[0].asked) if each.prompt.id == "0/file:0"}
+    assert {key: each.tokens.tolist() for key, each in again.items() if each} == {
+        key: tokens for key, tokens in drawn.items() if key[0] == "0/file:0"
+    }
+
+
 class Agent:
     """Two turns with a tool between them that takes its time; the loop of an episode is never begun twice."""
 
     def __init__(self) -> None:
-        self.begun: Counter[str] = Counter()
+        self.begun, self.waits = Counter[str](), EngineWaits()
 
     def runs(self, row: PromptRow) -> bool:
         return True
 
-    async def run(
+    async def conversations(
         self, source: SampleSource, row: PromptRow, name: str, group: int, index: int, sampling: Sampling
-    ) -> Episode:
+    ) -> list[Episode]:
         self.begun[f"{name}#{index}"] += 1
         segments, tokens, end = [prompt_segment(row)], list(row.tokens), None
         for turn in range(2):
@@ -270,7 +332,7 @@ class Agent:
             end = sample.finish
             await some_time(9 + 5 * (row.number % 4))
         assert end is not None
-        return Episode(row=row, prompt_id=name, group=group, index=index, segments=tuple(segments), end=end)
+        return [Episode(row=row, prompt_id=name, group=group, index=index, segments=tuple(segments), end=end)]
 
 
 @BOTH

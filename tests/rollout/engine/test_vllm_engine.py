@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,34 @@ def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Engi
     assert stopped.text.split() == words[:5]
     np.testing.assert_array_equal(stopped.tokens, whole.tokens[: len(stopped.tokens)])
     assert len(words[:7]) <= len(stopped.tokens) < len(whole.tokens)
+
+
+def test_a_stop_string_ends_a_response_that_goes_on_wherever_it_was_interrupted(engine: EngineProcess) -> None:
+    (request,) = requests_of(prompts(1), 1)
+    greedy = Sampling(max_tokens=24, ignore_eos=True, temperature=0)
+    words = generate(engine, [request], greedy)[request.key].text.split()
+    stopping = replace(greedy, stop=(f"{words[5]} {words[6]} {words[7]}",))
+    whole = generate(engine, [request], stopping)[request.key]
+    assert whole.stop == stopping.stop[0] and len(whole.tokens) > 3
+    on = [
+        Request(
+            prompt=request.prompt,
+            index=cut,
+            so_far=replace(
+                whole,
+                tokens=whole.tokens[:cut],
+                logprobs=whole.logprobs[:cut],
+                versions=(VersionSpan(version=4, start=0, end=cut),),
+                finish=FinishReason.abort,
+                text=" ".join(f"w{token}" for token in whole.tokens[:cut]),
+            ),
+        )
+        for cut in range(1, len(whole.tokens))
+    ]
+    for sample in generate(engine, on, stopping).values():
+        np.testing.assert_array_equal(sample.tokens, whole.tokens)
+        assert (sample.text.split(), sample.stop) == (whole.text.split(), whole.stop)
+        assert sample.finish is FinishReason.stop and sample.versions[-1].end == len(whole.tokens)
 
 
 def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
