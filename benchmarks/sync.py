@@ -76,7 +76,7 @@ class TimedReceiver(SyncReceiver):
 
     def timed_prepare(self) -> Answer[None]:
         """Get and touch the memory of ``timed_plain``."""
-        sizes = [message.num_bytes for message in self._sync_channel().expected]
+        sizes = [message.num_bytes for message in self._sync_channel().plan.messages]
         self.timed_places = torch.ones(sum(sizes), dtype=torch.uint8).split(sizes)
         return {"result": None}
 
@@ -84,9 +84,9 @@ class TimedReceiver(SyncReceiver):
         """Receive all messages of an update into plain memory, one behind the other."""
         updates, places = self._sync_channel(), self.timed_places
         updates.incoming.begin(0)
-        wanted = [(message.source_rank, message.num_bytes) for message in updates.expected]
+        wanted = [(message.source_rank, message.num_bytes) for message in updates.plan.messages]
         with one_thread():
-            for place, message in zip(places, updates.incoming.messages(wanted), strict=True):
+            for place, message in zip(places, updates.incoming.messages(wanted, updates.plan.rounds), strict=True):
                 place.copy_(message)
         updates.incoming.finish()
         return {"result": None}

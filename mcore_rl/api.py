@@ -1,6 +1,6 @@
-"""Training from Python, for notebooks and scripts: ``mcore_rl.train`` and ``mcore_rl.sft``.
+"""Training from Python, for notebooks and scripts: ``mcore_rl.train``, ``sft`` and ``prefer``.
 
-They compose, check and run what ``mcore-rl train`` and ``mcore-rl sft`` do, by the same functions.  Where an event loop
+They compose, check and run what the commands of these names do, by the same functions.  Where an event loop
 runs already, as in a notebook, the run has one in a thread of its own; there, SIGTERM and SIGUSR1 are the notebook's.
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.commands.programs import PROGRAMS
+from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.tracking.jsonl import read_metrics
@@ -90,9 +92,23 @@ def sft(
 ) -> RunResult:
     """Supervised fine-tuning, as ``mcore-rl sft`` does it; arguments and errors are those of ``train``."""
     run = _composed("sft", config, config_dir, config_name)
-    from mcore_rl.controller.programs.sft import run_sft
+    from mcore_rl.controller.programs.sft import SFT
 
-    return _result(run, run_sft(run, callbacks))
+    return _result(run, SFT.train(run, callbacks))
+
+
+def prefer(
+    config: RunSettings | PreferConfig = (),
+    *,
+    callbacks: Sequence[Callback] = (),
+    config_dir: Path | str | None = None,
+    config_name: str | None = None,
+) -> RunResult:
+    """Learning from preferred answers, as ``mcore-rl prefer`` does it; arguments and errors are those of ``train``."""
+    run = _composed("prefer", config, config_dir, config_name)
+    from mcore_rl.controller.programs.prefer import PREFER
+
+    return _result(run, PREFER.train(run, callbacks))
 
 
 def overrides_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -135,7 +151,7 @@ def _composed(program: str, config: Any, config_dir: Path | str | None, config_n
     return PROGRAMS[program].ready(config)
 
 
-def _result(run: RunConfig | SftConfig, running: Coroutine[Any, Any, int]) -> RunResult:
+def _result(run: RunConfig | OfflineConfig, running: Coroutine[Any, Any, int]) -> RunResult:
     directory = Path(run.trainer.default_local_dir).resolve()
     return RunResult(directory, finished=_ended(running) == 0)
 

@@ -108,6 +108,8 @@ class AgentCounts:
     calls, failed_calls: of tools; those that failed or were wrong.
     tool_s: seconds in which tools ran.
     cached_tokens: tokens before a turn that the engine's prefix cache had, over all turns.
+    begins: how a conversation of a user's program begins: ``first``, ``separate`` (another one of the same run),
+        ``branch`` (it goes on elsewhere where another did), ``rewritten`` (the program changed what was said); else "".
     """
 
     reason: str
@@ -116,6 +118,7 @@ class AgentCounts:
     failed_calls: int = 0
     tool_s: float = 0.0
     cached_tokens: int = 0
+    begins: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,6 +130,8 @@ class Episode:
         step may ask a prompt twice.
     group: number of the prompt within the step.  Episodes of one group are samples of one prompt.
     index: number of the sample within its group.
+    part: number of the conversation within the sample.  One run of a user's program may have several: part 0 is what
+        is graded, and the others, which follow it, share its score and its advantage.
     segments: the prompt's first, with at least a token, and no other of the prompt's.
     end: why nothing follows.
     score: what the whole is worth; None before it is graded.
@@ -147,6 +152,7 @@ class Episode:
     experts: RoutesArray | None = None
     agent: AgentCounts | None = None
     pair: int | None = None
+    part: int = 0
 
     def __post_init__(self) -> None:
         authors = [segment.author for segment in self.segments]

@@ -17,9 +17,9 @@ from pathlib import Path
 import yaml
 
 from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.recipe import PublishedConfig, RecipeConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import num_steps, recipe_model
 
@@ -32,7 +32,6 @@ NOT_YET = {
     "Qwen2.5-7B-Instruct, SPPO": ("65.6 on MATH", "SPPO"),
     "Qwen2.5-7B-Instruct, SPIN": ("92", "SPIN"),
     "Qwen2.5-VL-7B-Instruct, GRPO (Megatron)": ("65.4 on Geo3k", "vision-language models"),
-    "Qwen2.5-7B, DAPO with a code interpreter": ("40.0 on AIME 2024", "its data and recipe"),
 }
 INTRODUCTION = """\
 # The field's baselines, as recipes
@@ -53,6 +52,10 @@ mcore-rl prepare gsm8k --source openai/gsm8k --out data/gsm8k
 mcore-rl prepare math --source DigitalLearningGmbH/MATH-lighteval --out data/math
 mcore-rl prepare dapo-math --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo
 mcore-rl prepare aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
+mcore-rl prepare gsm8k-tools --source openai/gsm8k --out data/gsm8k-tools
+mcore-rl prepare gsm8k-interaction --source openai/gsm8k --out data/gsm8k-interaction
+mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
+mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
 mcore-rl train recipe=qwen25_05b_ppo
 mcore-rl submit recipe=qwen2_7b_grpo cluster=nvidia_h100
 ```
@@ -92,7 +95,7 @@ def main() -> int:
 
 
 @cache
-def recipe(name: str) -> RunConfig | SftConfig:
+def recipe(name: str) -> RunConfig | OfflineConfig:
     """A recipe, composed once."""
     return load_recipe(name)
 

@@ -29,6 +29,7 @@ from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.key_readers import readers_text
 from mcore_rl.config.meanings import about, entries, meaning
 from mcore_rl.config.names import key_of
+from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 
@@ -36,6 +37,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMANDS: dict[str, type[Any]] = {
     "train": RunConfig,
     "sft": SftConfig,
+    "prefer": PreferConfig,
     "generate": GenerateConfig,
     "evaluate": EvaluateConfig,
     "cluster": ClusterConfig,

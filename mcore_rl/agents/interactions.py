@@ -26,7 +26,10 @@ class EpisodeInteraction:
     """Answers the model, with a state for each episode; the methods are those of verl's ``BaseInteraction``.
 
     config: of the yaml file.
+    replayable: as that of a tool (``tools.EpisodeTool``): it may be asked again what it was asked before.
     """
+
+    replayable = True
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config

@@ -1,11 +1,13 @@
 """Agent loops: what happens between two turns of the model.  A row chooses its loop by the column ``agent_name``.
 
 A loop of one's own is a class with ``async def run(self, row, session) -> Episode``; ``rollout.agent.loops`` names it.
-A limit of the session ends a loop by an exception that it need not catch.
+A limit of the session ends a loop by an exception that it need not catch.  An episode that was interrupted is run again
+from its beginning, and gets the turns that it had; a class with ``replayable = False`` is given new ones.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from typing import Any, Protocol
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 from mcore_rl.agents.interactions import EpisodeAnswers
 from mcore_rl.agents.rendering import USER
 from mcore_rl.agents.session import ANSWERED, INTERACTION, INTERACTION_FAILED, EpisodeOverError, Session
+from mcore_rl.agents.toolbox.calculator import evaluated, written
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason
@@ -79,6 +82,31 @@ class React:
                 session.observe(f" {text}\n")
             else:
                 session.append([{"role": USER, "content": f"{OBSERVATION} {text}"}])
+
+
+class MathExpression:
+    """Computes the expressions that the model writes as ``<<48 / 2>>``, and writes `` = 24`` behind them.
+
+    The model's turn goes on, as with GSM8K's calculator annotations (arXiv:2110.14168, appendix C).  Operators are the
+    calculator's, and ``@`` of verl's example of this name: a @ b is 3a - 2b.
+    """
+
+    async def run(self, row: PromptRow, session: Session) -> Episode:
+        """See ``AgentLoop.run``; the loop is above."""
+        while True:
+            turn = await session.draw(stop=(">>",))
+            if turn.stop != ">>":
+                return session.episode(ANSWERED)
+            _, mark, expression = turn.text.rpartition("<<")
+            try:
+                if not mark:
+                    raise ValueError("there is no << before >>")
+                text = written(evaluated(expression, {ast.MatMult: lambda a, b: 3 * a - 2 * b}))
+            except ValueError as error:
+                session.tool_calls.num_failed += 1
+                text = f"(Error: {error})"
+            session.tool_calls.num_calls += 1
+            session.observe(f" = {text}")
 
 
 def react_call(text: str, tools: ToolSet) -> ToolCall | None:

@@ -10,6 +10,8 @@ Invariant: the tokens of an episode are a prefix of the tokens of the same episo
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +33,37 @@ TOOL, USER = "tool", "user"
 def call_id(number: int) -> str:
     """The id of call ``number`` of a turn: nine letters and digits, which Mistral's templates insist on."""
     return f"call{number:05d}"
+
+
+class _Marks:
+    """Plain words that stand for what spells a control token, while a template writes what is around it.
+
+    spelled: the text that each word stands for.
+    """
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder, self._nonce = encoder, secrets.token_hex(8)  # which no message can know
+        self.spelled: dict[str, str] = {}
+
+    def of(self, value: Any, *, special_only: bool = False) -> Any:
+        """``value`` with words in every text of its lists and dicts.  special_only: for special tokens alone."""
+        if isinstance(value, str):
+            return self._encoder.replaced(encodable(value), self._word, special_only=special_only)
+        if isinstance(value, Mapping):
+            return {self.of(key): self.of(each, special_only=special_only) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.of(each, special_only=special_only) for each in value]
+        return value
+
+    def runs(self, text: str) -> list[TextRun]:
+        """``text`` with what the words stand for, which the template did not write."""
+        parts = re.split(f"(mcorerl{self._nonce}x[0-9]+x)", text)
+        return [(self.spelled[part], False) if part in self.spelled else (part, True) for part in parts]
+
+    def _word(self, spelled: str) -> str:
+        word = f"mcorerl{self._nonce}x{len(self.spelled)}x"
+        self.spelled[word] = spelled
+        return word
 
 
 def slot(number: int) -> str:
@@ -100,6 +133,25 @@ class TurnRenderer:
         for content, behind in zip(contents, frame.around[1:], strict=True):
             runs += [(content, False), (behind, True)]
         return self.encoder.encode(runs, after=last)
+
+    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The tokens of a whole conversation that waits for the model.
+
+        What the messages and tools spell makes no control token, but for those that are not special (<think>) where the
+        assistant wrote them: templates read them there.  Without such text they are what the tokenizer makes of it all.
+        DataError: the template refuses the conversation.
+        """
+        marks = _Marks(self.encoder)
+        marked = [marks.of(dict(each), special_only=each["role"] == "assistant") for each in messages]
+        more = {"tools": marks.of(list(tools))} if tools else {}
+        try:
+            text = encodable(self._render(marked, open_turn=True, **more))
+        except Exception as error:
+            raise DataError(TITLE, [f"refuses the conversation: {error}. Mend the messages"]) from error
+        if not marks.spelled:
+            tokenizer: Any = self._tokenizer
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.encoder.encode(marks.runs(text))
 
     def continued(self, text: str) -> list[int]:
         """The tokens of ``text`` within the model's turn, as an observation of ReAct; none is a control token."""

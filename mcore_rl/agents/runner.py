@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.agents.conversations import Conversations
 from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.agents.function_process import FunctionProcesses, imported
 from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars_of
-from mcore_rl.agents.loops import React, SingleTurn, ToolAgent
+from mcore_rl.agents.loops import MathExpression, React, SingleTurn, ToolAgent
+from mcore_rl.agents.mcp_servers import McpServer
+from mcore_rl.agents.programs import Programs
 from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
 from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
 from mcore_rl.agents.tool_loading import load_tools
-from mcore_rl.config.agent import AgentConfig
+from mcore_rl.config.agent import AgentConfig, ProgramReward
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode
@@ -29,16 +32,22 @@ from mcore_rl.rollout.tool_parsers import ReadCalls, VllmCallReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mcore_rl.agents.gateway import Gateway
+
 SINGLE = ("single_turn_agent", "single_turn")
 TOOL_AGENTS = ("tool_agent", "react")
-WITHOUT_CALLS = (*SINGLE, "react", "interaction")  # no calls in the form of the chat template
+PROGRAM = "program"
+WITHOUT_CALLS = (*SINGLE, "react", "interaction", "math_expression")  # no calls in the form of the chat template
 BUILT_IN_LOOPS: dict[str, Any] = {
     **dict.fromkeys(SINGLE, SingleTurn()),
     "tool_agent": ToolAgent(),
     "react": React(),
     "interaction": ToolAgent(has_tools=False),
+    "math_expression": MathExpression(),
+    PROGRAM: None,  # ``Programs`` runs it
 }
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")  # of a row, for a tool
+MAX_READERS = 64  # of calls, one for each list of tools that programs name
 FUNCTION_PROCESSES = 8  # of users' tool functions; they mostly wait
 logger = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ class AgentRunner:
     """Runs agents' episodes, as many at once as are asked for.
 
     config: ``rollout.agent``.  code: the limits of the Python interpreter.  template_kwargs: of the chat template.
+    max_prompt_tokens: of a conversation that a user's program begins.
 
     ConfigError: with what is wrong with the tools, the parser, the loops or the interactions.
     """
@@ -57,14 +67,24 @@ class AgentRunner:
         code: CodeConfig,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int = 2**31 - 1,
     ) -> None:
-        self._config = config
+        self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._processes = FunctionProcesses(FUNCTION_PROCESSES, config.tool_timeout_s)
         self.loops = BUILT_IN_LOOPS | {name: _own_loop(name, str(place)) for name, place in config.loops.items()}
         if config.default_agent_loop not in self.loops:
             raise _refusal("default_agent_loop", config.default_agent_loop, self._no_loop(config.default_agent_loop))
+        if len(config.program.given) > 1:
+            raise _refusal("program", ", ".join(config.program.given), "says in several ways what runs. Write one")
+        self._programs = Programs(config.program, self._gateway)
+        self._readers: dict[str, Callable[[str], ReadCalls]] = {}
         self.interactions = load_interactions(config)
-        self._tools = load_tools(config, code, self._processes)
+        self._servers: list[McpServer] = []
+        try:
+            self._tools = load_tools(config, code, self._processes, self._servers)
+        except BaseException:
+            self.close()
+            raise
         self.schemas = self._tools.schemas
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self.waits = EngineWaits()
@@ -90,6 +110,22 @@ class AgentRunner:
     def _read_calls(self, raw: str) -> ReadCalls:
         return self._reader(raw)
 
+    def _gateway(self) -> Gateway:
+        """What programs are served by; made when the first of them runs, since it imports a server."""
+        from mcore_rl.agents.gateway import Gateway
+
+        program = self._config.program
+        return Gateway(program.host, program.port, self._parts, self._read_calls_of)
+
+    def _read_calls_of(self, tools: Sequence[Mapping[str, Any]], raw: str) -> ReadCalls:
+        """The calls in a turn whose conversation has ``tools``, which a program names."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._readers:
+            if len(self._readers) >= MAX_READERS:
+                self._readers.clear()
+            self._readers[key] = _reader(self._config.tool_parser, self._tokenizer, [*map(dict, tools)])
+        return self._readers[key](raw)
+
     def loop_of(self, columns: Mapping[str, Any]) -> str:
         """The name of the loop of a row, from its columns."""
         inner = columns.get("extra_info") or {}
@@ -102,6 +138,16 @@ class AgentRunner:
     def runs(self, row: PromptRow) -> bool:
         """Whether ``row`` is for an agent; else one answer to the prompt is all."""
         return self.loop_of_row(row) not in SINGLE
+
+    def can_replay(self, row: PromptRow) -> bool:
+        """Whether an interrupted episode of ``row`` may be run again with the turns that it had.
+
+        Its loop, its tools and its interaction say so by ``replayable``; one that says nothing may.
+        """
+        parts = [self.loops[self.loop_of_row(row)], *self._tools.tools.values()]
+        if (name := interaction_kwargs(row).get("name")) in self.interactions:
+            parts.append(self.interactions[name])
+        return all(vars_of(type(each)).get("replayable", True) for each in parts)
 
     def problem_of(self, record: Mapping[str, Any]) -> str:
         """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
@@ -116,6 +162,8 @@ class AgentRunner:
         if name in SINGLE and any(asked.values()):
             columns = " and ".join(key for key, value in asked.items() if value)
             return f"has {columns}, and is run by {name}. Write agent_name, or rollout.agent.default_agent_loop"
+        if name == PROGRAM and (problem := self._program_problem(asked)):
+            return problem
         if name == "react" and asked["interaction_kwargs"]:
             return "has interaction_kwargs, and react asks no interaction. Write agent_name tool_agent or interaction"
         if name in TOOL_AGENTS and not self.schemas and not asked["interaction_kwargs"]:
@@ -137,9 +185,21 @@ class AgentRunner:
             return "is for interaction, and has no interaction_kwargs: {name: NAME, ...}"
         return ""
 
+    def _program_problem(self, asked: Mapping[str, Any]) -> str:
+        if any(asked.values()):
+            return "is for program, which has its own tools, and has tools_kwargs or interaction_kwargs. Leave them out"
+        if not self._config.program.given:
+            forms = "rollout.agent.program.function=FILE.py:FUNCTION, command or url"
+            return f"is for program, and nothing says which. Write {forms}"
+        return ""
+
+    def scores(self, row: PromptRow) -> ProgramReward:
+        """Who says what an episode of ``row`` is worth."""
+        return self._config.program.reward if self.loop_of_row(row) == PROGRAM else ProgramReward.grader
+
     def tools_of(self, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """The tools that the chat template writes into a row's prompt; None: none."""
-        return self.schemas if self.schemas and self.loop_of(record) not in WITHOUT_CALLS else None
+        return self.schemas if self.schemas and self.loop_of(record) not in (*WITHOUT_CALLS, PROGRAM) else None
 
     def check_rows(self, rows: Iterable[PromptRow]) -> tuple[bool, list[str]]:
         """(whether a row is for an agent, what a user should know of the chat template).
@@ -161,15 +221,26 @@ class AgentRunner:
 
         DataError: it cannot write more turns.  ConfigError: ``tool_parser`` names nothing that reads calls.
         """
-        calls = bool(self.schemas) and not set(loops) <= set(WITHOUT_CALLS)
+        calls = PROGRAM in loops or (bool(self.schemas) and not set(loops) <= set(WITHOUT_CALLS))
         if calls:
             self._read_calls("")
         return self._parts.renderer.check([TOOL, USER] if calls else [USER])
+
+    async def conversations(
+        self, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int, sampling: Sampling
+    ) -> list[Episode]:
+        """``run``; and behind it the other conversations of a user's program, which share its score."""
+        if self.loop_of_row(row) != PROGRAM:
+            return [await self.run(source, row, prompt_id, group, index, sampling)]
+        arguments = (self._parts, source, row, prompt_id, group, index, sampling, self._max_prompt_tokens)
+        return await self._programs.run(lambda: Conversations(*arguments))
 
     async def run(
         self, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int, sampling: Sampling
     ) -> Episode:
         """One episode of ``row``, without its score.  See ``Session``.  RolloutError: a loop of the user's raised."""
+        if self.loop_of_row(row) == PROGRAM:
+            return (await self.conversations(source, row, prompt_id, group, index, sampling))[0]
         session = Session(self._parts, source, row, prompt_id, group, index, sampling)
         name = self.loop_of_row(row)
         run, kwargs = self.loops[name].run, interaction_kwargs(row)
@@ -202,8 +273,11 @@ class AgentRunner:
             await asyncio.shield(self._released(session, answers))
 
     def close(self) -> None:
-        """Ends the processes of tools."""
+        """Ends the processes of tools, users' programs, and the MCP servers."""
         self._processes.close()
+        self._programs.close()
+        for server in self._servers:
+            server.close()
 
     async def _released(self, session: Session, answers: EpisodeAnswers | None) -> None:
         await session.tool_calls.release()

@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 ANSWERED, INTERACTION, INTERACTION_FAILED, ABORTED = "answered", "interaction", "interaction_failed", "aborted"
 TURNS, TURN_TOKENS, RESPONSE_TOKENS = "max_turns", "max_turn_tokens", "max_response_length"
 CALLS, TOOL_TIME = "max_calls_per_turn", "max_tool_s"
+PROGRAM_FAILED, PROGRAM_TIMEOUT = "program_failed", "program_timeout"
+PROGRAM_NO_TURNS, PROGRAM_NO_REWARD = "program_no_turns", "program_no_reward"
 END_REASONS = (
     *(ANSWERED, INTERACTION, TURNS, TURN_TOKENS, RESPONSE_TOKENS),
     *(CALLS, TOOL_TIME, INTERACTION_FAILED, ABORTED),
+    *(PROGRAM_FAILED, PROGRAM_TIMEOUT, PROGRAM_NO_TURNS, PROGRAM_NO_REWARD),
 )
 UNREADABLE = "The call could not be read. Write it in the form that was asked for, with arguments as valid JSON."
 
@@ -135,7 +138,8 @@ class Session:
             raise EpisodeOverError(ABORTED, FinishReason.abort)
         if sample.finish is FinishReason.length:
             raise EpisodeOverError(RESPONSE_TOKENS if self.room < 1 else TURN_TOKENS)
-        return self._drawn(sample)
+        turn, self._last = read_turn(self._parts, self._sampling, sample)
+        return turn
 
     def append(self, messages: Sequence[ChatMessage]) -> None:
         """Appends {role, content} of tools or a user, after the model's turn, and opens its next.
@@ -236,17 +240,6 @@ class Session:
         self._tokens += sample.tokens.tolist()
         self._segments.append(drawn_segment(sample))
 
-    def _drawn(self, sample: Sample) -> DrawnTurn:
-        tokens: list[int] = sample.tokens.tolist()
-        stop = sample.stop if isinstance(sample.stop, str) else None
-        renderer, last = self._parts.renderer, tokens[-1]
-        ended = stop is None and last in renderer.encoder.control_ids
-        if last in self._sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
-            ended = ended and last == renderer.closing_id
-        self._last = tokens[-1] if ended else None
-        raw = str(self._parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
-        return DrawnTurn(text=sample.text, raw=raw, stop=stop)
-
     def _add(self, author: Author, tokens: Sequence[int], text: str) -> None:
         if len(tokens) >= self.room:
             raise EpisodeOverError(RESPONSE_TOKENS)
@@ -255,6 +248,18 @@ class Session:
         self._seconds_told += seconds
         added = Segment(author=author, tokens=np.asarray(tokens, dtype=np.int32), text=text, tool_s=seconds)
         self._segments.append(added)
+
+
+def read_turn(parts: SessionParts, sampling: Sampling, sample: Sample) -> tuple[DrawnTurn, int | None]:
+    """(what was drawn, the token that ended it; None: the chat template has to write the end of the turn)."""
+    tokens: list[int] = sample.tokens.tolist()
+    stop = sample.stop if isinstance(sample.stop, str) else None
+    renderer, last = parts.renderer, tokens[-1]
+    ended = stop is None and sample.finish is FinishReason.stop and last in renderer.encoder.control_ids
+    if last in sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
+        ended = ended and last == renderer.closing_id
+    raw = str(parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
+    return DrawnTurn(text=sample.text, raw=raw, stop=stop), last if ended else None
 
 
 def tools_kwargs(row: PromptRow) -> dict[str, Any]:

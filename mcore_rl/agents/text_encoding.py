@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,12 +33,18 @@ class TextEncoder:
         self._added = {str(token.content): (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
         longest_first = sorted(self._added, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        special = [each for each in longest_first if self._added[each][1].special]
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self.control_ids = frozenset(number for number, _ in self._added.values())
         self._strips_after = {number for number, token in self._added.values() if token.rstrip}
 
     def control(self, text: str) -> list[re.Match[str]]:
         """The control tokens that ``text`` spells, in order."""
         return list(self._control.finditer(text))
+
+    def replaced(self, text: str, word: Callable[[str], str], *, special_only: bool = False) -> str:
+        """``text`` with ``word(spelled)`` for each control token that it spells.  special_only: of special ones."""
+        return (self._special if special_only else self._control).sub(lambda each: word(each.group()), text)
 
     def encode(self, runs: Sequence[TextRun], after: int | None = None) -> list[int]:
         """The ids of the joined texts of ``runs``.

@@ -12,7 +12,8 @@ import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
 from mcore_rl.agents.function_process import FunctionProcesses, FunctionTool, describe
-from mcore_rl.agents.toolbox import calculator, gsm8k, interpreter
+from mcore_rl.agents.mcp_servers import McpServer, mcp_tools
+from mcore_rl.agents.toolbox import calculator, gsm8k, interpreter, search
 from mcore_rl.agents.tools import ToolSchema, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
@@ -21,20 +22,28 @@ from mcore_rl.rewards.code import WEAK
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 
 TOOLS_KEY, FILE_KEY = "rollout.agent.tools", "rollout.agent.tool_config_path"
-BUILT_IN = {"calculator": calculator.SCHEMA, "python": interpreter.SCHEMA, "calc_gsm8k_reward": gsm8k.SCHEMA}
+BUILT_IN = ("calculator", "python", "calc_gsm8k_reward", "search")
 METHODS = ("create", "execute", "calc_reward", "release")
 YAML_FORM = "Write tools: [{class_name: MODULE.CLASS, config: {}, tool_schema: {type: function, function: {...}}}]"
 
 
-def load_tools(config: AgentConfig, code: CodeConfig, processes: FunctionProcesses) -> ToolSet:
+def load_tools(
+    config: AgentConfig, code: CodeConfig, processes: FunctionProcesses, servers: list[McpServer]
+) -> ToolSet:
     """The tools of ``config``.
 
-    code: the limits of the Python interpreter.  processes: run the functions.
+    code: the limits of the Python interpreter.  processes: run the functions.  servers: grows by the MCP servers that
+    are started, for the caller to close.
     ConfigError: with every tool that cannot be made, or that has the name of another.
     """
     tools: dict[str, Any] = {}
     violations: list[Violation] = []
-    for key, name, make in [*_named(config, code, processes), *_from_file(config, violations)]:
+    named = [*_named(config, code, processes), *_from_file(config, violations)]
+    try:
+        named += mcp_tools(config.mcp_config_path, servers, config.tool_timeout_s)
+    except ConfigError as error:
+        violations += error.violations
+    for key, name, make in named:
         try:
             tool = make()
         except ConfigError as error:
@@ -58,10 +67,19 @@ def _named(config: AgentConfig, code: CodeConfig, processes: FunctionProcesses) 
             yield TOOLS_KEY, name, lambda: calculator.Calculator({}, calculator.SCHEMA)
         elif name == "calc_gsm8k_reward":
             yield TOOLS_KEY, name, lambda: gsm8k.Gsm8kAnswer({}, gsm8k.SCHEMA)
+        elif name == "search":
+            yield TOOLS_KEY, name, lambda: _search(config)
         elif name == "python":
             yield TOOLS_KEY, name, lambda: _interpreter(code)
         else:
             yield TOOLS_KEY, name, lambda place=name: _function(place, processes)
+
+
+def _search(config: AgentConfig) -> search.CorpusSearch:
+    if config.search_corpus is None:
+        problem = "has no documents to search in"
+        raise ConfigError([Violation(TOOLS_KEY, "search", problem, f"Write {search.KEY}=FILE_OR_FOLDER")])
+    return search.CorpusSearch({}, search.SCHEMA, config.search_corpus, config.search_results)
 
 
 def _interpreter(code: CodeConfig) -> interpreter.PythonInterpreter:

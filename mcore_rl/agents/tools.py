@@ -57,9 +57,12 @@ class EpisodeTool:
 
     config: of the yaml file.  tool_schema: {type: function, function: {name, description, parameters}}.
     limits_itself: its calls have a limit of their own instead of ``tool_timeout_s``.
+    replayable: an episode that was interrupted may call it again as before, to get to where it was; False: not, since a
+        call does something that must not be done twice, say, and the whole group of the episode is drawn again.
     """
 
     limits_itself = False
+    replayable = True
 
     def __init__(self, config: dict[str, Any], tool_schema: ToolSchema) -> None:
         self.config, self.tool_schema = config, tool_schema

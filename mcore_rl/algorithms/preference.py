@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
+from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, rewards
 from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.prefer import PreferredConfig
 from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.types import LossInputs, LossSums
 
@@ -38,41 +39,55 @@ class PreferencesLoss(RoleLoss):
     config: PreferenceConfig
     kl: float = 0.0
 
+    @property
+    def with_pairs(self) -> bool:
+        """Whether it looks at both sequences of a pair."""
+        return self.config.row.pairs
+
     def __call__(self, inputs: LossInputs) -> LossSums:
         """The sums over this rank's shares; without a pair, a zero that is connected to the graph."""
         inputs = trained_rows(inputs)
         assert inputs.logprobs_N is not None, "a language model's forward pass makes log-probs"
-        responses, dtype = responses_of(inputs), inputs.logprobs_N.dtype
-        share_S, weight_S = inputs.own_shares(dtype), inputs.extra_S.get(WEIGHT)
-        connected = masked_sum(inputs.logprobs_N, torch.zeros_like(inputs.mask_N))
-        if self.config.row.pairs:
-            assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
-            first_P, second_P = inputs.pairs_P2.unbind(1)
-            margin_P = inputs.extra_S[MARGIN][first_P].to(dtype) if MARGIN in inputs.extra_S else share_S.new_zeros(())
-            loss = pair_losses(responses.chosen(first_P), responses.chosen(second_P), margin_P, self.config)
-        else:
-            label_S = inputs.extra_S[LABEL].to(dtype)
-            first_P, second_P = (label_S > 0.5).nonzero().squeeze(1), (label_S <= 0.5).nonzero().squeeze(1)
-            everyone_S = torch.arange(len(label_S), device=label_S.device)  # without those of an empty microbatch
-            loss = kto(responses.chosen(everyone_S), label_S, self.kl, self.config)
-        place = first_P if self.config.row.pairs else everyone_S
-        if weight_S is not None:
-            loss = loss * weight_S[place].to(dtype)
-        total = (loss * share_S[place]).sum() + connected
-        return LossSums(total=total, metrics=self._metrics(responses, first_P, second_P, share_S))
+        share_S = inputs.own_shares(inputs.logprobs_N.dtype)
+        total, metrics = (self._of_pairs if self.with_pairs else self._of_responses)(inputs, share_S)
+        return LossSums(total=total, metrics=metrics)  # a sum over no pair is connected through their sums
+
+    def _of_pairs(self, inputs: LossInputs, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
+        responses, (first_P, second_P) = responses_of(inputs), inputs.pairs_P2.unbind(1)
+        chosen, rejected, share_P = responses.chosen(first_P), responses.chosen(second_P), share_S[first_P]
+        margin_S, weight_S = inputs.extra_S.get(MARGIN), inputs.extra_S.get(WEIGHT)
+        margin_P = torch.zeros_like(share_P) if margin_S is None else margin_S[first_P].to(share_P.dtype)
+        loss_P = pair_losses(chosen, rejected, margin_P, self.config)
+        weighed_P = loss_P if weight_S is None else loss_P * weight_S[first_P].to(share_P.dtype)
+        metrics = self._metrics("chosen", chosen, share_P) | self._metrics("rejected", rejected, share_S[second_P])
+        with torch.no_grad():
+            right_P = wins(rewards(chosen, self.config), rewards(rejected, self.config))
+            metrics["accuracy"] = (right_P * share_P).sum()
+        return (weighed_P * share_P).sum(), metrics
+
+    def _of_responses(self, inputs: LossInputs, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        label_S, weight_S = inputs.extra_S[LABEL].to(share_S.dtype), inputs.extra_S.get(WEIGHT)
+        there_S = torch.arange(len(label_S), device=label_S.device)  # an empty microbatch has sums, of nothing
+        responses, share_S = responses_of(inputs).chosen(there_S), share_S[there_S]
+        loss_S = kto(responses, label_S, self.kl, self.config)
+        weighed_S = loss_S if weight_S is None else loss_S * weight_S.to(share_S.dtype)
+        metrics = self._metrics("chosen", responses, share_S * label_S)
+        return (weighed_S * share_S).sum(), metrics | self._metrics("rejected", responses, share_S * (1 - label_S))
 
     @torch.no_grad()
-    def _metrics(self, responses: Responses, first_P: Tensor, second_P: Tensor, share_S: Tensor) -> dict[str, Tensor]:
-        reward_S, logprob_S, metrics = rewards(responses, self.config), responses.logprobs_R, dict[str, Tensor]()
-        for name, place_P in (("chosen", first_P), ("rejected", second_P)):
-            share_P = share_S[place_P]
-            metrics[f"{name}_reward"] = (reward_S[place_P] * share_P).sum()
-            metrics[f"{name}_logprob"] = (logprob_S[place_P] * share_P).sum()
-            metrics[f"{name}_count"] = share_P.sum()
-        if self.config.row.pairs:
-            right_P = wins(reward_S[first_P], reward_S[second_P])
-            metrics["accuracy"] = (right_P * share_S[first_P]).sum()
-        return metrics
+    def _metrics(self, side: str, responses: Responses, share_R: Tensor) -> dict[str, Tensor]:
+        """share_R: of each of ``responses``, 0 of those that are of another side."""
+        return {
+            f"{side}_reward": (rewards(responses, self.config) * share_R).sum(),
+            f"{side}_logprob": (responses.logprobs_R * share_R).sum(),
+            f"{side}_count": share_R.sum(),
+        }
+
+
+def preferences_loss(config: PreferredConfig) -> PreferencesLoss:
+    """The loss of a policy that learns from preferences."""
+    return PreferencesLoss(config.preference)
 
 
 def wins(first_P: Tensor, second_P: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ class RoleLoss(ABC):
         """Whether the engine must compute the exact KL to frozen weights in the role's processes."""
         return False
 
+    @property
+    def with_pairs(self) -> bool:
+        """Whether it looks at both sequences of a pair."""
+        return False
+
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossSums:
         """The sums over this rank's rows; without a trained row, a zero that is connected to the graph."""

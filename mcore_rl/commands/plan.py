@@ -31,9 +31,9 @@ from rich.console import Console
 
 from mcore_rl.config.bounds import InputDirectory, OutputFile, PositiveInt
 from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.planning.lengths import Lengths, Lognormal, recorded_lengths
 from mcore_rl.planning.mode_tables import mode_tables, mode_values
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=typed(OutputFile), metavar="FILE", help="write the numbers")
 
 
-def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, ClusterConfig]:
+def composed(options: argparse.Namespace) -> tuple[RunConfig | OfflineConfig, ClusterConfig]:
     """The run and its cluster.  Raises ConfigError where either cannot be told."""
     from mcore_rl.config.launch import load_words
 
@@ -84,7 +84,7 @@ def write(options: argparse.Namespace, planned: Plan, result: Found | None) -> N
         options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: ClusterConfig) -> int:
+def searched(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> int:
     """``--search``: the best is planned and written, whether or not the run as it stands fits."""
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
@@ -111,7 +111,7 @@ def lengths_of(options: argparse.Namespace, longest: int) -> Lengths | None:
     return Lognormal(int(written), longest)
 
 
-def compared(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: ClusterConfig) -> int:
+def compared(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> int:
     """``--modes``; 2 where no mode fits."""
     wrong = []
     if not isinstance(run, RunConfig):

@@ -8,6 +8,10 @@
     mcore-rl prepare math --source MATH/ --out data/math
     mcore-rl prepare dapo-math --source dapo-math-17k.parquet --out data/dapo
     mcore-rl prepare aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
+    mcore-rl prepare gsm8k-tools --source openai/gsm8k --out data/gsm8k-tools
+    mcore-rl prepare gsm8k-interaction --source openai/gsm8k --out data/gsm8k-interaction
+    mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
+    mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
 
 SOURCE is a folder or a file (jsonl, json, parquet) as its authors publish it, or a Hugging Face id, which is the only
 thing that uses the network.  --out gets one file a split, train.parquet and test.parquet (arithmetic and products:

@@ -1,4 +1,4 @@
-"""``mcore-rl train|sft|generate|evaluate``: overrides to a typed configuration, which is checked and run."""
+"""``mcore-rl train|sft|prefer|generate|evaluate``: overrides to a typed configuration, which is checked and run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violations
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.options import typed
+from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 EPILOG = """\
@@ -104,9 +106,16 @@ def _train(config: RunConfig, check: bool) -> int:
 
 def _sft(config: SftConfig, check: bool) -> int:
     _begin("sft")
-    from mcore_rl.controller.programs.sft import check_sft, run_sft
+    from mcore_rl.controller.programs.sft import SFT
 
-    return check_sft(config) if check else asyncio.run(run_sft(config))
+    return SFT.check(config) if check else asyncio.run(SFT.train(config))
+
+
+def _prefer(config: PreferConfig, check: bool) -> int:
+    _begin("prefer")
+    from mcore_rl.controller.programs.prefer import PREFER
+
+    return PREFER.check(config) if check else asyncio.run(PREFER.train(config))
 
 
 def _generate(config: GenerateConfig, check: bool) -> int:
@@ -142,7 +151,11 @@ _ALL = (
         "train", "Reinforcement learning: PPO, GRPO, RLOO and their relatives.", RunConfig, _train,
         f"{EPILOG}\n{_algorithms()}", run_violations,
     ),
-    Program("sft", "Supervised fine-tuning on conversations.", SftConfig, _sft, violations=sft_violations),
+    Program("sft", "Supervised fine-tuning on conversations.", SftConfig, _sft, violations=SftConfig.violations),
+    Program(
+        "prefer", "Learning from answers of which some are preferred: DPO and its relatives.", PreferConfig, _prefer,
+        violations=PreferConfig.violations,
+    ),
     Program(
         "generate", "Responses to the prompts of parquet files.", GenerateConfig, _generate,
         violations=generate_violations,
@@ -159,7 +172,7 @@ def _absent(config: Any) -> list[Violation]:
     """Loggers whose packages are not here, where the run will be."""
     from mcore_rl.tracking.loggers import absent_loggers
 
-    return absent_loggers(config.trainer.logger) if isinstance(config, (RunConfig, SftConfig)) else []
+    return absent_loggers(config.trainer.logger) if isinstance(config, (RunConfig, OfflineConfig)) else []
 
 
 def _keep_what_torch_compiles() -> None:

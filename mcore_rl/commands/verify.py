@@ -8,9 +8,9 @@
 
 Builds the Megatron modules of every rank on the meta device at full size.  At reduced size and in the same layouts it
 numbers every element of a checkpoint, and demands that each is where a statement written by hand says for Megatron,
-and where vLLM's own load puts it.  docs/weights.md says what that proves.  --mutate makes every wrong table that is
-one rule away from a right one, and demands that each is found.  Exits with 0 where everything is proven, 1 where
-something fails, 2 on a mistake of the command line.
+and where vLLM's own load puts it; of a recipe with LoRA, the adapters' elements too.  docs/weights.md says what that
+proves.  --mutate makes every wrong table that is one rule away from a right one, and demands that each is found, of
+adapters too.  Exits with 0 where everything is proven, 1 where something fails, 2 on a mistake of the command line.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rich.markup import escape
 from rich.table import Table as Lines
 
 from mcore_rl.config.bounds import InputModel, Ranks
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
@@ -91,12 +92,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be proven.  config: of Hugging Face.  rollout: None, and nothing is proven of the reshard."""
+    """What is to be proven.
+
+    config: of Hugging Face.  rollout: None, and nothing is proven of the reshard.  lora: in which form the engines get
+    adapters; None: none are trained.
+    """
 
     config: Mapping[str, Any]
     parallel: ParallelConfig
     world_size: int
     rollout: RolloutLayout | None
+    lora: PublishedLora | None = None
 
 
 def demand_one_subject(arguments: argparse.Namespace) -> None:
@@ -117,7 +123,9 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
     run, _, _ = load_words(arguments.words)
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     config = changes_asked(arguments).apply(run_config_json(run))
-    return Asked(config, run.actor.parallel, run.trainer.world_size, rollout)
+    form = run.rollout.lora if isinstance(run, RunConfig) else PublishedLora.merged
+    lora = form if run.actor.lora.rank else None
+    return Asked(config, run.actor.parallel, run.trainer.world_size, rollout, lora)
 
 
 def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -155,7 +163,7 @@ def demand_suited(
 
 def prove(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
-    hf: Path | None, console: Console,
+    hf: Path | None, console: Console, lora: PublishedLora | None = None,
 ) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
     """The report at full and at reduced size.  Raises ConfigError where a layout does not fit."""
     family, model = demand_suited(config, parallel, world_size, rollout)
@@ -169,7 +177,8 @@ def prove(
         vllm = stack.enter_context(VllmProcess())
         subject = ProofSubject(
             config=config, family=family, parallel=parallel, world_size=world_size, rollout=rollout,
-            megatron=meta_rank, vllm=vllm.placements,
+            megatron=meta_rank, vllm=vllm.placements, adapted=lora is not None,
+            applied=vllm.adapter_placements if lora is PublishedLora.adapter else None,
         )  # fmt: skip
         status = stack.enter_context(console.status("..."))
         return prove(subject, checkpoint=HfCheckpoint.open(hf) if hf else None, notice=status.update), model
@@ -185,12 +194,20 @@ def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
                for each in names]  # fmt: skip
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        from mcore_rl.proofs.adapter_mutation import adapter_score
         from mcore_rl.proofs.mutation import MutantVerdict, family_score
         from mcore_rl.rollout.parameters import VllmProcess
         from mcore_rl.training.meta import meta_rank
 
         vllm = stack.enter_context(VllmProcess())
-        scores = [family_score(config, meta_rank, vllm.placements) for config in configs]
+        scores = [
+            score
+            for config in configs
+            for score in (
+                family_score(config, meta_rank, vllm.placements),
+                adapter_score(config, meta_rank, vllm.adapter_placements),
+            )
+        ]
     if arguments.json:
         json.dump([score.as_json() for score in scores], sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -253,8 +270,9 @@ def run(options: argparse.Namespace) -> int:
         console.print("the layouts suit the model. Nothing was proven", highlight=False)
         return 0
     report, model = prove(
-        asked.config, asked.parallel, asked.world_size, asked.rollout, options.hf, Console(stderr=True, emoji=False)
-    )
+        asked.config, asked.parallel, asked.world_size, asked.rollout, options.hf, Console(stderr=True, emoji=False),
+        asked.lora,
+    )  # fmt: skip
     if options.json:
         json.dump(report.as_json(), sys.stdout, indent=2)
         sys.stdout.write("\n")

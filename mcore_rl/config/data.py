@@ -59,17 +59,15 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class SftDataConfig:
-    """Rows of conversations or of prompts with their responses.
+class AnswersConfig:
+    """Rows of prompts with answers.
 
     train_files, val_files: as for prompts.
-    train_batch_size: conversations per optimizer step.
-    messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
-    (messages, or one text) and ``response_key`` (a text).
-    prompt_key, response_key: the columns of prompts and of their responses, without ``messages_key``.
-    max_length: the most tokens of a conversation.
+    train_batch_size: rows per optimizer step.
+    prompt_key: the column of the prompts: messages, or one text.
+    max_length: the most tokens of a prompt with its answer.
     truncation: as for prompts, but ``middle`` is refused.
-    shuffle, seed: whether the conversations are shuffled anew each epoch, and the seed.
+    shuffle, seed: whether the rows are shuffled anew each epoch, and the seed.
     train_max_samples, val_max_samples: take only so many rows, the first of a seeded shuffle; None is all.
     chat_template_kwargs: given to the tokenizer's chat template.
     """
@@ -77,9 +75,7 @@ class SftDataConfig:
     train_files: list[TrainData] = field(default_factory=list)
     val_files: list[ValidationData] = field(default_factory=list)
     train_batch_size: PositiveInt = 256
-    messages_key: str | None = None
     prompt_key: str = "prompt"
-    response_key: str = "response"
     max_length: PositiveInt = 1024
     truncation: Truncation = Truncation.error
     shuffle: bool = True
@@ -89,13 +85,45 @@ class SftDataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def data_violations(data: DataConfig | SftDataConfig) -> list[Violation]:
+@dataclass(kw_only=True)
+class SftDataConfig(AnswersConfig):
+    """Rows of conversations or of prompts with their responses.
+
+    messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
+    and ``response_key``.
+    response_key: the column of the responses, texts, without ``messages_key``.
+    """
+
+    messages_key: str | None = None
+    response_key: str = "response"
+
+
+@dataclass(kw_only=True)
+class PreferenceDataConfig(AnswersConfig):
+    """Rows of a prompt with an answer that is preferred and one that is not; with kto also single answers.
+
+    chosen_key, rejected_key: the columns of the two answers: texts, messages that follow the prompt, or whole
+    conversations that begin with it.
+    completion_key, label_key: with kto, and without those columns, those of an answer and whether it is desirable.
+    margin_key: the column of the margin by which the preferred answer's reward must be the higher; None: there is none.
+    weight_key: the column of what a row's loss is multiplied by; None: there is none.
+    """
+
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    completion_key: str = "completion"
+    label_key: str = "label"
+    margin_key: str | None = None
+    weight_key: str | None = None
+
+
+def data_violations(data: DataConfig | AnswersConfig) -> list[Violation]:
     """Every violation within ``data``, not looking at other groups."""
     return check(data, [_truncation_violations], "data.")
 
 
-def _truncation_violations(data: DataConfig | SftDataConfig) -> list[Violation]:
-    if not isinstance(data, SftDataConfig) or data.truncation is not Truncation.middle:
+def _truncation_violations(data: DataConfig | AnswersConfig) -> list[Violation]:
+    if not isinstance(data, AnswersConfig) or data.truncation is not Truncation.middle:
         return []
     problem = "a conversation without its middle is another one"
     return [Violation("data.truncation", data.truncation.value, problem, "Write right, left or error")]

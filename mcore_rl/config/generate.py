@@ -15,6 +15,7 @@ from mcore_rl.config.bounds import AnyData, CrossCheck, OutputFile, PositiveInt,
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
@@ -109,6 +110,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
     rules: list[CrossCheck[GenerateConfig]] = [
         lambda config: rollout_config_violations(config.rollout),
         lambda config: routing_violations(config.rollout, "false"),
+        _lora_violations,
         _length_violations,
         _validation_violations,
         _partial_violations,
@@ -116,6 +118,12 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
         _out_violations,
     ]
     return check(config, rules)
+
+
+def _lora_violations(config: GenerateConfig) -> Iterator[Violation]:
+    if config.rollout.lora is not PublishedLora.merged:
+        remedy = "Leave it out; mcore-rl convert merge makes a model of one and its adapters"
+        yield Violation("rollout.lora", config.rollout.lora.value, "nothing trains adapters here", remedy)
 
 
 def _length_violations(config: GenerateConfig) -> Iterator[Violation]:

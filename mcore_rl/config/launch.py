@@ -1,8 +1,8 @@
 """Loads recipes and clusters by name: ``launch/recipes/NAME.yaml`` and ``launch/clusters/NAME.yaml``.
 
-A recipe is a yaml file that ``mcore-rl train`` or ``mcore-rl sft`` takes with ``--config-dir`` and ``--config-name``;
-its defaults say which of the two.  A cluster's yaml holds values of ``ClusterConfig``.  Both may also be named by a
-path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the nearest known key.
+A recipe is a yaml file that ``mcore-rl train``, ``sft`` or ``prefer`` takes with ``--config-dir`` and
+``--config-name``; its defaults say which.  A cluster's yaml holds values of ``ClusterConfig``.  Both may also be named
+by a path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the nearest known key.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
 from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
+from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.resources import CLUSTERS, RECIPES
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.yaml_files import parse_yaml, read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
-SCHEMAS: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
+SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
+    "train": RunConfig,
+    "sft": SftConfig,
+    "prefer": PreferConfig,
+}
 
 
 def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[str], list[str], list[Violation]]:
@@ -50,7 +56,7 @@ def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[
 
 def load_words(
     texts: Sequence[str], *names: str, recipe: str = ""
-) -> tuple[RunConfig | SftConfig, ClusterConfig, dict[str, str]]:
+) -> tuple[RunConfig | OfflineConfig, ClusterConfig, dict[str, str]]:
     """The run and its cluster from the ``key=value`` texts after a command, and the values of ``names`` among them.
 
     recipe, cluster: by name or path; a cluster that is left out is the recipe's.  ``cluster.KEY=VALUE`` changes the
@@ -77,18 +83,18 @@ def load_words(
     return run, cluster, named
 
 
-def planned_violations(run: RunConfig | SftConfig) -> list[Violation]:
+def planned_violations(run: RunConfig | OfflineConfig) -> list[Violation]:
     """Every violation of a run that is only planned: neither a model nor data need be there."""
     if isinstance(run, RunConfig):
         return run_violations(run, planned=True)
-    return sft_violations(run, planned=True)
+    return run.violations(planned=True)
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
-    """The recipe ``name`` with ``overrides`` in the syntax of ``mcore-rl``: the configuration of a train or sft run.
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | OfflineConfig:
+    """The recipe ``name`` with ``overrides`` in the syntax of ``mcore-rl``: the configuration of a run.
 
     name: a file of ``launch/recipes`` without ``.yaml``, or a path.
-    Raises ConfigError if there is no such recipe, if it is neither of train nor of sft, or for wrong keys and values.
+    Raises ConfigError if there is no such recipe, if it is of no program, or for wrong keys and values.
     Contradictions between values are not checked here: ``run_violations`` does that.
     """
     path = recipe_path(name)
@@ -168,7 +174,7 @@ def cluster_names() -> list[str]:
 
 
 def program_of(path: Path) -> str:
-    """The program of the recipe at ``path``: ``train`` or ``sft``.  Raises ConfigError if its defaults name neither."""
+    """The program of the recipe at ``path``, of ``SCHEMAS``.  Raises ConfigError if its defaults name none."""
     return _program_of(path, frozenset())
 
 
@@ -183,8 +189,10 @@ def _program_of(path: Path, above: frozenset[str]) -> str:
     for name in names:
         if name not in above and (other := path.with_name(f"{name}.yaml")).is_file():
             return _program_of(other, above)
-    remedy = "Begin the file with `defaults: [train, _self_]`, or sft instead of train"
-    raise ConfigError([Violation(f"{path}: defaults", defaults, "name neither train nor sft", remedy)])
+    *first, last = SCHEMAS
+    remedy = f"Begin the file with `defaults: [train, _self_]`, or {' or '.join([*first[1:], last])} instead of train"
+    problem = f"name neither {', '.join(first)} nor {last}"
+    raise ConfigError([Violation(f"{path}: defaults", defaults, problem, remedy)])
 
 
 def _path(kind: str, name: str, directory: Path) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation
 
-AnyRun = TypeVar("AnyRun", bound=RunConfig | SftConfig)
+AnyRun = TypeVar("AnyRun", bound=RunConfig | OfflineConfig)
 
 
 def with_replicas(run: AnyRun, *, on_accelerators: bool) -> AnyRun:

@@ -22,6 +22,7 @@ from mcore_rl.config.bounds import (
     check,
 )
 from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.config.parallel import parse_sizes
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
@@ -186,6 +187,7 @@ class RolloutConfig(ServingConfig):
     partial: a step takes the groups that are finished first; unfinished responses are kept with their tokens and go on
         in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
     over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
+    lora: whether the engines of a run with adapters hold merged weights or apply the adapters, see ``PublishedLora``.
     val_kwargs: how validation samples.  agent: agent loops, tools, and what ends an episode.
     """
 
@@ -202,6 +204,7 @@ class RolloutConfig(ServingConfig):
     return_routed_experts: bool = False
     partial: bool = False
     over_sampling: PositiveFloat = 0.5
+    lora: PublishedLora = PublishedLora.merged
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 

@@ -125,6 +125,12 @@ SWITCHES = (
         "actor.loss_mode=policy_gradient",
     ),
     Switch(
+        ("rollout.lora",),
+        lambda run: run.actor.lora.rank > 0,
+        "there are no adapters",
+        "actor.lora.rank=32",
+    ),
+    Switch(
         ("algorithm.whiten_advantages",),
         lambda run: not estimator(run.algorithm.adv_estimator).whitens,
         "the estimator whitens its advantages by itself",

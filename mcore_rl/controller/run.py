@@ -73,6 +73,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
+        self.num_sequences = 0  # of the last step
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
@@ -99,11 +100,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def policy(self) -> TrainGroup:
         """The workers whose weights the engines draw with."""
         return self.groups[self.config.policy.name]
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
-        return self.config.data.train_batch_size * self.config.rollout.n
 
     def updates_policy(self, step: int) -> bool:
         """Whether ``step`` trains the policy: not while its critic warms up."""
@@ -188,10 +184,9 @@ class Run(TrainingRun[RunConfig, Prepared]):
             self.rollouts.return_to(kept)
             raise
 
-    async def save(self) -> None:
-        """Save a checkpoint, with the tokens of responses that are under way."""
-        await self.rollouts.keep_unfinished()
-        await super().save()
+    async def take_back(self) -> None:
+        """Takes unfinished responses from the engines, which go on with them."""
+        await self.rollouts.take_back()
 
     def drawn_now(self) -> WriteMore:
         """Writes the rollouts that no step has, as they are now, into a checkpoint."""
@@ -212,11 +207,11 @@ class Run(TrainingRun[RunConfig, Prepared]):
         return lambda done, of: self.tracker.now(what, done, of)
 
     def keep_rollouts(self, step: int, rollouts: RolloutBatch) -> dict[str, Any]:
-        """Begins to write down what a step got; returns the place in the data after it.
+        """Counts the step's sequences, and begins to write down what it got; returns the place in the data after it.
 
         For people to read, if ``trainer.save_rollouts``; to the last bit, if ``trainer.record_rollouts``.
         """
-        place, trainer = self.place, self.config.trainer
+        place, trainer, self.num_sequences = self.place, self.config.trainer, len(rollouts.episodes)
         if trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", partial(sample_rows, step, rollouts.episodes, self.tokenizer))
         if trainer.record_rollouts:

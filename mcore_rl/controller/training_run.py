@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from mcore_rl.config.compose import as_dict
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, is_due
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
@@ -38,7 +38,7 @@ from mcore_rl.tracking.lanes import TRAINER, TRAINER_STATES, Lane, StepLanes, id
 from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.sinks import Tracker
 
-C = TypeVar("C", RunConfig, SftConfig)
+C = TypeVar("C", bound=RunConfig | OfflineConfig)
 P = TypeVar("P", bound=PreparedRun)
 R = TypeVar("R", bound="TrainingRun[Any, Any]")
 # Called with a step's number and its metrics, those of metrics.jsonl.  True: the run ends after this step.
@@ -116,6 +116,13 @@ class TrainingRun(ABC, Generic[C, P]):
             self.prepared.sampler.load_state_dict(place)
             raise
 
+    def watch(self, lanes: Sequence[Lane]) -> None:
+        """Records what the engines of ``lanes`` do, from now on: they may be older than this run."""
+        self.lanes, now = lanes, time.perf_counter()
+        for lane in lanes:
+            lane.take(now, now)
+        self.tracker.watch(lanes)
+
     def clocked(self) -> tuple[dict[str, float], StepLanes]:
         """Ends the clock's step: its seconds (``time/*``) with the shares of idle time, and what everybody did."""
         begin, seconds = self.clock.begun, self.clock.step()
@@ -141,11 +148,15 @@ class TrainingRun(ABC, Generic[C, P]):
     async def save(self) -> None:
         """Save a checkpoint of the last complete step, wherever the trainer's memory is."""
         with self.clock("save"):
+            await self.take_back()
             await self.saver.save(self.progress_now(), self.drawn_now())
 
     async def conclude_saving(self) -> None:
         """Make sure that the last complete step has a checkpoint.  Raises CheckpointError if it cannot be written."""
         await self.saver.conclude(self.progress_now(), self.drawn_now())
+
+    async def take_back(self) -> None:
+        """Takes what is being drawn to where ``drawn_now`` finds it; here nothing is."""
 
     def drawn_now(self) -> WriteMore:
         """Writes what was drawn and not trained, as it is now, into a checkpoint; here there is nothing."""
@@ -222,7 +233,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
 
 
 def open_directory(
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     prepared: PreparedRun,
     platform: Platform,
     stack: AsyncExitStack,
@@ -245,7 +256,7 @@ def open_directory(
     return tracker
 
 
-def begin_records(config: RunConfig | SftConfig, prepared: PreparedRun, planned: Plan, tracker: Tracker) -> None:
+def begin_records(config: RunConfig | OfflineConfig, prepared: PreparedRun, planned: Plan, tracker: Tracker) -> None:
     """Begin the records of a run whose processes are up; those of a fresh run's forerunners are moved aside.
 
     Checkpoints after the step that the run resumes from are set aside, unless the run only validates.

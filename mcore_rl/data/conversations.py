@@ -11,9 +11,10 @@ Invariant: every conversation here has a trained token and at most ``max_length`
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +100,11 @@ class ConversationSet:
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without an assistant's turn, refused by the chat template or
-        meant for tools, agents, images or videos, a template whose prefixes disagree, conversations that are too long
+        meant for agents, images or videos, a template whose prefixes disagree, conversations that are too long
         if ``truncation`` is error, none left.
         """
         reading = _Reading()
-        specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        turns = _Turns(tokenizer, config.chat_template_kwargs, frozenset({*specials, *tokenizer.all_special_ids}))
+        turns = Turns.of(tokenizer, config.chat_template_kwargs)
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
@@ -113,7 +113,7 @@ class ConversationSet:
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
                     for row, record in enumerate(records, start):
-                        for column in wants_more_than_text(record or {}):
+                        for column in wants_more_than_text({**(record or {}), "tools": None}):
                             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
                         _take(reading, file.row_id(row), record, config, turns)
                     bar.advance(task, len(records))
@@ -147,6 +147,11 @@ class ConversationSet:
         """Tokens of each conversation."""
         return self._reading.tokens.lengths
 
+    @property
+    def units(self) -> list[list[int]]:
+        """Of each row, the tokens of its one conversation."""
+        return [[length] for length in self.lengths]
+
     def describe(self) -> str:
         """One line for the user: how many conversations, how long, and how many were cut or left out."""
         lengths = f"{min(self.lengths)} to {max(self.lengths)} tokens, mean {sum(self.lengths) / len(self):.0f}"
@@ -158,18 +163,37 @@ class ConversationSet:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class Turns:
     """Encodes messages as tokens and mask.  specials: ids of special tokens, the ends of turns among them."""
 
     tokenizer: PreTrainedTokenizerBase
     kwargs: dict[str, Any]
     specials: frozenset[int]
 
-    def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """(tokens, mask).  ValueError, with the remedy: the template does not show where the assistant's part is."""
-        template = self.tokenizer.get_chat_template()
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> Turns:
+        """With the chat template of ``tokenizer``, a fast one, to which ``kwargs`` are given."""
+        specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        return cls(tokenizer, kwargs, frozenset({*specials, *tokenizer.all_special_ids}))
+
+    def encode(
+        self, messages: list[dict[str, Any]], begin: int = 0, *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """(tokens, mask).
+
+        begin: the first message of which anything is trained.  tools: what the template is told that the assistant may
+        call.  ValueError, with the remedy: the template does not show where the assistant's part is.
+        """
+        if tools:
+            return replace(self, kwargs={**self.kwargs, "tools": tools}).encode(messages, begin)
+        template = self.tokenizer.get_chat_template(tools=self.kwargs.get("tools"))
         tagged = GENERATION.search(template) is not None
-        text, spans = self._tagged(messages, template) if tagged else self._differences(messages)
+        if tagged:
+            text, spans = self._tagged(messages, template)
+            spans = spans[sum(message["role"] == ASSISTANT for message in messages[:begin]) :]
+        else:
+            text = self._render(messages)
+            spans = list(self._spans(messages, text, begin))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
         mask = [False] * len(tokens)
@@ -192,18 +216,15 @@ class _Turns:
 
         given = {**self.tokenizer.special_tokens_map, **self.kwargs}
         asked: dict[str, Any] = {"chat_template": template, "return_assistant_tokens_mask": True}
+        given["tools"] = [given["tools"]] if given.get("tools") else None  # one list a conversation
         rendered: Any = render_jinja_template(conversations=[messages], **asked, **given)
         (text,), (parts,) = rendered
         return text, parts
 
-    def _differences(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, (begin, end) of every turn of the assistant)."""
-        text = self._render(messages)
-        return text, list(self._spans(messages, text))
-
-    def _spans(self, messages: list[dict[str, Any]], text: str) -> Iterator[tuple[int, int]]:
+    def _spans(self, messages: list[dict[str, Any]], text: str, begin: int) -> Iterator[tuple[int, int]]:
+        """(begin, end) of every turn of the assistant from message ``begin`` on, in ``text``."""
         for place, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+            if message["role"] != ASSISTANT or place < begin:
                 continue
             if place == 0:
                 raise ValueError(f"begins with the assistant, so that nothing shows where its header ends. {TAGS}")
@@ -219,14 +240,18 @@ class _Turns:
         return str(self.tokenizer.apply_chat_template(messages, **asked, **self.kwargs))
 
 
-def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: _Turns) -> None:
+def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: Turns) -> None:
     """Add one row to ``reading``."""
     messages = _messages(record, config)
     if isinstance(messages, str):
         reading.problems.append(f"{row_id}: {messages}")
         return
+    tools = tools_of(record or {})
+    if isinstance(tools, str):
+        reading.problems.append(f"{row_id}: tools {tools}")
+        return
     try:
-        tokens, mask = turns.encode(messages)
+        tokens, mask = turns.encode(messages, tools=tools)
     except ValueError as error:
         reading.problems.append(f"{row_id}: {error}")
         return
@@ -269,6 +294,36 @@ def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict
     if not response:
         return f"{config.response_key} is null or empty. Write the response, or leave the row out"
     return [*messages, {"role": ASSISTANT, "content": response}]
+
+
+def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
+    """The schemas in a row's column ``tools``, or what is wrong with them.
+
+    They are {type, function: {name, description, parameters}} each, or their JSON: parquet gives every tool the
+    arguments of all, and JSON keeps them apart.
+    """
+    form = "Write [{type: function, function: {name, description, parameters}}, ...], or its JSON"
+    given = record.get("tools")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError) as error:
+            return f"is no JSON: {error}. {form}"
+    if not given:
+        return []
+    if not isinstance(given, list):
+        return f"is no list. {form}"
+    tools = [_without_nulls(json.loads(each) if isinstance(each, str) else each) for each in given]
+    if not all(isinstance(each, dict) and isinstance(each.get("function"), dict) for each in tools):
+        return f"has an entry without function. {form}"
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without fields that are null, which parquet adds."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _value(record: dict[str, Any], key: str) -> Any:

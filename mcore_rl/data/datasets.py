@@ -3,7 +3,8 @@
 A row is ``data_source``, ``prompt`` (list of {role, content}), ``ability``, ``reward_model`` ({style: rule,
 ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, if the
 data set has one, so that the same file serves supervised fine-tuning.  Prompts are those of verl (gsm8k, math) and
-DAPO (arXiv:2503.14476; dapo-math, aime24) and of the GRPO course for TRL (gsm8k-xml).
+DAPO (arXiv:2503.14476; dapo-math, aime24) and of the GRPO course for TRL (gsm8k-xml).  Those for agents have
+``agent_name``, ``tools_kwargs`` and ``interaction_kwargs``.
 
 Invariant: a file appears under its name only when it is complete, and equal records give equal bytes.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ from mcore_rl.errors import DataError
 
 DatasetRow = dict[str, Any]
 
+# Of verl's examples/data_preprocess/gsm8k_multiturn_w_tool.py and gsm8k_multiturn_w_interaction.py.
+TOOL_SYSTEM_PROMPT = (
+    "You are a math expert. You are given a question and you need to solve it step by step. Reasoning step by step "
+    "before any tool call. You should use the `calc_gsm8k_reward` tool after step by step solving the question, before "
+    "generate final answer at least once and refine your answer if necessary. Put your final answer in the format of "
+    "`#### <answer>`."
+)
+INTERACTION_SYSTEM_PROMPT = (
+    "You are a math expert. You are given a question and you need to solve it step by step. You should rethinking "
+    "carefully if user point out your answer is wrong. Put your final answer in the format of `#### <answer>`."
+)
+TURNS_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
+# Of verl's recipe/retool/retool.py, behind DAPO's prompt.
+INTERPRETER_INSTRUCTION = "\nThe answer format must be: \\boxed{'The final answer goes here.'}"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 DAPO_PROMPT = (
@@ -47,9 +62,14 @@ SCHEMA = pa.schema(
         "response": TEXT,
         "messages": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
         "agent_name": TEXT,
+        "tools_kwargs": pa.struct(
+            {"calc_gsm8k_reward": pa.struct({"create_kwargs": pa.struct({"ground_truth": TEXT})})}
+        ),
+        "interaction_kwargs": pa.struct({"name": TEXT, "query": TEXT, "ground_truth": TEXT}),
     }
 )
-OPTIONAL = ("response", "messages", "agent_name")  # columns of files in which a row has a value
+# Columns of files in which a row has a value.
+OPTIONAL = ("response", "messages", "agent_name", "tools_kwargs", "interaction_kwargs")
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,7 @@ class Solved:
     """A problem with its answer.
 
     prompt: the user's message.  solution: None if there is only an answer.  system: the message before it; "": none.
+    agent: the columns that ask for an agent; None: one answer is all.
     """
 
     question: str
@@ -64,6 +85,7 @@ class Solved:
     ground_truth: str
     solution: str | None
     system: str = ""
+    agent: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +117,34 @@ def gsm8k_xml(fields: Mapping[str, Any]) -> Solved:
     solved = gsm8k(fields)
     number = solved.ground_truth.replace("$", "")
     return Solved(solved.question, solved.question, number, None, system=XML_SYSTEM_PROMPT)
+
+
+def gsm8k_tools(fields: Mapping[str, Any]) -> Solved:
+    """``gsm8k`` for a model that may ask whether an answer is right, as verl's example: tool ``calc_gsm8k_reward``."""
+    solved = gsm8k(fields)
+    kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": solved.ground_truth}}}
+    return replace(
+        _in_turns(solved), system=TOOL_SYSTEM_PROMPT, agent={"agent_name": "tool_agent", "tools_kwargs": kwargs}
+    )
+
+
+def gsm8k_interaction(fields: Mapping[str, Any]) -> Solved:
+    """``gsm8k`` for a model that is told whether its answer is right, until it is, as verl's example."""
+    solved = _in_turns(gsm8k(fields))
+    kwargs = {"name": "gsm8k", "query": solved.prompt, "ground_truth": solved.ground_truth}
+    agent = {"agent_name": "interaction", "interaction_kwargs": kwargs}
+    return replace(solved, system=INTERACTION_SYSTEM_PROMPT, agent=agent)
+
+
+def _in_turns(solved: Solved) -> Solved:
+    return replace(solved, prompt=f"{solved.question} {TURNS_INSTRUCTION}", solution=None)
+
+
+def dapo_interpreter(fields: Mapping[str, Any]) -> Solved:
+    """``dapo`` for a model with a Python interpreter, as verl's ReTool recipe (arXiv:2504.11536)."""
+    solved = dapo(fields)
+    prompt = DAPO_PROMPT.replace("{problem}", solved.question) + INTERPRETER_INSTRUCTION
+    return replace(solved, prompt=prompt, agent={"agent_name": "tool_agent"})
 
 
 def math(fields: Mapping[str, Any]) -> Solved:
@@ -130,6 +180,10 @@ DATASETS: dict[str, Dataset] = {
     ),
     "dapo-math": Dataset("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ("train",), dapo),
     "aime24": Dataset("aime24", "BytedTsinghua-SIA/AIME-2024", ("test",), dapo),
+    "gsm8k-tools": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k_tools, folder="main"),
+    "gsm8k-interaction": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k_interaction, folder="main"),
+    "dapo-interpreter": Dataset("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ("train",), dapo_interpreter),
+    "aime24-interpreter": Dataset("aime24", "BytedTsinghua-SIA/AIME-2024", ("test",), dapo_interpreter),
 }
 
 
@@ -225,6 +279,7 @@ def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow
         "reward_model": {"style": "rule", "ground_truth": solved.ground_truth},
         "extra_info": {"split": split, "index": index, "answer": answer, "question": solved.question},
         "response": solved.solution,
+        **(solved.agent or {}),
     }
 
 

@@ -16,8 +16,8 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.parallel.device import Platform, have_transformer_engine
 
 if TYPE_CHECKING:  # every process of a check imports this module, and need not wait for these
+    from mcore_rl.config.offline import OfflineConfig
     from mcore_rl.config.run import RunConfig
-    from mcore_rl.config.sft import SftConfig
 
 
 class Verdict(Enum):
@@ -44,7 +44,7 @@ class Subject:
     platform: Platform
     directory: Path
     cluster: ClusterConfig | None = None
-    recipe: RunConfig | SftConfig | None = None
+    recipe: RunConfig | OfflineConfig | None = None
     num_nodes: int = 1
     address: str = ""
     quick: bool = False

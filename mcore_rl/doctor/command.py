@@ -10,8 +10,8 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Device
 from mcore_rl.config.launch import load_cluster, load_recipe, planned_violations
 from mcore_rl.config.names import meant
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.doctor import collectives, compute, engine, layers, memory, recipe, residuals, runs, software
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.examination import examine, examine_nodes, platform_diagnosis
@@ -49,7 +49,7 @@ def options_problems(options: argparse.Namespace) -> list[Violation]:
     return problems
 
 
-def _planned(options: argparse.Namespace) -> tuple[RunConfig | SftConfig | None, ClusterConfig | None]:
+def _planned(options: argparse.Namespace) -> tuple[RunConfig | OfflineConfig | None, ClusterConfig | None]:
     """The recipe and the cluster that were named; a recipe names its own cluster."""
     run = load_recipe(options.recipe) if options.recipe else None
     refuse_if_any([] if run is None else planned_violations(run))

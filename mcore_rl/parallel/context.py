@@ -11,6 +11,7 @@ With ``cp=1`` nothing is padded and nothing moves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -19,6 +20,11 @@ from torch import Tensor
 
 # Index tensors to cache: log-probs, forward and recompute of a step share them; a larger cache only holds memory.
 _CACHED_PLANS = 256
+
+
+def rows_multiple(cp: int, tp: int) -> int:
+    """The divisor of a microbatch's rows that context (zig-zag) and sequence parallelism need to split it."""
+    return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
 def padded_lengths(lengths: Sequence[int], cp: int) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
 
 Part = tuple[str, int, bool]  # (name, bytes, whether they are exact)
+AWAKE_AT_UPDATES = ("engine weights", "engine adapters", "engine graphs and overhead")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +216,10 @@ def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> It
 
 def _awake(room: Serving, site: Site) -> list[Part]:
     """The memory of a rollout rank that is awake; colocated, all of its share of the device."""
-    left = max(0, room.budget - room.weights - room.working - room.overhead - max(0, room.cache))
+    left = max(0, room.budget - room.weights - room.adapters - room.working - room.overhead - max(0, room.cache))
     return [
         ("engine weights", room.weights, True),
+        ("engine adapters", room.adapters, True),
         ("cache of keys and values", max(0, room.cache), False),
         ("engine working memory", room.working, False),
         ("engine graphs and overhead", room.overhead, False),
@@ -254,7 +256,7 @@ def _sync(roles: Sequence[RolePlan], room: Serving, site: Site, *, highest: int)
     if not site.colocated:
         return _peak(Phase.sync, Place.device, "a rollout rank", [*_awake(room, site), buckets], site.device_bytes)
     actor = roles[0]
-    awake = [part for part in _awake(room, site) if part[0] in ("engine weights", "engine graphs and overhead")]
+    awake = [part for part in _awake(room, site) if part[0] in AWAKE_AT_UPDATES]
 
     def peak(stage: int, leaving: bool) -> Peak:
         state = actor.state(stage)
@@ -284,6 +286,8 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
             fixed.append((f"{role.name} weights, away", processes.pinned(state.weights) * per_node, True))
             if role.trains:
                 fixed.append((f"{role.name} optimizer, away", processes.pinned(state.optimizer) * per_node, True))
+        if room.adapters:  # their base is sent once, and then stays with them while they sleep
+            fixed.append(("engine weights, asleep", (room.weights + room.adapters) * engines, True))
     for role in roles:
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
         frozen = role.frozen_parts(-worst)
@@ -294,7 +298,9 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
         for role in (each for each in roles if each.trains):
             state = _worst(role, lambda each: each.optimizer)
             saving.append((f"{role.name} checkpoint", processes.pinned(_saved(role, state.optimizer)) * per_node, True))
-    if room is not None and site.colocated:  # the engines' weights, since they sleep while the actor is exported
+    if (
+        room is not None and site.colocated and not room.adapters
+    ):  # the engines' weights, since they sleep while the actor is exported
         saving.append(("engine weights, asleep", room.weights * engines, True))
     yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)
 
@@ -347,6 +353,7 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         (site.processes.named("engine processes", "engine"), engines, False),
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
+        ("engine adapters", ranks * room.adapters, True),
         # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/receiver/receive_memory.py).
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),

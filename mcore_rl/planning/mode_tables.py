@@ -85,6 +85,7 @@ def _overrides(row: ModeResult) -> list[str]:
         overrides.append("trainer.mode=one_step_off")
     elif row.mode.max_staleness:
         overrides += ["trainer.mode=async", f"async.max_staleness={row.mode.max_staleness}"]
+        overrides += [] if row.mode.in_flight else ["async.partial_rollout=false"]
     return [*overrides, *row.candidate.overrides]
 
 

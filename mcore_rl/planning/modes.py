@@ -41,6 +41,7 @@ from mcore_rl.planning.simulation import (
     simulate,
 )
 from mcore_rl.planning.timing import Rates, compute_flops_rate, nodes_reduction_s, optimizer_s, streamed_bytes
+from mcore_rl.planning.training import engine_lora
 
 SEPARATE_MODES = (
     SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(4, in_flight=False), asynchronous(1), asynchronous(2), asynchronous(4),
@@ -237,7 +238,9 @@ def workload(run: RunConfig, lengths: Lengths) -> Workload:
 def engine_costs_of(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, mean_response: float) -> EngineCosts:
     """The costs of an engine of ``run``, or of one replica of an engine whose experts span them."""
     device_bytes = int(cluster.gpu_memory_gib * GIB)
-    room = serving(model, run.rollout, device_bytes=device_bytes, processes=ProcessMemory.of(cluster))
+    room = serving(
+        model, run.rollout, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run)
+    )
     rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.rollout.dtype)
     prompt = MEAN_PROMPT_SHARE * run.data.max_prompt_length
     return engine_costs(model, run.rollout, room, rates, prompt + mean_response / 2)

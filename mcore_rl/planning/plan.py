@@ -14,6 +14,7 @@ from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
@@ -21,7 +22,6 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
@@ -32,7 +32,7 @@ from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
 from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
-from mcore_rl.planning.training import RolePlan, Work
+from mcore_rl.planning.training import RolePlan, Work, engine_lora
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
 
@@ -46,7 +46,7 @@ KEYS = {
 
 
 def plan(
-    run: RunConfig | SftConfig,
+    run: RunConfig | OfflineConfig,
     model: ModelConfig,
     cluster: ClusterConfig,
     others: Mapping[str, ModelConfig] | None = None,
@@ -57,7 +57,9 @@ def plan(
     Raises ConfigError if a layout does not divide the model or the world, so that there is nothing to plan.
     """
     return (
-        _plan_sft(run, model, cluster) if isinstance(run, SftConfig) else _plan_run(run, model, cluster, others or {})
+        _plan_offline(run, model, cluster)
+        if isinstance(run, OfflineConfig)
+        else _plan_run(run, model, cluster, others or {})
     )
 
 
@@ -69,8 +71,9 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
     processes = ProcessMemory.of(cluster)
     room = serving(
-        model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None
-    )
+        model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None,
+        lora=engine_lora(run),
+    )  # fmt: skip
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
     site = Site(
@@ -112,14 +115,14 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     )
 
 
-def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
+def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
     config = replace(config, actor=engine_on(cluster, config.actor))
     trainer = config.trainer
     violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(violations)
     accelerator = cluster.gpus_per_node > 0
-    role = sft_role_plan(model, config, cluster)
+    role = offline_role_plan(model, config, cluster)
     per_node = trainer.n_gpus_per_node
     site = Site(
         device_bytes=int(cluster.gpu_memory_gib * GIB) if accelerator else None,
@@ -133,7 +136,7 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
     )
     all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
     rates = Rates.of(cluster, per_node, config.actor.precision, trainer.device_peak_tflops)
-    seconds = {"update_actor": update_s(role, rates, role.work.sequences, 1)}
+    seconds = offline_seconds(config, role, rates)
     return Plan(
         title=config.recipe.title or trainer.experiment_name,
         layout=str(config.actor.parallel),
@@ -168,16 +171,19 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     )
 
 
-def sft_role_plan(model: ModelConfig, config: SftConfig, cluster: ClusterConfig) -> RolePlan:
-    """The plan of the model that fine-tuning trains."""
+def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: ClusterConfig) -> RolePlan:
+    """The plan of the model that a trainer without engines trains."""
+    role = config.trained
     return RolePlan(
-        "actor",
+        role.name,
         model,
         config.actor,
         config.actor.parallel,
         config.trainer.world_size,
-        sft_work(config),
+        offline_work(config),
         accelerator=cluster.gpus_per_node > 0,
+        head=role.head,
+        frozen=config.snapshots_of(role.name),
     )
 
 
@@ -192,10 +198,21 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: Pro
     return int(judge.gpu_memory_utilization * device_bytes)
 
 
-def sft_work(config: SftConfig) -> Work:
-    """The work of an optimizer step of fine-tuning."""
-    longest = config.data.max_length
-    return Work(sequences=config.data.train_batch_size, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
+def offline_work(config: OfflineConfig) -> Work:
+    """The work of an optimizer step of a trainer without engines."""
+    longest, sequences = config.data.max_length, config.data.train_batch_size * config.sequences_per_row
+    return Work(sequences=sequences, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
+
+
+def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict[str, float]:
+    """Seconds of a step of a trainer without engines, by part."""
+    by_part, sequences = (
+        {config.trained.update_phase: update_s(role, rates, role.work.sequences, 1)},
+        role.work.sequences,
+    )
+    for frozen in config.snapshots_of(config.trained.name):
+        by_part[frozen.phase] = score_s(role, rates, sequences) + move_s(4 * _heaviest(role).weights, rates)
+    return by_part
 
 
 def rl_work(run: RunConfig, mini: int) -> Work:
@@ -224,10 +241,12 @@ def _seconds(
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
     by_part = {"generate": inside + between}
-    update = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
+    update = weights_s(actor, room.update_bytes, run.rollout.layout, rates, separate=separate)
     by_part["sync"] = update.total
     if not separate:
         by_part["sync"] += sum(offload_s(role, rates, update.inside * (behind and role is actor)) for role in roles)
+        if room.adapters and rates.accelerator:  # the engines keep their weights in host memory while they sleep
+            by_part["sync"] += 2 * move_s(room.weights + room.adapters, rates)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
         if row.publishes and why_scored(run) is None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import ConfigChanges
@@ -20,10 +20,19 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.hub.fetch import config_folder, fetched_config
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
-TRAIN_PROMPTS = {"gsm8k": 7473, "gsm8k-xml": 7473, "math": 7500, "dapo": 17398}
+GSM8K, DAPO = 7473, 17398
+TRAIN_PROMPTS = {
+    "gsm8k": GSM8K,
+    "gsm8k-xml": GSM8K,
+    "gsm8k-tools": GSM8K,
+    "gsm8k-interaction": GSM8K,
+    "math": 7500,
+    "dapo": DAPO,
+    "dapo-interpreter": DAPO,
+}
 
 
-def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
+def run_config_json(run: RunConfig | OfflineConfig) -> dict[str, Any]:
     """The ``config.json`` of a run's model, with the run's changes: its own if it is there, else its recipe's.
 
     The recipe's is the published one of ``model_configs/``.  Raises ConfigError if neither is known, or a change is
@@ -40,7 +49,7 @@ def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
 
 
-def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
+def recipe_config_json(run: RunConfig | OfflineConfig) -> dict[str, Any]:
     """The published ``config.json`` of the recipe's checkpoint, with the run's changes.
 
     Raises ConfigError if the recipe names no checkpoint, or an unknown one, or a change is read by nobody.
@@ -52,17 +61,17 @@ def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     return ConfigChanges.of(run.model).apply(published)
 
 
-def recipe_model(run: RunConfig | SftConfig) -> ModelConfig:
+def recipe_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run by its recipe.  Raises ConfigError as ``recipe_config_json``, and if it is not supported."""
     return model_of(recipe_config_json(run))[1]
 
 
-def run_model(run: RunConfig | SftConfig) -> ModelConfig:
+def run_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run.  Raises ConfigError as ``run_config_json``, and if it is not supported."""
     return model_of(run_config_json(run))[1]
 
 
-def num_steps(run: RunConfig | SftConfig) -> int:
+def num_steps(run: RunConfig | OfflineConfig) -> int:
     """The number of steps of a run: as configured, or from its epochs over the prompts of its known data sets.
 
     Raises ConfigError if no number is configured and the number of prompts is not known.

@@ -17,12 +17,12 @@ from math import log2
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import AXES
 from mcore_rl.config.placement import engine_place_violations, with_replicas
 from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
@@ -31,10 +31,10 @@ from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.memory import Site
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
-from mcore_rl.planning.plan import plan, rl_work, role_plan, sft_work
+from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
-from mcore_rl.planning.training import RolePlan
+from mcore_rl.planning.training import RolePlan, engine_lora
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # shares of a device to try for a colocated engine
 SEPARATE_SHARE = 0.9
@@ -45,7 +45,7 @@ PAIRED = 200  # so many of the fastest training layouts are paired
 class Candidate:
     """A run that fits.  overrides: how to configure it.  reasons: its rank and its limits, in words."""
 
-    run: RunConfig | SftConfig
+    run: RunConfig | OfflineConfig
     plan: Plan
     overrides: tuple[str, ...]
     reasons: tuple[str, ...]
@@ -78,10 +78,10 @@ class _Option:
 
     seconds: float
     training: Training
-    run: RunConfig | SftConfig
+    run: RunConfig | OfflineConfig
 
 
-def search(run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, *, limit: int = 10) -> Found:
+def search(run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, *, limit: int = 10) -> Found:
     """The ``limit`` fastest layouts of ``run`` on ``trainer.nnodes`` nodes of ``cluster``, which has accelerators.
 
     Only layouts, microbatches, recompute and the engine's memory share change, so that the training result does not.
@@ -93,7 +93,7 @@ def search(run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfi
     if isinstance(run, RunConfig):
         options, considered = _run_options(run, model, cluster, refused)
     else:
-        options, considered = _sft_options(run, model, cluster, refused)
+        options, considered = _offline_options(run, model, cluster, refused)
     best: dict[str, _Option] = {}
     for option in sorted(options, key=lambda each: each.seconds):
         best.setdefault(str(option.training.parallel), option)
@@ -132,7 +132,7 @@ def fastest_by_rollout(run: RunConfig, model: ModelConfig, cluster: ClusterConfi
 
 
 def nearest_that_fit(
-    run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, *, count: int = 3
+    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, *, count: int = 3
 ) -> list[Candidate]:
     """The ``count`` runs that fit and differ least from ``run``."""
     run = with_replicas(run, on_accelerators=True)
@@ -140,7 +140,7 @@ def nearest_that_fit(
     return sorted(fitting, key=lambda each: (_distance(run, each.run), each.plan.step_s))[:count]
 
 
-def refusal(planned: Plan, run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig) -> ConfigError:
+def refusal(planned: Plan, run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig) -> ConfigError:
     """The error for a run that does not fit: its violations, the last with the nearest settings that fit as remedy."""
     assert planned.violations, "a run that fits is not refused"
     violations = list(planned.violations)
@@ -154,13 +154,13 @@ def refusal(planned: Plan, run: RunConfig | SftConfig, model: ModelConfig, clust
     return ConfigError(violations)
 
 
-def _changes(run: RunConfig | SftConfig, other: RunConfig | SftConfig) -> list[str]:
+def _changes(run: RunConfig | OfflineConfig, other: RunConfig | OfflineConfig) -> list[str]:
     """The overrides that turn ``run`` into ``other``."""
     before = set(overrides_of(run))
     return [each for each in overrides_of(other) if each not in before]
 
 
-def overrides_of(run: RunConfig | SftConfig) -> tuple[str, ...]:
+def overrides_of(run: RunConfig | OfflineConfig) -> tuple[str, ...]:
     """The overrides that configure the layouts of ``run``."""
     layout = run.actor.parallel
     overrides = [f"actor.parallel.{axis}={getattr(layout, axis)}" for axis in AXES]
@@ -170,7 +170,7 @@ def overrides_of(run: RunConfig | SftConfig) -> tuple[str, ...]:
         f"actor.recompute={run.actor.recompute.value}",
         f"actor.microbatch_tokens={run.actor.microbatch_tokens}",
     ]
-    if isinstance(run, SftConfig):
+    if isinstance(run, OfflineConfig):
         return tuple(overrides)
     for row in run.trained_rows:
         if not row.publishes:
@@ -179,18 +179,18 @@ def overrides_of(run: RunConfig | SftConfig) -> tuple[str, ...]:
     return (*overrides, f"rollout.gpu_memory_utilization={run.rollout.gpu_memory_utilization:g}")
 
 
-def _sft_options(
-    config: SftConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
+def _offline_options(
+    config: OfflineConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the training layouts that fit, the number of settings evaluated)."""
-    work, trainer = sft_work(config), config.trainer
+    work, trainer = offline_work(config), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
     engines, site = {"actor": engine_on(cluster, config.actor)}, _site(config, cluster)
-    rows, snapshots = config.role_rows, {"actor": ()}
+    rows, snapshots = config.group_rows, {config.trained.name: config.snapshots_of(config.trained.name)}
     for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
         chosen = replace(config, actor=each.of(config.actor))
-        options.append(_Option(update_s(each.roles[0], rates, work.sequences, 1), each, chosen))
+        options.append(_Option(sum(offline_seconds(config, each.roles[0], rates).values()), each, chosen))
     return options, len(options) + sum(refused.values())
 
 
@@ -204,7 +204,7 @@ def _run_options(
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
-    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes)
+    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run))
     ours = [
         (_training_s(run, each.roles, rates), each)
         for each in trainings(
@@ -263,7 +263,9 @@ def _rollouts(
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
-                room = serving(model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster))
+                room = serving(
+                    model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run)
+                )
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue
@@ -302,7 +304,7 @@ def _pairs(
             yield _Option(seconds + theirs.seconds + sync.total, ours, _with(run, ours, theirs.config))
 
 
-def _site(run: RunConfig | SftConfig, cluster: ClusterConfig) -> Site:
+def _site(run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> Site:
     return Site(
         device_bytes=int(cluster.gpu_memory_gib * GIB),
         host_bytes=int(cluster.host_memory_gib * GIB),
@@ -335,7 +337,7 @@ def _reasons(planned: Plan, ours: Training, fastest: float) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _distance(run: RunConfig | SftConfig, other: RunConfig | SftConfig) -> float:
+def _distance(run: RunConfig | OfflineConfig, other: RunConfig | OfflineConfig) -> float:
     """How much two runs differ: in doublings of sizes, with weights.
 
     A doubling of the training layout counts 2, of the rollout layout 1, of the microbatch a quarter, since that is the

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import (
     BYTES,
@@ -25,6 +26,10 @@ from mcore_rl.config.rollout import (
 from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.planning.overheads import GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.states import family_for
+from mcore_rl.weights.adapter_table import AdapterTable
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
 
 BATCHED_TOKENS = 8192  # vLLM's default of max_num_batched_tokens on large devices
 
@@ -34,6 +39,7 @@ class Serving:
     """The memory of one rollout rank, bytes.
 
     weights: exact.
+    adapters: vLLM's memory for adapters that it applies, exact; sent: those of its bytes that an update writes.
     working: of a forward pass over the longest batch.
     overhead: context, communicators, graphs.
     budget: what vLLM may use in all.
@@ -49,6 +55,13 @@ class Serving:
     cache: int
     per_sequence: int
     packed: int = 0
+    adapters: int = 0
+    sent: int = 0
+
+    @property
+    def update_bytes(self) -> int:
+        """What an update brings, after the first."""
+        return self.sent or self.weights
 
     @property
     def concurrency(self) -> float:
@@ -58,12 +71,12 @@ class Serving:
     @property
     def awake(self) -> int:
         """What it uses while weights are sent: its cache still sleeps."""
-        return self.weights + self.overhead
+        return self.weights + self.adapters + self.overhead
 
     @property
     def total(self) -> int:
         """What vLLM uses: its budget, or more if that is not enough."""
-        return max(self.budget, self.weights + self.working + self.overhead + max(0, self.cache))
+        return max(self.budget, self.weights + self.adapters + self.working + self.overhead + max(0, self.cache))
 
 
 def serving(
@@ -73,13 +86,15 @@ def serving(
     device_bytes: int | None,
     processes: ProcessMemory,
     latent_attention: bool = True,
+    lora: LoraConfig | None = None,
 ) -> Serving:
     """The memory of a rank of an engine of ``model``.
 
     device_bytes: memory of one accelerator; None on the CPU.  processes: what they take beside tensors.
-    latent_attention: vLLM runs MLA as such.
+    latent_attention: vLLM runs MLA as such.  lora: the adapters that it applies.
     """
     layout = config.layout
+    adapters, sent = (0, 0) if lora is None else adapter_bytes(model, layout, lora, BYTES[config.dtype])
     weights = rollout_weight_bytes(model, layout, BYTES[config.dtype], latent_attention=latent_attention)
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
     per_sequence = -(-config.max_model_len // 16) * 16 * per_token + state_bytes(model, config)  # blocks of 16 tokens
@@ -94,13 +109,16 @@ def serving(
             cache=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
             per_sequence=per_sequence,
             packed=rows * model.hidden_size * BYTES[config.dtype],
+            adapters=adapters,
+            sent=sent,
         )
     overhead = processes.on_device(layout.world_size, 1)
     overhead += 0 if config.enforce_eager else GRAPH_BYTES
     budget = int(config.gpu_memory_utilization * device_bytes)
-    cache = config.kv_cache_memory_bytes or budget - weights - working - overhead
+    cache = config.kv_cache_memory_bytes or budget - weights - adapters - working - overhead
     return Serving(
-        weights=weights, working=working, overhead=overhead, budget=budget, cache=cache, per_sequence=per_sequence
+        weights=weights, working=working, overhead=overhead, budget=budget, cache=cache, per_sequence=per_sequence,
+        adapters=adapters, sent=sent,
     )  # fmt: skip
 
 
@@ -122,6 +140,13 @@ def rollout_weight_bytes(
     latent = latent_attention or model.mla is None
     rules = family.rollout if latent else family.rollout_without_latent
     return sum(_rule_bytes(rule, model, layout, itemsize) for rule in rules if rule.only(model))
+
+
+def adapter_bytes(model: ModelConfig, layout: RolloutLayout, lora: LoraConfig, itemsize: int) -> tuple[int, int]:
+    """(bytes of vLLM's memory for adapters on a rank, those of them that an update writes)."""
+    family = family_for(model)
+    table = RolloutAdapterTable(RolloutTable(family, model, layout), AdapterTable(Table(family, model), lora))
+    return table.held_bytes * itemsize, int(table.bytes_stored(itemsize).max())
 
 
 def _rule_bytes(rule: Rule, model: ModelConfig, layout: RolloutLayout, itemsize: int) -> int:

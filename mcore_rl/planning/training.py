@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.config.engine import EngineConfig, Recompute
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.lora import LoraConfig, PublishedLora
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
 from mcore_rl.config.roles import AdaptedConfig
+from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States
 
@@ -54,6 +55,11 @@ class StepBytes:
 def lora_of(engine: EngineConfig) -> LoraConfig | None:
     """The adapters that a role with these settings trains; None: it trains all its weights, or none."""
     return engine.lora if isinstance(engine, AdaptedConfig) and engine.lora.rank else None
+
+
+def engine_lora(run: RunConfig) -> LoraConfig | None:
+    """The adapters that the rollout engines of ``run`` apply; None: they hold whole weights."""
+    return run.actor.lora if run.actor.lora.rank and run.rollout.lora is PublishedLora.adapter else None
 
 
 class RolePlan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
+from types import FunctionType
 from typing import Any, TypeVar
 
 from mcore_rl.config.model import ModelConfig
@@ -100,7 +101,7 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
         for place, held in enumerate(rule.hf):
             yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
     tables = (getattr(family, table) for family in FAMILIES.values() for table in TABLES)
-    layouts: list[Any] = list(dict.fromkeys(each.layout for rules in tables for each in rules))
+    layouts: list[Any] = list(dict.fromkeys(each.layout for some in (*tables, rules) for each in some))
     choices: dict[str, list[object]] = {
         "layout": [*layouts, *_other_sections(rule, layouts)],
         "axis": list(Axis),
@@ -178,7 +179,7 @@ def _swapped(values: tuple[T, ...], first: int, second: int) -> tuple[T, ...]:
 def _words(value: Any) -> str:
     if isinstance(value, Sections):
         return f"{_words(value.layout)} of {', '.join(value.parts)}"
-    if callable(value) and not isinstance(value, _Exchanged):
+    if isinstance(value, FunctionType):
         return str(value.__qualname__).replace(".<locals>.", " ").strip("_")
     return str(value)
 

@@ -13,7 +13,7 @@ The oracles are asked once for each model and layout, and mutants are integers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -124,7 +124,7 @@ def _refused(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _fits(config: Mapping[str, Any], layout: str) -> bool:
+def fits(config: Mapping[str, Any], layout: str) -> bool:
     """Whether a small model of ``config`` can be trained in ``layout``."""
     parallel = parse_layout(layout)
     _, model = model_of(reduced_config(config, parallel, RolloutLayout()))
@@ -185,7 +185,7 @@ def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | Non
     for variant in variants(config):
         if megatron is not None:
             layouts = (*TRAINING, *(TRAINING_EXPERTS if experts else ()))
-            made += [training_case(variant, layout, megatron) for layout in layouts if _fits(variant, layout)]
+            made += [training_case(variant, layout, megatron) for layout in layouts if fits(variant, layout)]
         if vllm is not None:
             layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if experts else ()))
             made += [rollout_case(variant, layout, vllm) for layout in layouts]
@@ -203,12 +203,13 @@ def case_failures(case: OracleCase) -> list[str]:
 # ---- the verdicts ----
 
 
-def judge_all(cases: Sequence[OracleCase]) -> Iterator[Judged]:
-    """Every mutant of the tables that ``cases`` judge."""
+def judge_all(cases: Sequence[OracleCase], leave_out: Collection[str] = ()) -> Iterator[Judged]:
+    """Every mutant of the tables that ``cases`` judge, but for those in the parts ``leave_out``."""
     for table in dict.fromkeys(case.table for case in cases):
         mine = [case for case in cases if case.table == table]
         judge = Judge(mine)
-        yield from (judge(mutant) for mutant in mutants(mine[0].family, table, [case.model for case in mine]))
+        wrong = mutants(mine[0].family, table, [case.model for case in mine])
+        yield from (judge(mutant) for mutant in wrong if mutant.part not in leave_out)
 
 
 class Judge:

@@ -23,7 +23,9 @@ from mcore_rl.errors import RolloutError, refuse_if_any
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.proofs.adapter_mutation import LORA, VllmAdapters, adapter_case, rollout_adapter_case
 from mcore_rl.proofs.hf_model import hf_shapes
+from mcore_rl.proofs.mutation import OracleCase, case_failures
 from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
@@ -35,10 +37,13 @@ from mcore_rl.proofs.placement import (
     placement_failures,
     unreadable,
 )
+from mcore_rl.proofs.reshard_proof import reshard_failures
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import Tracer, numbered, reduced_config
+from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, numbered, reduced_config
 from mcore_rl.proofs.verify import Check, ProofReport, check, verify
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.reshard import plan_reshard
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -49,6 +54,8 @@ NAMED = "every tensor of transformers' model: taken, on both sides"
 STATED = "every element, reduced: on the ranks that the statement says"
 LOADED = "every element, reduced: on the ranks where vLLM's load puts it"
 TRACED = "every element, reduced: the plan moves it there"
+ADAPTED = "every element of adapters, reduced: with the rows and columns that the statement says"
+APPLIED = "every element of adapters, reduced: where vLLM's load puts it, and the plan moves it there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,8 @@ class ProofSubject:
     """What is proven.
 
     config: the content of config.json.  family: of it, or one with other tables.  rollout: None: the training side
-    alone.  megatron, vllm: the oracles.
+    alone.  megatron, vllm: the oracles.  adapted: adapters of all linear layers are trained.  applied: the oracle of
+    adapters, where vLLM applies them.
     """
 
     config: Mapping[str, Any]
@@ -66,6 +74,8 @@ class ProofSubject:
     rollout: RolloutLayout | None
     megatron: Megatron
     vllm: Vllm
+    adapted: bool = False
+    applied: VllmAdapters | None = None
 
 
 def prove(
@@ -97,6 +107,10 @@ def prove(
     if subject.rollout is not None:
         rest[LOADED] = lambda: _loaded(subject)
         rest[TRACED] = lambda: _traced(subject)
+    if subject.adapted:
+        rest[ADAPTED] = lambda: _adapted(subject)
+    if subject.adapted and subject.rollout is not None and subject.applied is not None:
+        rest[APPLIED] = lambda: _applied(subject)
     checks = [readable, *full.checks]
     for proves, make in rest.items():
         notice(proves)
@@ -133,6 +147,13 @@ def _named(subject: ProofSubject, table: Table, rollout: RolloutTable | None) ->
 def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
     if subject.family.name not in STATEMENTS:
         return "", [NO_STATEMENT.format(family=subject.family.name)]
+    case, failures = _case(subject)
+    failures += placement_failures(lambda: case.read(case.family), case.right, case.checkpoint, "rank")
+    return f"{case.checkpoint.num_elements:,} elements, {len(case.right)} ranks", failures
+
+
+def _case(subject: ProofSubject) -> tuple[OracleCase, list[str]]:
+    """(the reduced model in the training layout, with what the oracle says; what is wrong with its statement)."""
     small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
     _, model = model_of(small)
     numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
@@ -143,8 +164,30 @@ def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
         places.setdefault((at.pp, at.tp, at.ep, at.etp), rank)  # the others hold copies
     ranks = {rank: subject.megatron(model, subject.parallel, subject.world_size, rank) for rank in places.values()}
     oracle = TrainingOracle(STATEMENTS[subject.family.name], small, numbers, ranks)
-    failures = placement_failures(lambda: TrainingWord(table, numbers), oracle.placements, numbers, "rank")
-    return f"{numbers.num_elements:,} elements, {len(ranks)} ranks", [*oracle.failures, *failures]
+    name, right = str(subject.parallel), oracle.placements
+    read = partial(_word, table=table, checkpoint=numbers)
+    return OracleCase("weights", name, small, subject.family, model, numbers, right, read), list(oracle.failures)
+
+
+def _word(family: Family, *, table: Table, checkpoint: NumberedCheckpoint) -> TrainingWord:
+    return TrainingWord(Table(family, table.model, table.parallel, table.layout.world_size), checkpoint)
+
+
+def _adapted(subject: ProofSubject) -> tuple[str, list[str]]:
+    case = adapter_case(_case(subject)[0], subject.parallel, subject.world_size)
+    return f"{case.checkpoint.num_elements:,} elements, {len(case.right)} ranks", case_failures(case)
+
+
+def _applied(subject: ProofSubject) -> tuple[str, list[str]]:
+    assert subject.rollout is not None and subject.applied is not None
+    case = rollout_adapter_case(subject.config, subject.rollout, subject.applied)
+    if case is None:
+        return "", ["vLLM applies no adapters of this family. Write rollout.lora=merged"]
+    _, model = model_of(subject.config)
+    trained = AdapterTable(Table(subject.family, model, subject.parallel, subject.world_size), LORA)
+    held = RolloutAdapterTable(RolloutTable(subject.family, model, subject.rollout), trained)
+    failures = [*case_failures(case), *reshard_failures(plan_reshard(trained, held))]
+    return f"{case.checkpoint.num_elements:,} elements, {len(case.right)} ranks", failures
 
 
 def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:

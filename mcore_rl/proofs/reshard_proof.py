@@ -91,9 +91,9 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
         Along the split dimension the tensor's number is in the bits from 40 on.
         """
         labels_by_dim = [np.arange(size, dtype=np.int64) for size in rule.local_shape(plan.table.model, num_shards)]
-        ranges = rule.shard(plan.table.model, num_shards, index).ranges
-        held = [np.arange(r.begin, r.end) + (number_of[rule.hf[r.source].name] << 40) for r in ranges]
-        padding = np.full(len(labels_by_dim[rule.dim]) - sum(map(len, held)), -1)
+        shard = rule.shard(plan.table.model, num_shards, index)
+        held = [np.arange(r.begin, r.end) + (number_of[rule.hf[r.source].name] << 40) for r in shard.ranges]
+        padding = np.full(shard.size - shard.held, -1)
         labels_by_dim[rule.dim] = np.concatenate([*held, padding])
         return labels_by_dim
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import of_length
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.planning.activations import EXPERT_IMBALANCE, kernels_of
 from mcore_rl.planning.overheads import GIB
-from mcore_rl.planning.plan import role_plan, sft_role_plan
+from mcore_rl.planning.plan import offline_role_plan, role_plan
 from mcore_rl.planning.states import StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
 from mcore_rl.rehearsal.rank import RehearsedRank
@@ -41,7 +41,7 @@ class Planned:
         return self.state.total + self.train.total
 
 
-def trained_roles(run: RunConfig | SftConfig, name: str = "") -> list[Role]:
+def trained_roles(run: RunConfig | OfflineConfig, name: str = "") -> list[Role]:
     """The trained roles of ``run``, the policy first; or the one called ``name``.  Raises ConfigError without it."""
     there = list(reversed(run.trained_rows))
     if not name:
@@ -54,14 +54,18 @@ def trained_roles(run: RunConfig | SftConfig, name: str = "") -> list[Role]:
 
 
 def part_of(
-    run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, role: Role, rank: int
+    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, role: Role, rank: int
 ) -> tuple[RehearsedRank, Planned]:
     """What is rehearsed of ``role`` on ``rank``, and what the planner says of it.
 
     Raises ConfigError for a layout that does not divide the model or the world, for a rank that the run does not have,
     and for a loss that needs what is not rehearsed.
     """
-    of_run = sft_role_plan(model, run, cluster) if isinstance(run, SftConfig) else role_plan(role, model, run, cluster)
+    of_run = (
+        offline_role_plan(model, run, cluster)
+        if isinstance(run, OfflineConfig)
+        else role_plan(role, model, run, cluster)
+    )
     layout, config = of_run.layout, of_run.engine
     if not 0 <= rank < layout.world_size:
         problem, remedy = f"the run has {layout.world_size} ranks", f"Write rank=0 to rank={layout.world_size - 1}"

@@ -22,11 +22,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
+from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform
@@ -39,7 +42,7 @@ from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
 from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+from mcore_rl.types import Denominators, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 
@@ -70,7 +73,7 @@ class RehearsedRank:
     longest: int
     num_microbatches: int
     imbalance: float
-    loss: Callable[[LossInputs], LossSums]
+    loss: RoleLoss
     with_entropy: bool
 
 
@@ -233,6 +236,18 @@ def _batch(part: RehearsedRank, groups: ProcessGroups, count: int) -> TrainBatch
         old_values_T=zeros,
         weights_T=zeros,
         selection_T=zeros,
+        extra_S={name: torch.zeros(len(lengths)) for name in (MARGIN, WEIGHT, LABEL)},
+        pairs_S=_pairs(len(lengths) // count, count) if part.loss.with_pairs else None,
+    )
+
+
+def _pairs(sequences: int, count: int) -> tuple[int | None, ...]:
+    """Neighbours within each of ``count`` microbatches of so many sequences; the last of an odd number has none."""
+    whole = sequences // MEMBERS
+    return tuple(
+        microbatch * whole + place // MEMBERS if place < whole * MEMBERS else None
+        for microbatch in range(count)
+        for place in range(sequences)
     )
 
 

@@ -41,6 +41,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.proofs.placement import NOTHING, Stored
 from mcore_rl.proofs.tracer import NumberedCheckpoint
+from mcore_rl.rollout.adapter_placements import placed_adapters
 from mcore_rl.rollout.vllm_groups import VllmLayout, standing_as
 
 T = TypeVar("T")
@@ -144,6 +145,19 @@ class VllmProcess:
             (Path(folder) / CONFIG).write_text(json.dumps(dict(hf_config)))
             return dict(enumerate(self._run(partial(_place, dict(shapes)), Path(folder), ranks, "bfloat16")))
 
+    def adapter_placements(
+        self,
+        hf_config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        layout: RolloutLayout,
+        modules: tuple[str, ...],
+    ) -> dict[int, dict[str, Stored]]:
+        """``placements`` of adapters in layers whose names end in ``modules``.  shapes: by PEFT's names."""
+        ranks = _layout(layout.tp, layout.engine_dp, layout.ep > 1, None, latent_attention=True)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / CONFIG).write_text(json.dumps(dict(hf_config)))
+            return dict(enumerate(self._run(partial(_adapt, dict(shapes), modules), Path(folder), ranks, "float32")))
+
     def _run(
         self, function: Callable[[Path, VllmLayout, str], T | str], source: Path, layout: VllmLayout, dtype: str
     ) -> T:
@@ -211,6 +225,22 @@ def _place(
         for rank in layout.ranks:
             with standing_as(rank, layout):
                 placements.append(_placed(*_model(source, layout, rank, dtype, nullcontext()), weights))
+    except Exception as error:  # noqa: BLE001  as above
+        return _reason(error)
+    return placements
+
+
+def _adapt(
+    shapes: dict[str, tuple[int, ...]], modules: tuple[str, ...], source: Path, layout: VllmLayout, dtype: str
+) -> list[dict[str, Stored]] | str:
+    checkpoint, placements = NumberedCheckpoint(shapes), []
+    tensors = {name: torch.from_numpy(checkpoint.read(name)).double() for name in checkpoint}
+    try:
+        for rank in layout.ranks:
+            with standing_as(rank, layout):
+                placements.append(
+                    placed_adapters(*_model(source, layout, rank, dtype, nullcontext()), tensors, modules)
+                )
     except Exception as error:  # noqa: BLE001  as above
         return _reason(error)
     return placements

@@ -257,7 +257,7 @@ class EnginePool:
                 raise  # nobody updates its weights
         except DeadEngineError as error:
             load.death = error
-            if not load.leaves and (not self._goes_on or self._ends_calls):
+            if not self._goes_on or self._ends_calls:
                 raise
         finally:
             self._release(load, unfinished.values())

@@ -26,10 +26,12 @@ class ReadCalls:
     """What a parser read of a turn.
 
     calls: (name, arguments as JSON) of each call.  unreadable: the text begins a call that cannot be read.
+    content: what the turn says besides its calls; "" if the parser does not tell.
     """
 
     calls: tuple[tuple[str, str], ...]
     unreadable: bool = False
+    content: str = ""
 
 
 class VllmCallReader:
@@ -71,7 +73,8 @@ class VllmCallReader:
             calls = tuple((str(each.function.name), str(each.function.arguments)) for each in parsed.tool_calls or ())
         except Exception:  # noqa: BLE001  whatever a parser does with a text that it does not know
             return ReadCalls(calls=(), unreadable=True)
-        return ReadCalls(calls=calls, unreadable=not calls and any(each in text for each in self._beginnings))
+        unreadable = not calls and any(each in text for each in self._beginnings)
+        return ReadCalls(calls=calls, unreadable=unreadable, content=str(parsed.content or ""))
 
 
 def _refusal(name: str, problem: str, remedy: str) -> ConfigError:

@@ -12,10 +12,12 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import SyncError
+from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
 
 
@@ -26,8 +28,11 @@ class Incoming(Protocol):
         """Begins update ``version``: waits until all senders and receivers have begun it."""
         ...
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """Yields the message for each (member that sends it, bytes) in ``wanted``, uint8, valid until the next one."""
+    def messages(self, wanted: Sequence[tuple[int, int]], rounds: Sequence[Round] = ()) -> Iterator[Tensor]:
+        """Yields the message for each (member that sends it, bytes) in ``wanted``, uint8, valid until the next one.
+
+        rounds: in which they come, where the transport has rounds.
+        """
         ...
 
     def finish(self) -> None:
@@ -44,6 +49,18 @@ class Incoming(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SentAdapters:
+    """What a worker must know of adapters that it is sent beside the weights.
+
+    lora: as they are trained.  adapter: their id in vLLM.  plan: as of ``Opening``, of the adapters.
+    """
+
+    lora: LoraConfig
+    adapter: int
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Opening:
     """What a worker must know to join a channel.  As JSON (``packed``), it is the argument of ``sync_open``.
 
@@ -56,6 +73,8 @@ class Opening:
     sites: where all ranks are; None: the plan does not depend on it, and there are no rounds.
     bucket_bytes: half of them may be in flight, half may wait to be packed.
     plan: ``messages.plan_id`` of the sender, or ``rounds.rounds_id``.
+    adapters: that the engine applies; the first update of the channel brings the weights and these, each later one
+    these alone.  None: every update brings the weights.
     transport, fields: the name of the transport, of which ``sync.receiver`` makes the receiving end, and it as JSON.
     """
 
@@ -70,6 +89,7 @@ class Opening:
     sites: Sites | None
     bucket_bytes: int
     plan: str
+    adapters: SentAdapters | None = None
     transport: str
     fields: msgspec.Raw
 

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
@@ -80,9 +81,16 @@ class EngineClient(RemoteEngine):
             self._name, self._watchdog, lambda: _value(worker.perform.remote("statistics", (), {})), self.kill
         )
 
-    async def start(self, directory: Path, config: ServingConfig, *, awaits_weights: bool = False) -> None:
+    async def start(
+        self,
+        directory: Path,
+        config: ServingConfig,
+        *,
+        awaits_weights: bool = False,
+        adapters: EngineAdapters | None = None,
+    ) -> None:
         """Starts the engine with the weights of ``directory``, or without any; see ``start_engine``."""
-        self._started = (directory, config, awaits_weights)
+        self._started = (directory, config, awaits_weights, adapters)
         await self._start("starting")
 
     async def restart(self) -> None:
@@ -98,13 +106,15 @@ class EngineClient(RemoteEngine):
     async def _start(self, doing: str) -> None:
         """Starts all parts, which wait for one another; raises the error of the first that fails."""
         assert self._started is not None
-        directory, config, awaits_weights = self._started
+        directory, config, awaits_weights, adapters = self._started
         actors = [await self._answered(doing, "whereabouts", worker.whereabouts.remote()) for worker in self._workers]
         parts = list(zip(actors, self._parts, strict=True))
         self.hang_watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
         nodes = await self._nodes(doing)
         calls = [
-            worker.start.remote(directory, config, part.cores, part.device_ids, part.log, awaits_weights, node)
+            worker.start.remote(
+                directory, config, part.cores, part.device_ids, part.log, awaits_weights, adapters, node
+            )
             for worker, part, node in zip(self._workers, self._parts, nodes, strict=True)
         ]
         starting = [asyncio.ensure_future(self._answered(doing, "start", call)) for call in calls]

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode, Meeting, free_port
@@ -59,7 +60,7 @@ class RolloutWorker:
 
     async def start(
         self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
-        log: Path, awaits_weights: bool, node: EngineNode = ONE_NODE,
+        log: Path, awaits_weights: bool, adapters: EngineAdapters | None = None, node: EngineNode = ONE_NODE,
     ) -> McoreRLError | None:  # fmt: skip
         """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
         try:
@@ -75,6 +76,7 @@ class RolloutWorker:
                 extension=WEIGHT_RECEIVER if isinstance(config, RolloutConfig) else None,  # other weights never change
                 log=log,
                 awaits_weights=awaits_weights,
+                adapters=adapters,
                 node=node,
                 wait=False,
             )

@@ -26,9 +26,9 @@ from mcore_rl.config.launch import (
     read_words,
     recipe_path,
 )
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import SBATCH
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import CONFIG
@@ -49,7 +49,7 @@ class Job:
 
     recipe: Path
     overrides: tuple[str, ...]
-    run: RunConfig | SftConfig
+    run: RunConfig | OfflineConfig
     cluster: ClusterConfig
     run_directory: Path
     directory: Path
@@ -109,7 +109,7 @@ def _written(key: str, overrides: Sequence[str]) -> bool:
 def _violations(job: Job) -> list[Violation]:
     """Of the run by itself; where there are none, of the run on its cluster."""
     run, cluster = job.run, job.cluster
-    violations = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
+    violations = run_violations(run) if isinstance(run, RunConfig) else run.violations()
     if cluster.slurm.requeue and run.trainer.resume_mode.value != "auto":
         problem = "a job that is queued again would begin anew"
         remedy = "Leave it out, or write cluster.slurm.requeue=false"
@@ -126,7 +126,7 @@ def _violations(job: Job) -> list[Violation]:
     return list(planned.violations)
 
 
-def is_known(run: RunConfig | SftConfig) -> bool:
+def is_known(run: RunConfig | OfflineConfig) -> bool:
     """Whether the model's sizes are: from its config.json, seen from here, or from a checkpoint of model_configs/."""
     return bool(run.recipe.checkpoint) or (config_folder(run.model.path) / CONFIG).is_file()
 
@@ -139,7 +139,7 @@ def absent(job: Job) -> list[Violation]:
     run = job.run
     if job.cluster.container.engine is not Container.none:
         return []
-    every = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
+    every = run_violations(run) if isinstance(run, RunConfig) else run.violations()
     planned = planned_violations(run)
     missing = [each for each in every if each not in planned] + file_violations(run)
     if missing or is_known(run):

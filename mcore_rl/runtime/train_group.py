@@ -20,6 +20,7 @@ from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -227,9 +228,14 @@ class TrainGroup:
         """Writes each rank's trace since ``start_profile``, for Perfetto or chrome://tracing."""
         await self.workers.all(TrainWorker.stop_profile, directory)
 
-    async def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
-        """Makes the ranks members of the weight channel to the rollout ranks of ``layout`` in ``dtype``."""
-        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes)
+    async def connect(
+        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+    ) -> None:
+        """Makes the ranks members of the weight channel to the rollout ranks of ``layout`` in ``dtype``.
+
+        form: in which engines get adapters, if there are any.
+        """
+        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form)
 
     async def configuration(self) -> EffectiveConfig:
         """The configuration that the ranks compute with, of all layers."""

@@ -31,7 +31,7 @@ from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig, Precision
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.lora import LoraConfig, PublishedLora
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
@@ -298,8 +298,13 @@ class TrainWorker(Answering):
         if self.adapters is not None:
             save_peft(self.engine.models, self.adapters, self.rank, target / ADAPTERS, str(source))
 
-    def connect(self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int) -> None:
-        """Makes this rank a member of the weight channel to the rollout ranks.  dtype: of vLLM's weights."""
+    def connect(
+        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+    ) -> None:
+        """Makes this rank a member of the weight channel to the rollout ranks.
+
+        dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.
+        """
         family, model = self.table.family, self.table.model
         if self._publisher is not None:  # engines joined or left
             self._publisher.close()
@@ -311,6 +316,7 @@ class TrainWorker(Answering):
             transport,
             dtype=getattr(torch, dtype.value),
             bucket_bytes=bucket_bytes,
+            adapters=self.adapters if form is PublishedLora.adapter else None,
         )
 
     def configuration(self) -> EffectiveConfig:

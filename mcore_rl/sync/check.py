@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -66,18 +67,18 @@ class HeldFingerprints:
 
 
 def expected_weights(publisher: Publisher, version: int) -> Expected:
-    """Fingerprints of the weights that ``publish`` would send now as ``version``.
+    """Fingerprints of the weights that ``publish`` would send now as ``version`` on a new channel.
 
     Collective over the training ranks; each gets all of them.
     """
-    rollout = publisher.rollout
+    tables = [publisher.rollout, *([] if publisher.adapters is None else [publisher.adapters.rollout])]
     keys: list[Key] = []
     experts: dict[Key, int] = {}
-    for rank in range(rollout.layout.world_size):
+    for rollout, rank in product(tables, range(publisher.rollout.layout.world_size)):
         for tensor in rollout.tensors(rank):
             keys += [(rank, tensor.name, slot) for slot in range(len(tensor.experts))] or [(rank, tensor.name, -1)]
             experts |= {(rank, tensor.name, slot): expert for slot, expert in enumerate(tensor.experts)}
-    mine = publisher.fingerprints()
+    mine = publisher.fingerprints() | ({} if publisher.adapters is None else publisher.adapters.fingerprints())
     # Sum 32-bit halves: the result must not depend on how a backend overflows 64-bit integers.
     halves = torch.tensor([[mine.get(key, 0) & LOW, mine.get(key, 0) >> 32 & LOW] for key in keys])
     halves = halves.to(next(iter(publisher.tensors.values())).device)

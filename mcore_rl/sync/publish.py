@@ -8,10 +8,8 @@ their weights afterwards.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 import torch
@@ -20,18 +18,17 @@ from torch import Tensor
 from mcore_rl.checkpoints.export import BUCKET_BYTES
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
-from mcore_rl.rollout.weight_channel import Opening
+from mcore_rl.rollout.weight_channel import Opening, SentAdapters
+from mcore_rl.sync.planned_send import Clock, PlannedSend
 from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.binding import bind
-from mcore_rl.weights.fingerprint import fingerprint
-from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
-from mcore_rl.weights.published import PublishedTensors
-from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
+from mcore_rl.weights.published import Key, PublishedTensors, ScaledAdapters, StoredTensors
+from mcore_rl.weights.reshard import ReshardPlan
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.rounds import Round, Rounds, rounds_id
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.views import view_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +53,13 @@ class Published:
         return self.num_bytes / self.seconds / 1e9
 
 
-class Publisher:
+class Publisher(PlannedSend):
     """Sends the weights of ``chunks``, this training rank's model chunks, to all rollout ranks.
 
     table, rollout: of one model.  dtype: of vLLM's weights.  bucket_bytes: half of the memory that an update may take
     in any process; see ``message_bytes``.
+    adapters: the engines apply these themselves, so the first update of a channel sends the weights without them, and
+    each update the adapters; None: adapters are merged into the weights.
     """
 
     def __init__(
@@ -73,30 +72,31 @@ class Publisher:
         *,
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
+        adapters: AdapterTable | None = None,
     ) -> None:
-        self.table, self.rollout, self.rank = table, rollout, rank
-        self.transport, self.dtype, self.bucket_bytes = transport, dtype, bucket_bytes
-        self.plan = plan_reshard(table, rollout, dtype.itemsize, transport.sites)
-        self.sent, self.rounds = list[Message](), list[Round]()
-        if transport.sites is None:
-            self.sent = messages_from(self.plan, rank, self.message_bytes)
-            self._id = plan_id(self.plan, self.message_bytes)
-        else:
-            rounds = Rounds(self.plan, self.message_bytes)
-            self.rounds, self._id = rounds.of(rank), rounds_id(rounds)
-        self.tensors = {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
-        self._published = PublishedTensors(self.tensors)
+        self.transport, self.bucket_bytes = transport, bucket_bytes
+        size = message_bytes(table, bucket_bytes, transport.sites)
+        tensors = _bound(chunks, table, rank)
+        shown = PublishedTensors(tensors) if adapters is None else StoredTensors(tensors)
+        super().__init__(
+            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size
+        )  # fmt: skip
+        self.adapters: PlannedSend | None = None
+        if adapters is not None:
+            tensors = _bound(chunks, adapters, rank)
+            self.adapters = PlannedSend(
+                adapters, RolloutAdapterTable(rollout, adapters), rank, tensors,
+                ScaledAdapters(tensors, adapters.lora.scale), transport.sites, dtype=dtype, message_bytes=size,
+            )  # fmt: skip
         self._outgoing: Outgoing | RoundOutgoing | None = None
-
-    @property
-    def message_bytes(self) -> int:
-        """The largest size of a message, or of what a rank sends or receives in a round."""
-        return message_bytes(self.table, self.bucket_bytes, self.transport.sites)
+        self._has_base = False  # whether all engines of the channel do
 
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
-        return opening_of(self.plan, transport, self.dtype, self.bucket_bytes, self._id, first_rank).packed()
+        return opening_of(
+            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters
+        ).packed()
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -107,6 +107,7 @@ class Publisher:
         with phase("open the weight channel"):
             device = next(iter(self.tensors.values())).device
             self._outgoing = at_attempt(self.transport, attempt).outgoing(self.rank, device)
+        self._has_base = False
 
     def close(self) -> None:
         """Leave the channel, if it is open."""
@@ -121,90 +122,41 @@ class Publisher:
         first cause, on whichever member it was; the channel is then closed.
         """
         assert self._outgoing is not None, "open the channel first"
-        begun = time.perf_counter()
-        clock = _Clock()
+        begun, clock, due = time.perf_counter(), Clock(), self._due()
         with phase("publish", version=version):
             outgoing = self._outgoing
             try:
                 outgoing.members.meet(f"update {version}")
-                self._send(outgoing, clock)
+                for each in due:
+                    each.send(outgoing, clock)
                 outgoing.members.meet("applied")
                 outgoing.release()
             except BaseException as error:  # report any error to the other members
                 self.close()
                 raise outgoing.members.failed(error, f"publishing version {version}") from error
             finally:
-                self._published.forget()
-        stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
+                for each in due:
+                    each.forget()
+        self._has_base = True
+        stored = sum(int(each.rollout.bytes_stored(self.dtype.itemsize).sum()) for each in due)
         return Published(
             version=version,
-            num_bytes=int(self.plan.bytes_sent[self.rank]),
+            num_bytes=sum(int(each.plan.bytes_sent[self.rank]) for each in due),
             seconds=time.perf_counter() - begun,
             pack_s=clock.pack_s,
             wait_s=clock.wait_s,
-            bytes_over_bound=int(self.plan.bytes_sent.sum()) / stored,
+            bytes_over_bound=sum(int(each.plan.bytes_sent.sum()) for each in due) / stored,
         )
 
-    @torch.no_grad()
-    def _send(self, outgoing: Outgoing | RoundOutgoing, clock: _Clock) -> None:
-        if self.transport.sites is not None:
-            with clock.waiting():
-                cast(RoundOutgoing, outgoing).send(self.rounds, self)
-            return
-        slots = cast(Outgoing, outgoing)
-        for message in self.sent:
-            with clock.waiting():
-                buffer = slots.buffer(message.num_bytes)
-            with clock.packing():
-                for part in message.parts:
-                    space = buffer[part.begin : part.begin + part.num_bytes].view(self.dtype_of(part))
-                    space.view(part.target_slice.shape).copy_(self.live(part))
-            slots.send(buffer, message.target_rank)
-        with clock.waiting():
-            slots.flush()
-
-    def live(self, part: MessagePart) -> Tensor:
-        """The current elements of ``part``, as a view; merged with their adapters, if they have any."""
-        return view_of(self._published[part.chunk, part.source], part.source_slice)
-
-    def dtype_of(self, part: MessagePart) -> torch.dtype:
-        """The dtype in which ``part`` is sent."""
-        return self.dtype if part.dtype is None else getattr(torch, part.dtype)
-
-    @torch.no_grad()
-    def fingerprints(self) -> dict[tuple[int, str, int], int]:
-        """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint."""
-        sums: dict[tuple[int, str, int], int] = {}
-        dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
-        try:
-            for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
-                live = view_of(self._published[copy.chunk, copy.source], copy.source_slice)
-                name = dtypes[copy.target]
-                sent = live.to(self.dtype if name is None else getattr(torch, name))
-                key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
-                sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
-        finally:  # the weights may change before the next use
-            self._published.forget()
-        return sums
+    def _due(self) -> list[PlannedSend]:
+        """What the next update of the channel sends."""
+        if self.adapters is None:
+            return [self]
+        return [self.adapters] if self._has_base else [self, self.adapters]
 
 
-class _Clock:
-    """Seconds spent packing and waiting."""
-
-    def __init__(self) -> None:
-        self.pack_s = self.wait_s = 0.0
-
-    @contextmanager
-    def packing(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self.pack_s += time.perf_counter() - begun
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self.wait_s += time.perf_counter() - begun
+def _bound(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> dict[Key, Tensor]:
+    return {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
 
 
 def message_bytes(table: Table, bucket_bytes: int, sites: Sites | None) -> int:
@@ -221,11 +173,18 @@ def message_bytes(table: Table, bucket_bytes: int, sites: Sites | None) -> int:
 
 
 def opening_of(
-    plan: ReshardPlan, transport: Transport, dtype: torch.dtype, bucket_bytes: int, made: str, first_rank: int = 0
+    plan: ReshardPlan,
+    transport: Transport,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    made: str,
+    first_rank: int = 0,
+    adapters: PlannedSend | None = None,
 ) -> Opening:
     """The opening for the workers of an engine.
 
-    made: the hash of the plan's messages or rounds.  first_rank: the first rollout rank of that engine.
+    made: the hash of the plan's messages or rounds.  first_rank: the first rollout rank of that engine.  adapters: that
+    the engine applies.
     """
     address, table, rollout = transport.address, plan.table, plan.rollout
     if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
@@ -245,6 +204,14 @@ def opening_of(
         sites=transport.sites,
         bucket_bytes=bucket_bytes,
         plan=made,
+        adapters=None if adapters is None else sent_adapters(adapters),
         transport=transport.name,
         fields=msgspec.Raw(msgspec.json.encode(transport)),
     )
+
+
+def sent_adapters(adapters: PlannedSend) -> SentAdapters:
+    """What a worker must know of the adapters that it is sent."""
+    table = adapters.rollout
+    assert isinstance(table, RolloutAdapterTable)
+    return SentAdapters(lora=table.lora, adapter=table.adapter, plan=adapters.id)

@@ -9,7 +9,6 @@ from mcore_rl.rollout.weight_channel import Opening
 from mcore_rl.sync.routed import RoutedTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Receiving, Transport
-from mcore_rl.weights.rounds import Rounds
 
 TRANSPORTS: dict[str, type[Transport]] = {each.name: each for each in (SharedMemoryTransport, RoutedTransport)}
 
@@ -17,6 +16,6 @@ TRANSPORTS: dict[str, type[Transport]] = {each.name: each for each in (SharedMem
 class SyncReceiver(WeightReceiver):
     """See ``WeightReceiver``; ``rollout.worker_methods`` names it to vLLM."""
 
-    def _sync_connect(self, opening: Opening, rank: int, rounds: Rounds | None) -> Receiving:
+    def _sync_connect(self, opening: Opening, rank: int) -> Receiving:
         transport: Transport = msgspec.json.decode(opening.fields, type=TRANSPORTS[opening.transport])
-        return transport.incoming(opening.bucket_bytes, rank, rounds)
+        return transport.incoming(opening.bucket_bytes, rank)

@@ -22,7 +22,7 @@ from mcore_rl.sync.round_trip import RoundTrip
 from mcore_rl.sync.shared_memory import MappedMemory
 from mcore_rl.sync.slots import SlotMemory, SlotReceiving, SlotSender
 from mcore_rl.sync.transport import Parameters, Receiving
-from mcore_rl.weights.rounds import Round, Rounds
+from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
 
 NUM_MESSAGES = 2  # of a rollout rank that receives for itself: one is written to its model, one is on its way
@@ -45,9 +45,8 @@ class RoutedTransport:
         memory = self._memory(device)
         return RoutedSender(members, exchange, {number: SlotSender(members, memory) for number in served})
 
-    def incoming(self, bucket_bytes: int, rollout_rank: int, rounds: Rounds | None) -> Receiving:
-        """The receiving end of a rollout rank.  rounds: of the plan."""
-        assert rounds is not None, "messages of a routed transport are those of rounds"
+    def incoming(self, bucket_bytes: int, rollout_rank: int) -> Receiving:
+        """The receiving end of a rollout rank."""
         device = torch.device(self.platform.device_type)
         member = self.address.num_trainers + rollout_rank
         members = Members.joined(self.address, member)
@@ -55,7 +54,7 @@ class RoutedTransport:
             members.meet("the channel", self.address.join_timeout_s)  # as ``Exchange`` does
             return SlotReceiving(members, self._memory(device), bucket_bytes)
         exchange = Exchange(members, self.sites.members, self.platform.backend, device)
-        return RoundReceiving(members, exchange, rounds.of(member), bucket_bytes)
+        return RoundReceiving(members, exchange, bucket_bytes)
 
     def _memory(self, device: torch.device) -> SlotMemory:
         return DeviceMemory(self.platform, device) if self.platform.is_accelerator else MappedMemory()
@@ -94,11 +93,11 @@ class RoutedSender:
 class RoundReceiving(Receiving):
     """The end of a rollout rank that receives for itself."""
 
-    def __init__(self, members: Members, exchange: Exchange, rounds: Sequence[Round], bucket_bytes: int) -> None:
+    def __init__(self, members: Members, exchange: Exchange, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
-        self._exchange, self._rounds = exchange, rounds
+        self._exchange = exchange
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], rounds: Sequence[Round] = ()) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
         me, device = self.members.member - self.members.address.num_trainers, self._exchange.device
         spaces, number = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_MESSAGES)], 0
@@ -111,7 +110,7 @@ class RoundReceiving(Receiving):
             return spaces[number][:num_bytes]
 
         trip = RoundTrip(self._exchange, self.members.member, None)
-        for messages in trip.messages(self._rounds, space, ahead=True):
+        for messages in trip.messages(rounds, space, ahead=True):
             if me in messages:
                 yield messages[me]
 

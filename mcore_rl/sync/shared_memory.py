@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.sync.slots import SlotReceiving, SlotSender
-from mcore_rl.weights.rounds import Rounds
 
 NAME = "mcore_rl_weights"  # in the memory map of a process
 
@@ -34,7 +33,7 @@ class SharedMemoryTransport:
         members = Members.joined(self.address, rank)
         return SlotSender(members, MappedMemory())
 
-    def incoming(self, bucket_bytes: int, rollout_rank: int, rounds: Rounds | None = None) -> SlotReceiving:
+    def incoming(self, bucket_bytes: int, rollout_rank: int) -> SlotReceiving:
         """The receiving end; see ``Transport``."""
         members = Members.joined(self.address, self.address.num_trainers + rollout_rank)
         return SlotReceiving(members, MappedMemory(), bucket_bytes)

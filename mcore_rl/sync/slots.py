@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_rl.sync.links import Link, Listener
 from mcore_rl.sync.members import Members, PeerLostError
 from mcore_rl.sync.transport import Receiving
+from mcore_rl.weights.rounds import Round
 
 NUM_SLOTS = 2
 LENGTH, READ = struct.Struct("<I"), b"r"  # before a handle, in bytes; what a receiver answers
@@ -124,7 +125,7 @@ class SlotReceiving(Receiving):
         self._memory, self._listener = memory, Listener(members)
         self._mapped: dict[bytes, Tensor] = {}  # the most recently read slot is the last
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], rounds: Sequence[Round] = ()) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
         mapped = self._mapped
         for source, size in wanted:

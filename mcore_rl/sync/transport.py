@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.weights.messages import MessagePart
-from mcore_rl.weights.rounds import Round, Rounds
+from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
 
 
@@ -91,7 +91,7 @@ class Receiving:
         """See ``Incoming.begin``."""
         self.members.meet(f"update {version}")
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], rounds: Sequence[Round] = ()) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class Transport(Protocol):
         """The end of a training rank: one for rounds if it has ``sites``.  Collective over all members."""
         ...
 
-    def incoming(self, bucket_bytes: int, rollout_rank: int, rounds: Rounds | None) -> Receiving:
+    def incoming(self, bucket_bytes: int, rollout_rank: int) -> Receiving:
         """The end of a rollout rank, inside vLLM's worker.  Collective over all members."""
         ...
 

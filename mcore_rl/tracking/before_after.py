@@ -46,8 +46,8 @@ def before_after(run: RecordedRun) -> str:
     steps = list(sample_files(run.path, "validation"))
     first_step, first = _readable(run, steps)
     last_step, last = _readable(run, steps[::-1])
-    if not last and run.values("sft/loss"):
-        return ""  # fine-tuning draws nothing
+    if not last and any(run.values(key) for key in ("sft/loss", "prefer/loss")):
+        return ""  # such training draws nothing
     if not last:
         return '<h2>Samples</h2><p class="soft">No validation samples were found in validation/.</p>'
     if first_step == last_step:

@@ -51,6 +51,18 @@ SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
+PREFERENCE_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("loss", 8, ("prefer/loss",)),
+    ("acc", 6, ("prefer/accuracy",)),
+    ("margin", 8, ("prefer/margin",)),
+    ("val loss", 8, ("prefer/val_loss",)),
+    ("val", 6, ("prefer/val_accuracy",)),
+    ("grad", 8, ("actor/grad_norm",)),
+    ("lr", 8, ("actor/lr",)),
+    ("tok/s", 7, ("perf/trained_tokens_per_s",)),
+    ("MFU", 5, ("perf/mfu",)),
+    ("seconds", 7, ("time/step",)),
+)
 IDLE = (("engines", APART), ("trainer", "perf/trainer_idle_share"))
 AHEAD = (("buffer", "rollout/buffer"), ("staleness", "rollout/staleness_max"))
 MAX_WIDTH = 100
@@ -82,7 +94,8 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's row."""
         self._line.finished(step, metrics)
-        columns = SUPERVISED_COLUMNS if any(key.startswith("sft/") for key in metrics) else COLUMNS
+        kinds = {"sft": SUPERVISED_COLUMNS, "prefer": PREFERENCE_COLUMNS}
+        columns = next((kinds[first] for key in metrics if (first := key.partition("/")[0]) in kinds), COLUMNS)
         cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
         if APART in metrics:
             apart = [(header, width, _cell(keys, metrics)) for header, width, keys in APART_COLUMNS]

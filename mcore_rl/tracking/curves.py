@@ -20,6 +20,10 @@ PARTS = "reward/part/"
 # a slash is every metric that begins so.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss, per trained token", ("sft/loss", "sft/val_loss")),
+    ("Loss of preferences", ("prefer/loss", "prefer/val_loss")),
+    ("Pairs whose preferred answer has the higher reward", ("prefer/accuracy", "prefer/val_accuracy")),
+    ("Rewards of preferences", ("prefer/chosen_reward", "prefer/rejected_reward", "prefer/margin")),
+    ("Log-prob of an answer", ("prefer/chosen_logprob", "prefer/rejected_logprob")),
     ("Reward", ("reward/mean",)),
     ("Parts of the reward", (PARTS,)),
     (ACCURACY, ("reward/accuracy",)),

@@ -110,11 +110,11 @@ def _running(run_dir: Path) -> Owner:
 
 
 class EngineMailbox:
-    """The controller's side: requests to the run in ``run_dir``.  Those to an earlier one are removed."""
+    """The controller's side: requests to the run in ``run_dir``.  Answers of an earlier start are removed."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._folder, self._seen = run_dir, run_dir / FOLDER, set[str]()
-        for path in self._folder.glob("*"):
+        for path in self._folder.glob(f"{ANSWERS}*"):
             with suppress(OSError):
                 path.unlink()
 

@@ -78,6 +78,10 @@ def _result(run: RecordedRun) -> Fact | None:
         kind = ("good" if change.points > 0 else "bad") if change.significant and run.complete else ""
         name = "Validation" if run.complete else "Validation so far"
         return Fact(name, f"{100 * change.points:+.1f} points", notes, kind, wide=True)
+    if shares := [value for _, value in run.values("prefer/val_accuracy") if value is not None]:
+        kind = ("good" if shares[-1] > shares[0] else "bad") if len(shares) > 1 and run.complete else ""
+        notes = [f"from {shares[0]:.1%}: the preferred answer has the higher reward"]
+        return Fact("Held-out pairs", f"{shares[-1]:.1%}", notes, kind, wide=True)
     losses = [value for _, value in run.values("sft/val_loss") if value is not None]
     if not losses:
         return None
@@ -98,12 +102,22 @@ def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
     return Fact("Model", "/".join(parts[-3:] if exported else parts[-2:]), notes)
 
 
+def _offline(config: Mapping[str, Any], notes: list[str]) -> str:
+    """What a run without an estimator trains by; adds its settings to ``notes``."""
+    preference = _at(config, "actor.preference.loss")
+    if preference is None:
+        return "Supervised fine-tuning"
+    if (beta := _at(config, "actor.preference.beta")) is not None:
+        notes.append(f"beta {beta}")
+    return f"Preferences by {preference}"
+
+
 def _algorithm(config: Mapping[str, Any]) -> Fact | None:
     estimator, loss = _at(config, "algorithm.adv_estimator"), _at(config, "actor.loss_mode")
     rate = _at(config, "actor.optim.lr")
     notes = [] if rate is None else [f"learning rate {float(rate):.3g}"] if isinstance(rate, int | float) else []
     if estimator is None:
-        return Fact("Algorithm", "Supervised fine-tuning", notes) if config else None
+        return Fact("Algorithm", _offline(config, notes), notes) if config else None
     notes.insert(0, f"advantages {estimator}, loss {loss}")
     if _at(config, "algorithm.use_kl_in_reward"):
         notes.append(f"KL in the reward, {_at(config, 'algorithm.kl_ctrl.kl_coef')}")

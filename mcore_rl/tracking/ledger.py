@@ -22,7 +22,7 @@ from mcore_rl.tracking.schedule import SCHEDULE, ScheduledDrop, ScheduledGroup, 
 
 REASONS = ("filter_groups", "surplus")  # for which a group that was drawn may be dropped
 LOST, MASKED = "lost", "mask"  # why nothing of a group that was trained is in the loss
-Prompt = tuple[int, int]  # (epoch, number)
+DataPlace = tuple[int, int]  # (epoch, number) of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,8 @@ def _line_violations(step: ScheduledStep) -> Iterator[str]:
 
 def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
     """Prompts that an epoch has twice or not at all, and those of an epoch that had not begun."""
-    seen: dict[Prompt, list[int]] = defaultdict(list)  # steps
-    ids, told, gap = dict[int, str](), set[Prompt](), 0  # more prompts that were drawn than are known of
+    seen: dict[DataPlace, list[int]] = defaultdict(list)  # steps
+    ids, told, gap = dict[int, str](), set[DataPlace](), 0  # more prompts that were drawn than are known of
     for step in steps:
         had: list[ScheduledGroup | ScheduledDrop] = [*step.groups, *step.dropped]
         for each in had:
@@ -147,7 +147,7 @@ def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
                     yield f"epoch {epoch}: {_name((epoch, number), ids)} was neither trained nor dropped for a reason"
 
 
-def _name(place: Prompt, ids: dict[int, str]) -> str:
+def _name(place: DataPlace, ids: dict[int, str]) -> str:
     return f"prompt {ids[place[1]]}" if place[1] in ids else f"prompt number {place[1]}"
 
 

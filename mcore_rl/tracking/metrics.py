@@ -76,6 +76,10 @@ _AGENTS = (
     ),
     Metric("agent/turn_reward_mean", "reward", "mean", "of the turns of an episode, by whoever gave them", "turns"),
     Metric("agent/lost", "episodes", "sum", "not trained, because an interaction or an engine failed", "lost", "down"),
+    Metric(
+        "agent/conversations_mean", "episodes", "mean", "of a run of a user's program, trained each", "conversations"
+    ),
+    Metric("agent/rewritten_share", "share", "mean", "conversations that a user's program rewrote", "rewritten"),
     Metric("agent/end/{reason}", "share", "mean", "episodes that ended for this reason; other: your own", "ends"),
 )
 
@@ -182,6 +186,24 @@ _SUPERVISED = (
     Metric("sft/val_loss", "nats", "mean", "cross entropy of a trained token, validation files", "val loss", "down"),
 )
 
+_PREFERRED = (
+    Metric("prefer/loss", "1", "mean", "loss of a pair, or with kto of a response", "loss", "down"),
+    Metric("prefer/accuracy", "share", "mean", "pairs whose preferred answer has the higher reward", "accuracy", "up"),
+    Metric("prefer/margin", "1", "mean", "reward of preferred answers less that of others", "margin", "up"),
+    Metric("prefer/chosen_reward", "1", "mean", "beta times the log-ratio of a preferred answer", "chosen"),
+    Metric("prefer/rejected_reward", "1", "mean", "the same of an answer that is not preferred", "rejected"),
+    Metric("prefer/chosen_logprob", "nats", "mean", "log-prob of a whole preferred answer", "chosen log-prob"),
+    Metric("prefer/rejected_logprob", "nats", "mean", "the same of an answer that is not preferred", "other log-prob"),
+    Metric("prefer/kl", "nats", "mean", "kto's estimate of the KL to the reference, of an answer", "KL"),
+    Metric("prefer/val_loss", "1", "mean", "as prefer/loss, validation files", "val loss", "down"),
+    Metric("prefer/val_accuracy", "share", "mean", "as prefer/accuracy, validation files", "val accuracy", "up"),
+    Metric("prefer/val_margin", "1", "mean", "as prefer/margin, validation files", "val margin", "up"),
+    Metric("prefer/val_chosen_reward", "1", "mean", "as prefer/chosen_reward, validation files", "val chosen"),
+    Metric("prefer/val_rejected_reward", "1", "mean", "as prefer/rejected_reward, validation files", "val rejected"),
+    Metric("prefer/val_chosen_logprob", "nats", "mean", "as prefer/chosen_logprob, validation files", "val log-prob"),
+    Metric("prefer/val_rejected_logprob", "nats", "mean", "as prefer/rejected_logprob, validation files", "val other"),
+)
+
 _VALIDATION = (
     Metric("val/{data_source}/accuracy", "share", "mean", "validation samples whose answer is right", "val", "up"),
     Metric("val/{data_source}/reward", "reward", "mean", "of a validation sample", "val reward", "up"),
@@ -249,8 +271,8 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_SUPERVISED, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE,
-    *_TIME,
+    *_REWARD, *_SUPERVISED, *_PREFERRED, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES, *_UPDATES,
+    *_PERFORMANCE, *_TIME,
 )  # fmt: skip
 
 

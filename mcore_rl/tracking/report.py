@@ -22,7 +22,9 @@ from mcore_rl.tracking.sample_browser import sample_browser
 from mcore_rl.tracking.time_section import time_section
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
-VAL_LOSS = "sft/val_loss"
+# What runs without samples are judged by: the metric, and what is said of it.
+SUPERVISED = {"sft/val_loss": "nats per trained token", "prefer/val_loss": "a pair or answer"}
+VAL_ACCURACY = "prefer/val_accuracy"
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -72,8 +74,10 @@ def _heading(run: RecordedRun) -> str:
         sections.append(
             '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
         )
-    elif not run.accuracies and (losses := _numbers(run, VAL_LOSS)):
-        sections.append(_loss_verdict(losses))
+    elif not run.accuracies and any(run.values(key) for key in SUPERVISED):
+        judged = [(_numbers(run, key), unit) for key, unit in SUPERVISED.items()]
+        sections += [_loss_verdict(losses, unit) for losses, unit in judged if losses]
+        sections += [_pair_verdict(shares)] if (shares := _numbers(run, VAL_ACCURACY)) else []
     elif not run.accuracies:
         sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
     else:
@@ -81,10 +85,20 @@ def _heading(run: RecordedRun) -> str:
     return "".join(sections)
 
 
-def _loss_verdict(losses: Sequence[tuple[int, float]]) -> str:
-    """What fine-tuning did to the validation loss.  losses: (step, nats) of each validation, one or more."""
+def _pair_verdict(shares: Sequence[tuple[int, float]]) -> str:
+    """Of which share of held-out pairs the preferred answer has the higher reward.  shares: (step, it), one or more."""
+    (first, before), (last, after) = shares[0], shares[-1]
+    sentence = f"the preferred answer of {before:.1%} of the pairs has the higher reward at step {first}"
+    if last > first:
+        sentence += f", and of {after:.1%} at step {last}"
+    kind = "" if last == first else "good" if after > before else "bad"
+    return f'<div class="verdict {kind}"><p><b>Held-out pairs:</b> {text(sentence)}.</p></div>'
+
+
+def _loss_verdict(losses: Sequence[tuple[int, float]], unit: str) -> str:
+    """What training did to the validation loss.  losses: (step, loss) of each validation, one or more."""
     (first, before), (last, after) = losses[0], losses[-1]
-    sentence = f"{number(before)} nats per trained token at step {first}"
+    sentence = f"{number(before)} {unit} at step {first}"
     if last > first:
         lowest = min(losses, key=lambda each: each[1])
         sentence = f"went from {sentence} to {number(after)} at step {last}; the lowest was {number(lowest[1])} "
@@ -141,8 +155,8 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
             first, top, last = validations[0], best(validations), validations[-1]
             cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
             rows.append([name, source, last.num_prompts, *cells, _change(gain(first, last), run.complete)])
-    if not rows and any(run.values("sft/loss") for run in runs):
-        return ""  # fine-tuning is judged by its loss
+    if not rows and any(run.values(key) for run in runs for key in ("sft/loss", "prefer/loss")):
+        return ""  # such training is judged by its loss
     if not rows:
         return "<h2>Validation accuracy</h2><p class='soft'>No validation samples were found in validation/.</p>"
     head = ["run", "data source", "prompts", "first", "best", "last", "last against first"]

@@ -99,7 +99,7 @@ def read_schedule(path: Path) -> tuple[list[ScheduledStep], list[int]]:
     for row in read_steps(path):
         try:
             steps.append(_step(row))
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, AttributeError):
             wrong.append(row["step"])
     return steps, wrong
 

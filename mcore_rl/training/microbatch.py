@@ -8,7 +8,6 @@ mask and log-probs.  ``targets_N`` maps each row to its token's place in the bat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from torch import Tensor
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
 from mcore_rl.data.pairs import MEMBERS, placed_whole, units_of
 from mcore_rl.errors import Violation, refuse_if_any
-from mcore_rl.parallel.context import padded_lengths, split_indices
+from mcore_rl.parallel.context import padded_lengths, rows_multiple, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.sequences import PackedSequences
 from mcore_rl.types import TrainBatch
@@ -88,9 +87,8 @@ class Microbatch:
 
 
 def split_multiple(groups: ProcessGroups) -> int:
-    """The divisor of a microbatch's rows that context (zig-zag) and sequence parallelism need to split it."""
-    cp, tp = groups.layout.cp, groups.layout.tp
-    return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
+    """``rows_multiple`` of a layout."""
+    return rows_multiple(groups.layout.cp, groups.layout.tp)
 
 
 def rows_per_context_rank(tokens: int | None, groups: ProcessGroups) -> int:

@@ -50,6 +50,9 @@ class RowsOf:
     rule: Rule
     source: int
 
+    def __str__(self) -> str:
+        return f"rows of {self.rule.hf[self.source].name}"
+
     def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
         """As a ``ShardLayout``."""
         ranges = self.rule.shard(model, num_shards, index).ranges
@@ -64,6 +67,11 @@ class AdaptedRule:
     sources: tuple[int, ...]
     a: tuple[Rule, ...]
     b: tuple[Rule, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """The Hugging Face layers that are adapted."""
+        return [module_of(self.rule.hf[source]) for source in self.sources]
 
     @property
     def splits_inputs(self) -> bool:
@@ -102,7 +110,8 @@ class AdapterTable(Table):
 
     def __init__(self, base: Table, lora: LoraConfig) -> None:
         self.base, self.lora = base, lora
-        adapted = [_adapted(rule, lora) for rule in base.rules if _is_linear(rule)]
+        targets = [name for name in linears(base) if _is_target(lora, name)]
+        adapted = [adapted_rule(rule, targets, lora.rank) for rule in base.rules if _is_linear(rule)]
         self.adapted = {id(each.rule): each for each in adapted if each.sources}
         rules = tuple(rule for each in self.adapted.values() for rule in (*each.a, *each.b))
         family = replace(base.family, weights=rules, stacks=(), ignored=())
@@ -119,7 +128,7 @@ class AdapterTable(Table):
 
 def linears(table: Table) -> list[str]:
     """The names of the Hugging Face layers that can be adapted, with ``{l}`` layer and ``{e}`` expert."""
-    names = (_module(tensor) for rule in table.rules if _is_linear(rule) for tensor in rule.hf)
+    names = (module_of(tensor) for rule in table.rules if _is_linear(rule) for tensor in rule.hf)
     return list(dict.fromkeys(names))
 
 
@@ -141,7 +150,8 @@ def _is_linear(rule: Rule) -> bool:
     return rule.stage is Stage.layer and _LINEAR.search(rule.name) is not None
 
 
-def _module(tensor: HfTensor) -> str:
+def module_of(tensor: HfTensor) -> str:
+    """The layer whose weight ``tensor`` is."""
     assert tensor.name.endswith(_WEIGHT), f"{tensor.name}: no weight of a layer"
     return tensor.name.removesuffix(_WEIGHT)
 
@@ -156,9 +166,10 @@ def _is_target(lora: LoraConfig, module: str) -> bool:
     return wanted and not any(_names(target, module) for target in lora.exclude_modules)
 
 
-def _adapted(rule: Rule, lora: LoraConfig) -> AdaptedRule:
-    sources = tuple(source for source, tensor in enumerate(rule.hf) if _is_target(lora, _module(tensor)))
-    pairs = [_pair(rule, source, lora.rank) for source in sources]
+def adapted_rule(rule: Rule, targets: Sequence[str], rank: int) -> AdaptedRule:
+    """The adapters of those layers in the weight of ``rule`` that are among ``targets``."""
+    sources = tuple(source for source, tensor in enumerate(rule.hf) if module_of(tensor) in targets)
+    pairs = [_pair(rule, source, rank) for source in sources]
     return AdaptedRule(rule, sources, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
 
@@ -166,7 +177,7 @@ def _pair(rule: Rule, source: int, rank: int) -> tuple[Rule, Rule]:
     """A and B of one Hugging Face linear."""
     tensor = rule.hf[source]
     outputs, inputs = tensor.dims
-    local, theirs = rule.name.removesuffix(_WEIGHT), PEFT + _module(tensor)
+    local, theirs = rule.name.removesuffix(_WEIGHT), PEFT + module_of(tensor)
 
     def of(which: str, dims: Sequence[str]) -> Rule:
         held = AdapterTensor(f"{theirs}.lora_{which}.weight", tuple(dims), rank)

@@ -2,6 +2,7 @@
 
 The sum is formed in float32 when it is asked for, for one tensor at a time: there is never a second copy of the model.
 It is formed for a rank's whole tensor, so that every part of it has the same bits in whichever piece it is sent.
+To engines that apply adapters themselves go the stored weights, and the adapters with their scale.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+Key = tuple[int, str]  # model chunk, canonical name
 
 
 @runtime_checkable
@@ -20,14 +23,23 @@ class Change(Protocol):
         """What they add to the tensor: float32, of its shape."""
 
 
+class PublishedView(Protocol):
+    """A rank's tensors, by model chunk and canonical name, as others get them."""
+
+    def __getitem__(self, key: Key) -> Tensor: ...
+
+    def forget(self) -> None:
+        """Frees what was made of them; call it when the weights may change."""
+
+
 class PublishedTensors:
-    """The tensors ``stored``, by model chunk and canonical name, as others get them."""
+    """The tensors ``stored``, merged with their adapters."""
 
-    def __init__(self, stored: Mapping[tuple[int, str], Tensor]) -> None:
+    def __init__(self, stored: Mapping[Key, Tensor]) -> None:
         self._stored = stored
-        self._last: tuple[tuple[int, str], Tensor] | None = None
+        self._last: tuple[Key, Tensor] | None = None
 
-    def __getitem__(self, key: tuple[int, str]) -> Tensor:
+    def __getitem__(self, key: Key) -> Tensor:
         stored = self._stored[key]
         adapter = vars(stored).get("adapter")
         if not isinstance(adapter, Change):
@@ -38,5 +50,32 @@ class PublishedTensors:
         return self._last[1]
 
     def forget(self) -> None:
-        """Frees the last sum; call it when the weights may change."""
+        """See ``PublishedView``."""
         self._last = None
+
+
+class StoredTensors:
+    """The tensors ``stored`` as they are, without their adapters."""
+
+    def __init__(self, stored: Mapping[Key, Tensor]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self._stored[key].detach()
+
+    def forget(self) -> None:
+        """See ``PublishedView``: nothing is made."""
+
+
+class ScaledAdapters:
+    """The adapters ``stored``: every A as it is, and ``scale`` times every B, in float32."""
+
+    def __init__(self, stored: Mapping[Key, Tensor], scale: float) -> None:
+        self._stored, self._scale = stored, scale
+
+    def __getitem__(self, key: Key) -> Tensor:
+        tensor = self._stored[key].detach()
+        return tensor * self._scale if ".lora_B." in key[1] else tensor
+
+    def forget(self) -> None:
+        """See ``PublishedView``: nothing is kept."""

@@ -148,3 +148,18 @@ async def test_an_interaction_that_fails_loses_the_episode_and_is_told_once(capl
 async def test_one_answer_is_a_loop_too() -> None:
     episode = await episode_of(["#### 5"], {"agent_name": "single_turn"})
     assert episode.is_single_turn and reason(episode) == "answered"
+
+
+@awaited
+async def test_expressions_that_the_model_writes_are_computed_behind_them() -> None:
+    turns = ["Half is <<48 / 2>>", ", and then <<(1 @ 2) @ 3>>", " or 1>>", " at <<1 / 0>>", ". The answer is 24"]
+    episode = await episode_of(turns, {"agent_name": "math_expression"}, tools=())
+    tokenizer = style("qwen2.5")
+    text = tokenizer.decode([token for segment in episode.segments[1:] for token in segment.tokens.tolist()])
+    assert text == (
+        "Half is <<48 / 2>> = 24, and then <<(1 @ 2) @ 3>> = -9 or 1>> = (Error: there is no << before >>)"
+        " at <<1 / 0>> = (Error: division by zero). The answer is 24<|im_end|>"
+    )
+    assert [segment.trained for segment in episode.segments[1:]] == [True, False] * 4 + [True]
+    assert episode.agent is not None and (episode.agent.calls, episode.agent.failed_calls) == (4, 2)
+    assert reason(episode) == "answered" and episode.response == ". The answer is 24"

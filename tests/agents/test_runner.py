@@ -252,3 +252,24 @@ def test_the_template_is_checked_for_what_will_be_appended() -> None:
     assert runner(tools=["calculator"]).check({"tool_agent"}) == []
     gemma = AgentRunner(AgentConfig(tools=["calculator"]), CodeConfig(), style("gemma"))
     assert len(gemma.check({"tool_agent"})) == 2 and gemma.check({"react"}) == []
+
+
+@pytest.mark.parametrize("part", ["nothing", "tool", "interaction", "loop"])
+def test_an_episode_may_be_run_again_unless_a_part_of_it_says_otherwise(
+    own: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = runner(tools=["calculator"], loops={"mine": f"{own}:Twice"}, tool_parser=f"{own}:read_calls")
+    tokenizer = style("qwen2.5")
+    asks = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "3"}}
+    rows = {
+        "tool": agent_row(tokenizer, agent_name="tool_agent"),
+        "interaction": agent_row(tokenizer, agent_name="tool_agent", **asks),
+        "loop": agent_row(tokenizer, agent_name="mine"),
+    }
+    said = {"tool": made._tools.tools["calculator"], "interaction": made.interactions["gsm8k"]}
+    said |= {"loop": made.loops["mine"]}
+    if part != "nothing":
+        monkeypatch.setattr(type(said[part]), "replayable", False, raising=False)
+    # Any loop may call the tools.
+    not_again = {"nothing": set[str](), "tool": {*rows}, "interaction": {"interaction"}, "loop": {"loop"}}[part]
+    assert {name for name, row in rows.items() if not made.can_replay(row)} == not_again

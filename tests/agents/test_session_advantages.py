@@ -11,13 +11,17 @@ import torch
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.losses.aggregation import loss_denominator, sum_token_losses
+from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
 from mcore_rl.config.reward import CodeConfig
+from mcore_rl.config.roles import LossAggregation
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.episodes import Author, Episode
 from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.protocol import Sampling
+from mcore_rl.types import LossInputs
 from tests.controller.step.test_advantages import over_ranks
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import DrawnTurns, agent_row
@@ -92,3 +96,35 @@ def test_gae_passes_over_what_others_wrote() -> None:
     white = (np.array(advantages) - np.mean(advantages)) / np.std(advantages, ddof=1)  # over the batch, as verl and TRL
     assert estimated.batch.advantages_T[mask_T].tolist() == pytest.approx(white.tolist(), abs=5e-5)
     assert not estimated.batch.advantages_T[~mask_T].any()
+
+
+@pytest.mark.parametrize("mode", list(LossAggregation))
+def test_every_aggregation_counts_the_models_tokens_alone(mode: LossAggregation) -> None:
+    """Against sums over the drawn segments in float64; rows of prompts, tools and users have losses that would show."""
+    made = asyncio.run(episodes())
+    batch = assemble(made).batch
+    lengths = [each.num_tokens for each in made]
+    rng = np.random.default_rng(1)
+    loss = rng.normal(size=sum(lengths)) + 3
+    sequence = torch.repeat_interleave(torch.arange(len(made)), torch.tensor(lengths))
+    inputs = LossInputs(
+        mask_N=batch.mask_T, sequence_N=sequence, num_sequences=len(made), sum_over_context=lambda each: each
+    )
+    total = float(sum_token_losses(torch.tensor(loss), inputs, mode))
+    divisor = loss_denominator(sequence_counts(batch.mask_T, lengths), mode, 500.0)
+
+    of_episodes, place = list[list[float]](), 0
+    for each in made:
+        of_episodes.append([])
+        for segment in each.segments:
+            if segment.author is Author.model:
+                of_episodes[-1] += loss[place : place + len(segment.tokens)].tolist()
+            place += len(segment.tokens)
+    assert [len(each) for each in of_episodes] != lengths and place == sum(lengths)
+    expected = {
+        LossAggregation.token_mean: sum(map(sum, of_episodes)) / sum(map(len, of_episodes)),
+        LossAggregation.seq_mean_token_sum: sum(map(sum, of_episodes)) / 3,
+        LossAggregation.seq_mean_token_mean: sum(sum(each) / len(each) for each in of_episodes) / 3,
+        LossAggregation.sum_over_constant: sum(map(sum, of_episodes)) / (3 * 500),
+    }
+    assert total / divisor == pytest.approx(expected[mode], rel=1e-12)

@@ -42,11 +42,12 @@ class Incomplete:
 
 
 def load(**settings: Any) -> ToolSet:
-    return load_tools(AgentConfig(**settings), CodeConfig(), FunctionProcesses(1, 5.0))
+    return load_tools(AgentConfig(**settings), CodeConfig(), FunctionProcesses(1, 5.0), [])
 
 
-def test_the_built_in_tools_have_their_names() -> None:
-    tools = load(tools=list(BUILT_IN))
+def test_the_built_in_tools_have_their_names(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
+    tools = load(tools=list(BUILT_IN), search_corpus=str(tmp_path))
     assert list(tools.tools) == list(BUILT_IN) == [schema["function"]["name"] for schema in tools.schemas]
 
 

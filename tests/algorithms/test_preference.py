@@ -189,6 +189,9 @@ def test_metrics_are_sums_over_the_responses() -> None:
     of_kto = loss_of(SETTINGS["kto_weighed"])(whole(batch)).metrics
     desirable = [s for s in range(8) if batch.extra["label_S"][s]]
     assert float(of_kto["chosen_count"]) == pytest.approx(len(desirable)) and "accuracy" not in of_kto
+    assert float(of_kto["rejected_count"]) == pytest.approx(8 - len(desirable))
+    others = [s for s in range(8) if s not in desirable]
+    assert float(of_kto["rejected_logprob"]) == pytest.approx(sum(own[s] for s in others))
     assert float(of_kto["chosen_reward"]) == pytest.approx(0.5 * sum(own[s] - ref[s] for s in desirable))
 
 

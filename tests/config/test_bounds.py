@@ -33,8 +33,9 @@ from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.names import field_of
+from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from tests.support.composed import composed
 from tests.support.number_oracle import CLUSTER, NUMBERS, never
@@ -43,12 +44,14 @@ Refusals = Callable[..., list[Violation]]
 SOUND = {
     "train": ("algorithm=ppo", "model.path=m", "data.train_files=[t]", "data.val_files=[v]"),
     "sft": ("model.path=m", "data.train_files=[t]"),
+    "prefer": ("model.path=m", "data.train_files=[t]"),
     "generate": ("model.path=m", "data.files=[t]", "out=o.parquet"),
     "evaluate": ("path=r.parquet",),
 }
 PROGRAMS: dict[str, tuple[type[Any], Refusals]] = {
     "train": (RunConfig, run_violations),
-    "sft": (SftConfig, sft_violations),
+    "sft": (SftConfig, SftConfig.violations),
+    "prefer": (PreferConfig, PreferConfig.violations),
     "generate": (GenerateConfig, generate_violations),
     "evaluate": (EvaluateConfig, evaluate_violations),
 }

@@ -8,7 +8,7 @@ from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
+from mcore_rl.config.sft import ACTOR, SftConfig
 from mcore_rl.errors import Violation
 from tests.support.composed import composed
 
@@ -27,6 +27,11 @@ def test_targets_that_contradict_each_other(targets: list[str], words: str) -> N
     assert violation.key == "actor.lora.target_modules" and words in str(violation)
 
 
+def test_dropout_is_refused_with_the_reason() -> None:
+    (violation,) = lora_violations(LoraConfig(rank=8, dropout=0.05), "actor.lora.")
+    assert violation.key == "actor.lora.dropout" and "another policy" in str(violation) and "Write 0" in str(violation)
+
+
 def _of(*overrides: str) -> list[Violation]:
     words = ("algorithm=ppo", "model.path=m", "data.train_files=[t]", "data.val_files=[v]", *overrides)
     return run_violations(composed(RunConfig, "train", words))
@@ -38,12 +43,18 @@ def test_keys_of_adapters_are_read_with_a_rank_alone() -> None:
     assert _of("actor.lora.alpha=32", "actor.lora.rank=8", "critic.lora.rank=4") == []
 
 
+def test_the_published_form_is_read_with_adapters_alone() -> None:
+    (violation,) = _of("rollout.lora=adapter")
+    assert violation.key == "rollout.lora" and "actor.lora.rank=32" in str(violation)
+    assert _of("rollout.lora=adapter", "actor.lora.rank=8") == []
+
+
 def test_sft_refuses_settings_of_adapters_that_there_are_none_of() -> None:
     words = ("model.path=m", "data.train_files=[t]", "actor.lora.path=.", "actor.lora.init=gaussian")
-    said = sft_violations(composed(SftConfig, "sft", words))
+    said = composed(SftConfig, "sft", words).violations()
     assert {each.key for each in said} == {"actor.lora.path", "actor.lora.init"}
     assert all("there are no adapters" in str(each) for each in said)
-    assert sft_violations(composed(SftConfig, "sft", (*words, "actor.lora.rank=8"))) == []
+    assert composed(SftConfig, "sft", (*words, "actor.lora.rank=8")).violations() == []
 
 
 def test_shared_experts_that_overlap_leave_their_adapters_out() -> None:

@@ -12,7 +12,7 @@ from transformers.optimization import _get_cosine_schedule_with_warmup_lr_lambda
 from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import num_updates, of_length, schedule_violations, scheduled
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.training.optimizer import learning_rate
 from tests.support.composed import composed
 
@@ -90,5 +90,5 @@ def test_a_schedule_that_does_not_fit_the_run_is_refused(overrides: list[str], s
 
 def test_supervised_fine_tuning_is_held_to_it_too() -> None:
     overrides = [*SOUND, COSINE, "actor.optim.total_steps=9", "trainer.total_training_steps=10"]
-    (violation,) = sft_violations(composed(SftConfig, "sft", overrides))
+    (violation,) = composed(SftConfig, "sft", overrides).violations()
     assert "the last 1 have a learning rate of 0" in str(violation)

@@ -48,7 +48,7 @@ def trained(conversation: Conversation) -> list[str]:
 
 def test_conversations_that_ask_for_more_than_text_are_refused(tmp_path: Path) -> None:
     rows = [{"chat": TURNS, "tools": tools} for tools in ([], [{"name": "calc"}], None, [{"name": "calc"}])]
-    said = "tools: tools are not supported, and 2 would be read as text alone: x.parquet:1, x.parquet:3"
+    said = "x.parquet:3: tools has an entry without function. Write [{type: function, function: {name"
     assert said in str(refusal(write(tmp_path / "x.parquet", rows), messages_key="chat"))
     assert len(load(write(tmp_path / "y.parquet", rows[::2]), messages_key="chat")) == 2
 

@@ -10,7 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.data import DataConfig, SftDataConfig
+from mcore_rl.config.reward import CodeConfig
 from mcore_rl.data.conversations import ConversationSet
 from mcore_rl.data.datasets import (
     DAPO_PROMPT,
@@ -23,6 +26,7 @@ from mcore_rl.data.datasets import (
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.errors import DataError
 from tests.support import prompt_files
+from tests.support.chat_styles import style
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info", "response"]
@@ -62,6 +66,49 @@ def test_the_real_gsm8k(tmp_path: Path) -> None:
         "math",
         {"style": "rule", "ground_truth": "72"},
     )
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+def test_the_real_gsm8k_for_agents(tmp_path: Path) -> None:
+    """The columns that verl's examples write, and what runs agents takes them."""
+    plain = published_rows("gsm8k", str(GSM8K))["test"]
+    agents = AgentRunner(AgentConfig(tools=["calc_gsm8k_reward"]), CodeConfig(), style("qwen2.5"))
+    for name, loop in (("gsm8k-tools", "tool_agent"), ("gsm8k-interaction", "interaction")):
+        rows = published_rows(name, str(GSM8K))["test"]
+        write_rows(rows, tmp_path / "test.parquet")
+        table = pq.read_table(tmp_path / "test.parquet")
+        kwargs = "tools_kwargs" if name == "gsm8k-tools" else "interaction_kwargs"
+        assert table.column_names == [*COLUMNS[:-1], "agent_name", kwargs]
+        for row, other in zip(table.to_pylist(), plain, strict=True):
+            truth = other["reward_model"]["ground_truth"]
+            assert (row["agent_name"], row["reward_model"]) == (loop, other["reward_model"])
+            system, user = row["prompt"]
+            assert user["content"].startswith(other["extra_info"]["question"]) and user["content"].endswith("`####`.")
+            given = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}}
+            if loop == "interaction":
+                given = {"name": "gsm8k", "query": user["content"], "ground_truth": truth}
+                assert "point out your answer is wrong" in system["content"]
+            else:
+                assert "`calc_gsm8k_reward`" in system["content"]
+            assert row[kwargs] == given
+        loaded = PromptSet.load(
+            [tmp_path / "test.parquet"], DataConfig(max_prompt_length=2048), style("qwen2.5"), max_samples=None,
+            title="data.train_files", agents=agents,
+        )  # fmt: skip
+        assert len(loaded) == 1_319 and agents.loop_of_row(loaded[0]) == loop
+
+
+def test_dapo_for_a_model_with_an_interpreter(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "train.jsonl", {"problem": "Halve 1.", "answer": "0.5"})
+    (row,) = published_rows("dapo-interpreter", source)["train"]
+    (message,) = row["prompt"]
+    assert message["content"] == (
+        DAPO_PROMPT.replace("{problem}", "Halve 1.")
+        + "\nThe answer format must be: \\boxed{'The final answer goes here.'}"
+    )
+    assert (row["agent_name"], row["data_source"]) == ("tool_agent", "math_dapo")
+    again = jsonl(tmp_path / "again.jsonl", {"prompt": row["prompt"][:1], "reward_model": {"ground_truth": "0.5"}})
+    assert "Halve 1." in published_rows("dapo-interpreter", again)["train"][0]["prompt"][0]["content"]
 
 
 def test_a_number_with_commas(tmp_path: Path) -> None:

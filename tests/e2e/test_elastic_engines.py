@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.ahead_runs import APART, lines, prompts, staleness
 from tests.support.crash_runs import Started, doing, nothing_survives, says, start
-from tests.support.run_task import holders_of, write_task
+from tests.support.run_task import holders_of, still_alive, write_task
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(2400), pytest.mark.usefixtures("processes")]
 BOUND = 2
@@ -65,7 +65,7 @@ def test_an_engine_joins_and_draws_and_another_leaves(mode: str, tmp_path: Path)
         leaver = holders_of(directory / "logs" / "engine-0.log", run.process.pid)
         code, said = engines(directory, "--remove", "engine-0")
         assert code == 0 and "engine 0: has left" in said, said
-        assert not any(each.is_running() for each in leaver), "its processes are gone when the command ends"
+        assert not still_alive(leaver), "its processes end"
         after(run, 2)  # engine 1 draws alone
         code, said = engines(directory)
         assert code == 0 and "engine 0" not in said and "engine 1" in said, said

@@ -1,7 +1,8 @@
-"""A run that trains adapters, from the command line: it learns, engines hold merged weights, the base stays as it was.
+"""A run that trains adapters, from the command line: it learns as one of whole weights, and the base stays as it was.
 
 A mixture of experts whose experts are split over two training processes, each expert with adapters of its own, and a
-real vLLM, which gets ``W + scale B A`` and whose every tensor is compared with the trainer's.
+real vLLM, which gets ``W + scale B A``, or adapters of the attention that it applies itself, and whose every tensor is
+compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from tests.support.run_task import overrides, write_task
 pytestmark = [pytest.mark.timeout(900), pytest.mark.tier("full"), pytest.mark.usefixtures("processes")]
 STEPS, RANK, ALPHA = 10, 8, 32.0
 LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", "actor.optim.lr=1e-2")
+APPLIED = ("rollout.lora=adapter", "actor.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]")
+BEHIND = 0.03  # of the reward, at most, that adapters may be behind whole weights
 
 
-def _train(task: Path, directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    given = overrides(task, directory, *SETTINGS, "algorithm=grpo", "rollout.n=8", *LORA, *more)
+def _train(task: Path, directory: Path, *more: str, lora: tuple[str, ...] = LORA) -> subprocess.CompletedProcess[str]:
+    given = overrides(task, directory, *SETTINGS, "algorithm=grpo", "rollout.n=8", *lora, *more)
     return subprocess.run(
         [sys.executable, "-m", "mcore_rl.cli", "train", *given],
         cwd=task.parent,
@@ -66,6 +69,34 @@ def test_a_run_with_adapters_learns_and_leaves_the_base_alone(task: Path) -> Non
         assert stored and all(".lora_" in name for name in stored)
 
 
+def test_adapters_reach_what_whole_weights_reach(task: Path) -> None:
+    reached = {}
+    for name, lora in (("whole", ()), ("adapters", LORA)):
+        done = _train(task, task.parent / f"reach-{name}", lora=lora)
+        assert done.returncode == 0, done.stderr
+        reached[name] = read_metrics(task.parent / f"reach-{name}" / "metrics.jsonl")[-1]["val/arithmetic/reward"]
+    assert reached["adapters"] > reached["whole"] - BEHIND, reached
+
+
+def test_engines_that_apply_the_adapters_draw_as_the_trainer_scores(task: Path) -> None:
+    directory = task.parent / "applied"
+    done = _train(task, directory, *APPLIED, "actor.use_kl_loss=true", "trainer.guards.check_weights_freq=1")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(directory / "metrics.jsonl")
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+    assert rows[-1]["val/arithmetic/reward"] > rows[0]["val/arithmetic/reward"] + LIFT
+    base, final = load_file(task / "model" / "model.safetensors"), load_file(directory / "hf/final/model.safetensors")
+    assert {name for name in base if not torch.equal(base[name], final[name])} == {
+        n for n in base if "self_attn" in n and "_proj" in n
+    }
+
+
+def test_adapters_of_experts_are_refused_before_anything_starts(task: Path) -> None:
+    done = _train(task, task.parent / "refused-experts", "rollout.lora=adapter", "--check")
+    said = done.stderr.replace("\n", " ")
+    assert done.returncode == 2 and "rollout.lora" in said and "need Triton" in said and "rollout.lora=merged" in said
+
+
 def _convert(*words: str | Path) -> None:
     command = [sys.executable, "-m", "mcore_rl.cli", "convert", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -102,9 +133,10 @@ def test_adapters_leave_and_come_back_as_peft_has_them(task: Path) -> None:
     assert wrong.returncode == 2 and "r=8, and the run has 4" in wrong.stderr.replace("\n", " ")
 
 
-def test_a_resumed_run_ends_as_one_that_never_stopped(task: Path) -> None:
-    whole, halves = task.parent / "whole", task.parent / "halves"
-    short = ("trainer.val_before_train=false", "trainer.test_freq=0")
+@pytest.mark.parametrize("form", [(), APPLIED], ids=["merged", "adapter"])
+def test_a_resumed_run_ends_as_one_that_never_stopped(task: Path, form: tuple[str, ...]) -> None:
+    whole, halves = task.parent / f"whole-{len(form)}", task.parent / f"halves-{len(form)}"
+    short = ("trainer.val_before_train=false", "trainer.test_freq=0", *form)
     assert _train(task, whole, *short, "trainer.total_training_steps=3").returncode == 0
     assert _train(task, halves, *short, "trainer.total_training_steps=2").returncode == 0
     done = _train(task, halves, *short, "trainer.total_training_steps=3")

@@ -47,10 +47,10 @@ def test_an_async_run_that_was_killed_lost_no_prompt_and_is_replayed_bit_for_bit
         assert audit(replayed).violations == ()
         refused = start(
             task, tmp_path / "other", traces, *MODE, f"trainer.replay={directory}", "actor.optim.lr=1e-5",
-            "algorithm.gamma=0.5", steps=steps,
+            "rollout.temperature=0.5", steps=steps,
         )  # fmt: skip
         assert refused.finish() == 2
-        assert "actor.optim.lr" in refused.said() and "algorithm.gamma" in refused.said(), "all at once"
+        assert "actor.optim.lr" in refused.said() and "rollout.temperature" in refused.said(), "all at once"
         assert "Traceback" not in refused.said()
 
 

@@ -6,6 +6,7 @@ One Ray for all of them; each has its own training processes and engines.  What 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +20,9 @@ from safetensors.torch import load_file
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.controller.programs.sft import run_sft
+from mcore_rl.controller.programs.sft import SFT
 from mcore_rl.controller.programs.train import run_training
 from mcore_rl.families.registry import family_of
 from mcore_rl.planning.recipes import recipe_config_json
@@ -36,6 +37,7 @@ QUICK = (
     "deepseek_v3_grpo",
     "gemma2_2b_sft",
     "mixtral_8x7b_rloo",
+    "qwen25_3b_gsm8k_tool",
     "qwen2_7b_grpo",
     "qwen3_235b_a22b_grpo",
 )
@@ -63,7 +65,7 @@ def shadow(name: str, task: Path, directory: Path) -> RunConfig | SftConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shadow_is_its_recipe_but_for_sizes(name: str, tmp_path: Path) -> None:
     made = shadow(name, tmp_path, tmp_path)
-    assert (sft_violations(made) if isinstance(made, SftConfig) else run_violations(made)) == []
+    assert (run_violations(made) if isinstance(made, RunConfig) else made.violations()) == []
     changed = shadows.differing(as_dict(recipe(name)), as_dict(made))
     assert [key for key in changed if not f"{key}.".startswith(tuple(f"{each}." for each in shadows.SMALLER))] == []
     for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
@@ -85,7 +87,7 @@ def features(name: str) -> set[str]:
     layout, _ = shadows.reduced(run.actor.parallel, run.trainer.world_size)
     axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(layout, axis) > 1}
     program = {"sft"} if isinstance(run, SftConfig) else {f"critic: {'critic' in run.roles}"}
-    return {family(name), *axes, *program}
+    return {family(name), *axes, *program, *({"agent"} if shadows.has_agent(run) else set())}
 
 
 def test_the_quick_ones_stand_for_all() -> None:
@@ -99,7 +101,7 @@ def test_the_quick_ones_stand_for_all() -> None:
 def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     name, directory = request.param, tmp_path_factory.mktemp("run")
     config = shadow(name, task, directory)
-    program = run_sft(config) if isinstance(config, SftConfig) else run_training(config)
+    program = SFT.train(config) if isinstance(config, SftConfig) else run_training(config)
     assert asyncio.run(program) == 0
     return Trained(recipe(name), config, directory, shadows.metrics_of(directory))
 
@@ -116,8 +118,21 @@ def test_trains_on_cpu(trained: Trained) -> None:
         steps_are_sane(trained.config, trained.metrics)
         validates(trained.config, trained.metrics[-1])
         samples_are_of_the_recipe(trained)
+        if shadows.has_agent(trained.recipe):
+            agents_ran(trained)
     else:
         assert trained.metrics[1]["sft/val_loss"] > 0
+
+
+def agents_ran(trained: Trained) -> None:
+    """Several turns, and where the recipe has tools, calls of them."""
+    assert isinstance(trained.config, RunConfig)
+    for line in trained.metrics:
+        assert line["agent/turns_max"] > 1 and 0 < line["agent/trained_share"] < 1 and line["agent/lost"] == 0
+        assert (line["agent/calls_mean"] > 0) is bool(trained.config.rollout.agent.tools)
+    rows = shadows.rollouts_of(trained.directory, 1)
+    others = {each["author"] for row in rows if row["turns"] > 1 for each in json.loads(row["segments"])}
+    assert others == {"prompt", "model", "tool" if trained.config.rollout.agent.tools else "user"}
 
 
 def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
@@ -138,6 +153,9 @@ def validates(config: RunConfig, last: dict[str, Any]) -> None:
         "gsm8k-xml": "gsm8k_xml",
         "math": "DigitalLearningGmbH/MATH-lighteval",
         "aime24": "aime24",
+        "gsm8k-tools": "openai/gsm8k",
+        "gsm8k-interaction": "openai/gsm8k",
+        "aime24-interpreter": "aime24",
     }
     for path in config.data.val_files:
         assert f"val/{sources[Path(path).parent.name]}/reward" in last

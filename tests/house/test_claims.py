@@ -43,7 +43,8 @@ def test_every_claim_has_a_test_that_ci_runs() -> None:
 def test_every_test_is_there_and_of_its_tier(test: str, request: pytest.FixtureRequest) -> None:
     """Its tier is held where it was collected: whenever a whole tier is run, or it was named beside this one."""
     path, _, name = test.partition("::")
-    functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, kinds)}
     assert not name or name.partition("[")[0] in functions
     collected = request.config.stash[COLLECTED]
     tiers = {collected[each] for each in collected if each == test or each.startswith((f"{test}[", f"{test}::"))}

@@ -31,6 +31,7 @@ PATCHES_MODULES = (
     "mcore_rl/parallel/cpu.py",
     "mcore_rl/parallel/plain_objects.py",  # torch's unpickler of what other ranks send, which has no setting
     "mcore_rl/runtime/scratch.py",  # tempfile.tempdir, which Python says to set so
+    "mcore_rl/rollout/receiver/plain_experts.py",  # vLLM's choice of a kernel, in its own workers
     "mcore_rl/rollout/vllm_groups.py",  # vLLM's groups, in a process of its own that runs nothing else
 )
 

@@ -15,7 +15,8 @@ import yaml
 from rich.console import Console
 
 from mcore_rl.commands.verify import prove
-from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.algorithm import KlPenalty, OffPolicy
+from mcore_rl.config.compose import as_dict
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Recompute
 from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
@@ -23,9 +24,10 @@ from mcore_rl.config.resources import MODEL_CONFIGS, RECIPES
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import ASYNC as ASYNC_MODE
 from mcore_rl.config.trainer import Logger, Placement
-from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
+from mcore_rl.controller.lifecycle.model_checks import model_offline_violations, model_run_violations
 from mcore_rl.data.datasets import DATASETS
 from mcore_rl.families.checkpoints import find_checkpoint
 from mcore_rl.families.registry import model_of
@@ -35,12 +37,13 @@ from mcore_rl.planning.recipes import num_steps, recipe_config_json, recipe_mode
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
+from tests.support import shadows
 from tests.support.composed import recipe
 
 NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
 MOST_OVERRIDES = 36
 FULL = 0.9  # of a device: docs/planning.md says to leave a tenth free
-FOLDERS = {"gsm8k": "gsm8k", "gsm8k-xml": "gsm8k-xml", "math": "math", "dapo-math": "dapo", "aime24": "aime24"}
+FOLDERS = {name: name for name in DATASETS} | {"dapo-math": "dapo"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ class Row:
 
 
 ADAPTERS = tuple(f"qwen25_{size}_grpo_lora" for size in ("05b", "15b", "3b", "7b", "14b", "32b", "72b"))
+ASYNC = {  # and what they are but for when they draw
+    "qwen3_30b_a3b_grpo_async": "qwen3_30b_a3b_grpo",
+    "mixtral_8x22b_grpo_async": "mixtral_8x22b_rloo",
+    "deepseek_v3_grpo_async": "deepseek_v3_grpo",
+}
+ASYNC_OWN = {
+    "deepseek_v3_grpo_async": ("actor.router_replay",),
+    "mixtral_8x22b_grpo_async": ("algorithm.adv_estimator", "algorithm.use_kl_in_reward", "actor.entropy_coeff"),
+}
 OWN = ("qwen3_30b_a3b_grpo_lora", "mixtral_8x22b_grpo_lora", "qwen25_7b_sft_lora")  # adapters that nobody published
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
@@ -87,6 +99,12 @@ PUBLISHED = {
         "grpo", 256, 16, 4, (2048, 4096), 1e-6, "", 0.0, 100, clip=(0.2, 0.28, 10.0), weight_decay=0.1, warmup=160
     ),
     "deepseek_v3_grpo": Row("grpo", 512, 128, 4, (2048, 4096), 1e-6, "loss", 0.0, 28),
+    "qwen3_30b_a3b_grpo_async": Row("grpo", 64, 64, 5, (1024, 2048), 1e-6, "loss", 0.0, 1740),
+    "deepseek_v3_grpo_async": Row("grpo", 512, 128, 4, (2048, 4096), 1e-6, "loss", 0.0, 28),
+    "qwen25_7b_dapo_interpreter": Row("grpo", 64, 16, 16, (2048, 16384), 1e-6, "", 0.0, 271, clip=(0.2, 0.28, 10.0)),
+    "qwen25_3b_gsm8k_tool": Row("grpo", 256, 256, 16, (1024, 1024), 1e-6, "loss", 0.0, 435),
+    "qwen25_3b_gsm8k_interaction": Row("grpo", 512, 512, 8, (1024, 3072), 1e-6, "loss", 0.0, 210),
+    "qwen3_30b_a3b_agent": Row("grpo", 64, 16, 16, (2048, 8192), 1e-6, "loss", 0.0, 271),  # nobody's
     **{name: Row("grpo", 64, 64, 5, (512, 1024), 3e-5, "loss", 0.001, 116) for name in ADAPTERS},
 }
 
@@ -98,7 +116,7 @@ def rl_recipe(name: str) -> RunConfig:
 
 
 def test_every_row_has_its_recipe() -> None:
-    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", *OWN, *PUBLISHED}
+    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", *OWN, *ASYNC, *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,7 +124,7 @@ def test_composes_and_validates_at_full_size(name: str) -> None:
     run = recipe(name)
     model = recipe_model(run)
     if isinstance(run, SftConfig):
-        violations = sft_violations(run) + model_sft_violations(run, model)
+        violations = run.violations() + model_offline_violations(run, model)
     else:
         violations = run_violations(run) + model_run_violations(run, {role.name: model for role in run.group_rows})
     assert violations == []
@@ -222,6 +240,25 @@ def test_hyperparameters_are_those_published(name: str) -> None:
         assert run.critic.ppo_mini_batch_size == row.mini and run.critic.cliprange_value == 0.5
 
 
+@pytest.mark.parametrize(
+    ("name", "tools", "turns", "drawn"),
+    [
+        ("qwen25_7b_dapo_interpreter", ["python"], 16, (30, 1.0, 0.6)),
+        ("qwen25_3b_gsm8k_tool", ["calc_gsm8k_reward"], 5, (1, 0.0, 1.0)),
+        ("qwen25_3b_gsm8k_interaction", [], 5, (1, 0.0, 1.0)),
+        ("qwen3_30b_a3b_agent", ["python"], 16, (30, 1.0, 0.6)),
+    ],
+)
+def test_agents_have_the_tools_and_turns_that_were_published(
+    name: str, tools: list[str], turns: int, drawn: tuple[int, float, float]
+) -> None:
+    rollout = rl_recipe(name).rollout
+    validation = rollout.val_kwargs
+    assert (rollout.agent.tools, rollout.agent.max_turns, rollout.agent.tool_parser) == (tools, turns, "hermes")
+    assert (validation.n, validation.temperature, validation.top_p) == drawn
+    assert not rl_recipe(name).reward.overlong.enable
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_are_as_published(name: str) -> None:
     lora = rl_recipe(name).actor.lora
@@ -241,6 +278,17 @@ def test_adapters_of_our_own_are_trained_as_those_that_were_published() -> None:
         assert (run.data.train_batch_size, run.rollout.n, run.actor.optim.lr) == (row.batch, row.n, row.lr)
         assert num_steps(run) == row.steps
     assert recipe(OWN[2]).actor.optim.lr == 10 * recipe("gemma2_2b_sft").actor.optim.lr
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_asynchronous_forms_draw_on_devices_of_their_own_and_train_as_their_sync_forms(name: str) -> None:
+    run, other = rl_recipe(name), rl_recipe(ASYNC[name])
+    assert (run.trainer.mode, run.trainer.placement) == (ASYNC_MODE, Placement.separate)
+    assert 1 <= run.async_.max_staleness <= 4 and run.algorithm.off_policy is OffPolicy.decoupled
+    changed = shadows.differing(as_dict(other), as_dict(run))
+    changed = [key for key in changed if key.partition(".")[0] not in ("recipe", "trainer", "rollout", "async")]
+    own = {"algorithm.off_policy", *ASYNC_OWN.get(name, ())}
+    assert set(changed) == own, "what is trained, and how, is that of the sync form"
 
 
 def test_supervised_fine_tuning_is_as_published() -> None:

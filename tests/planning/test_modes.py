@@ -101,7 +101,11 @@ def test_the_overrides_of_a_row_compose_to_what_was_simulated() -> None:
         mode = modes_of.get(row.mode.name, ASYNC)
         assert (run.rollout, run.trainer) == (row.candidate.run.rollout, replace(row.candidate.run.trainer, mode=mode))
         assert run.actor == row.candidate.run.actor
-        assert mode is not ASYNC or run.async_.max_staleness == row.mode.max_staleness
+        if mode is ASYNC:
+            assert (run.async_.max_staleness, run.async_.partial_rollout) == (
+                row.mode.max_staleness,
+                row.mode.in_flight,
+            )
 
 
 def test_what_pays_is_said_and_why() -> None:

@@ -81,6 +81,9 @@ def test_the_death_of_an_engine_that_leaves_is_nobodys_error() -> None:
         engines[0].dead.set()
         await draining
         assert pool.death is None and whole(await drawing)
+        pool.retire(engines[1])  # type: ignore[arg-type]
+        pool.loads[0].death = DeadEngineError("1 died")
+        assert pool.death is None, "nobody is to restart it"
 
     asyncio.run(run())
 

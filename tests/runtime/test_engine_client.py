@@ -321,7 +321,8 @@ def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None
         with pytest.raises(DeadEngineError, match="engine 3 died while asked for its version: its worker was killed"):
             await engine.version()
         before = list(engine._workers)
-        await engine.start_update()  # by an updater that has not heard of it
+        with pytest.raises(DeadEngineError):
+            await engine.start_update()  # by an updater that has not heard of it, so that it would stand for ever
         begun = time.perf_counter()
         await engine.restart()
         assert engine.lane.state is None, "the dead process draws and stands no more"

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from mcore_rl.config.engine import Device
+from mcore_rl.config.lora import LoraConfig, PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
@@ -32,6 +33,7 @@ from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.routed import RoutedTransport
 from mcore_rl.sync.transport import Transport
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.messages import MessagePart
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.sites import Sites
@@ -64,7 +66,15 @@ class _Rank:
         self.real: dict[tuple[int, str], torch.Tensor] = {}
 
     def build(
-        self, name: str, model: ModelConfig, layout: str, weights: Path, rollout: str, transport: Transport
+        self,
+        name: str,
+        model: ModelConfig,
+        layout: str,
+        weights: Path,
+        rollout: str,
+        transport: Transport,
+        lora: LoraConfig | None,
+        form: PublishedLora,
     ) -> None:
         from mcore_rl.training.model import DTYPES
         from tests.support import engines
@@ -72,7 +82,10 @@ class _Rank:
         self.leave()
         self.groups = self.stack.enter_context(engines.groups_of(layout))
         self.table = Table(FAMILIES[name], model, parse_layout(layout), self.rank.world_size)
-        self.engine = engines.build(self.groups, model, layout=layout, trainable=False, load=self._loader(weights))
+        self.adapters = AdapterTable(self.table, lora) if lora else None
+        self.engine = engines.build(
+            self.groups, model, layout=layout, trainable=False, load=self._loader(weights), adapters=self.adapters
+        )
         self.publisher = Publisher(
             self.engine.models,
             self.table,
@@ -81,6 +94,7 @@ class _Rank:
             transport,
             dtype=DTYPES[precision_of(name)],
             bucket_bytes=BUCKET_BYTES,
+            adapters=self.adapters if form is PublishedLora.adapter else None,
         )
 
     def _loader(self, weights: Path) -> Any:
@@ -92,6 +106,16 @@ class _Rank:
 
     def load(self, weights: Path) -> None:
         self.engine.load_weights(self._loader(weights))
+
+    def adapt(self, seed: int, directory: Path, base: Path) -> None:
+        """Takes adapters that ``seed`` decides, and writes them as PEFT does."""
+        from mcore_rl.checkpoints.peft import save_peft
+        from tests.support import adapters
+
+        assert self.adapters is not None
+        weights = {name: (1 + seed) * tensor for name, tensor in adapters.drawn(self.adapters).items()}
+        adapters.load(self.engine.models, self.adapters, self.rank.rank, weights)
+        save_peft(self.engine.models, self.adapters, self.rank.rank, directory, str(base))
 
     def export(self, directory: Path, source: Path) -> None:
         """As a Hugging Face checkpoint, with the files that stand beside the weights in ``source``."""
@@ -237,8 +261,13 @@ class LiveTrainers:
         weights: Path,
         rollout: str,
         over: Callable[[Address], Transport] = over_gloo,
+        lora: LoraConfig | None = None,
+        form: PublishedLora = PublishedLora.merged,
     ) -> None:
-        """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own."""
+        """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own.
+
+        lora, form: the adapters that they train, and in which form these are published.
+        """
         self.channel = f"channel{next(self._channels)}"
         address = Address(
             store=self.store.access,
@@ -246,7 +275,7 @@ class LiveTrainers:
             num_trainers=NUM_RANKS,
             num_rollout=parse_rollout_layout(rollout).world_size,
         )
-        await self.order("build", name, model, layout, weights, rollout, over(address))
+        await self.order("build", name, model, layout, weights, rollout, over(address), lora, form)
 
     async def stumbling(self) -> None:
         """Return once a rank that was told to stumble does."""

@@ -21,6 +21,7 @@ PART = (("-0.1", "0", "1.1"), ("0.5", "1"))  # not nothing
 COEFFICIENT = (("-1", "-1e-9"), ("0", "0.001", "1"))
 POSITIVE = (("0", "-1"), ("0.001", "1", "20"))
 ANY = ((), ("-1", "0", "0.5", "2"))
+PORT = (("-1", "65536"), ("0", "8000", "65535"))
 RANKS = (("0", "-1", "99999999999"), ("1", "8"))
 TEMPERATURE = (("-0.1", "-1", "0.001"), ("0", "0.6", "1", "2"))
 TOP_K = (("0", "-2"), ("-1", "1", "50"))
@@ -52,8 +53,16 @@ ROLE = {
     "parallel.vpp": RANKS,
     "seed": SEED,
 }  # fmt: skip
-ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE}
+ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE, "lora.dropout": (("-0.1", "0.05", "1"), ("0",))}
 TRAINED = ADAPTED | {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
+PREFERENCE = {
+    "beta": POSITIVE,
+    "desirable_weight": POSITIVE,
+    "gamma": COEFFICIENT,
+    "label_smoothing": (("-0.1", "0.5", "1"), ("0", "0.1", "0.49")),
+    "sft_coef": COEFFICIENT,
+    "undesirable_weight": POSITIVE,
+}
 SERVING = {
     "dp": RANKS,
     "ep": RANKS,
@@ -130,6 +139,10 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.agent.max_tool_s": SECONDS,
     "rollout.agent.max_turn_tokens": COUNT,
     "rollout.agent.max_turns": COUNT,
+    "rollout.agent.program.max_parallel": COUNT,
+    "rollout.agent.program.port": PORT,
+    "rollout.agent.program.timeout_s": SECONDS,
+    "rollout.agent.search_results": COUNT,
     "rollout.agent.tool_reward_coef": COEFFICIENT,
     "rollout.agent.tool_timeout_s": SECONDS,
     "rollout.max_prompt_length": COUNT,
@@ -174,6 +187,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.watchdog.least_s": SECONDS_OR_0,
     "trainer.watchdog.limit_s": SECONDS_OR_0,
     **{f"{role}.{key}": values for role in ("actor", "critic") for key, values in (ROLE | TRAINED).items()},
+    **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
     **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},
 }
 CLUSTER = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -32,6 +33,7 @@ SMALLER = (
     *(f"rollout.{key}" for key in (
         "max_prompt_length", "max_response_length", "n", "val_kwargs.n", "tp", "dp", "ep", "dtype", "device",
         "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "enforce_eager",
+        "stop_token_ids", "agent.tool_parser", "agent.max_turns",
     )),
     *(f"reward_model.{key}" for key in ("device", "dtype", "enforce_eager")),
     *(f"trainer.{key}" for key in (
@@ -47,6 +49,15 @@ LAYERS = 4  # one for each chunk of two stages of two
 PROMPTS, SAMPLES = 4, 2
 PROMPT_TOKENS, RESPONSE_TOKENS = 208, 16
 FAMILIES = ("deepseek_v3", "gemma2", "llama", "mixtral", "qwen2", "qwen3_moe")
+# What an agent's tokens after a prompt need: some turns of a random model, and what others say between them.
+AGENT_PROMPT_TOKENS, AGENT_TOKENS, AGENT_TURNS = 640, 640, 3
+# A random model writes no call: one is read in what it says by its length.
+PARSER = """
+def read_calls(text):
+    calls = [{"name": "calc_gsm8k_reward", "arguments": {"answer": str(len(text))}}]
+    calls += [{"name": "python", "arguments": {"code": f"print({len(text)} * 7)"}}]
+    return calls[:1] if len(text) % 2 else calls[1:]
+"""
 # A random model answers nothing right: with the grader's verdict alone all rewards would be 0.
 REWARD = """
 from mcore_rl.config.reward import RewardConfig
@@ -81,6 +92,7 @@ def write_task(directory: Path) -> Path:
             pad_token_id=tokenizer.pad_token_id,
         )
     (directory / "reward.py").write_text(REWARD)
+    (directory / "parser.py").write_text(PARSER)
     return directory
 
 
@@ -111,7 +123,27 @@ def shadow(run: RunConfig | SftConfig, family: str, task: Path, directory: Path)
     if isinstance(run, SftConfig):
         warmup = f"actor.optim.lr_warmup_steps={min(run.actor.optim.lr_warmup_steps, STEPS - 1)}"
         return [*overrides, f"data.max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", warmup]
-    return [*overrides, *_of_run(run, world_size), f"custom_reward_function.path={task}/reward.py"]
+    agent = _of_agent(run, task) if has_agent(run) else []
+    return [*overrides, *_of_run(run, world_size), *agent, f"custom_reward_function.path={task}/reward.py"]
+
+
+def has_agent(run: RunConfig | SftConfig) -> bool:
+    """Whether the rows of a recipe are an agent's."""
+    return isinstance(run, RunConfig) and run.rollout.agent != AgentConfig()
+
+
+def _of_agent(run: RunConfig, task: Path) -> list[str]:
+    """Half of the tokens end a turn, so that there are several; calls are read by a parser of the shadow's."""
+    ends = ",".join(map(str, range(3, 512, 2)))
+    parser = [f"rollout.agent.tool_parser={task}/parser.py:read_calls"] if run.rollout.agent.tools else []
+    return [
+        f"data.max_prompt_length={AGENT_PROMPT_TOKENS}",
+        f"data.max_response_length={AGENT_TOKENS}",
+        "actor.microbatch_tokens=2048",
+        f"rollout.stop_token_ids=[{ends}]",
+        f"rollout.agent.max_turns={AGENT_TURNS}",
+        *parser,
+    ]
 
 
 def _of_run(run: RunConfig, world_size: int) -> list[str]:

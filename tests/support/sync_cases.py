@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
@@ -82,6 +83,7 @@ def engine(
     wait: bool = True,
     cores: Sequence[int] | None = None,
     node: EngineNode = ONE_NODE,
+    adapters: EngineAdapters | None = None,
 ) -> EngineProcess:
     """A real vLLM in a process of its own, in ``dtype``; or its part on ``node``."""
     layout = parse_rollout_layout(rollout)
@@ -101,6 +103,7 @@ def engine(
         cores=cores,
         extension=WEIGHT_RECEIVER,
         awaits_weights=awaits_weights,
+        adapters=adapters,
         node=node,
         wait=wait,
     )

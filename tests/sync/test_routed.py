@@ -110,14 +110,14 @@ def send(transport: RoutedTransport, rank: int, dies: bool) -> None:
 def receive(transport: RoutedTransport, rank: int) -> None:
     plan = plan_for(transport.sites)
     rounds = Rounds(plan, MAX_BYTES)
-    receiving = transport.incoming(4 * MAX_BYTES, rank, rounds)
-    messages = rounds.messages_to(rank)
+    receiving = transport.incoming(4 * MAX_BYTES, rank)
+    messages, mine = rounds.messages_to(rank), rounds.of(4 + rank)
     try:
         for version in range(1, UPDATES + 1):
             receiving.begin(version)
             tensors = {t.name: np.zeros(plan.rollout.shape(t), dtype=np.int64) for t in plan.rollout.tensors(rank)}
             wanted = [(message.source_rank, message.num_bytes) for message in messages]
-            for message, data in zip(messages, receiving.messages(wanted), strict=True):
+            for message, data in zip(messages, receiving.messages(wanted, mine), strict=True):
                 for part in message.parts:
                     values = data[part.begin : part.begin + part.num_bytes].view(torch.int64).numpy()
                     tensors[part.target][index(part.target_slice, part.slot)] = values.reshape(part.target_slice.shape)
@@ -173,12 +173,12 @@ def take_part_on_devices(member: int, transport: RoutedTransport, careless: bool
             outgoing.members.meet("applied")
         else:
             rank = member - 4
-            receiving = transport.incoming(4 * MAX_BYTES, rank, rounds)
+            receiving = transport.incoming(4 * MAX_BYTES, rank)
             receiving.begin(1)
             messages, wrong = rounds.messages_to(rank), 0
             direct = direct_tensors(plan.rollout, rank, tracer.checkpoint)
             wanted = [(message.source_rank, message.num_bytes) for message in messages]
-            for message, data in zip(messages, receiving.messages(wanted), strict=True):
+            for message, data in zip(messages, receiving.messages(wanted, rounds.of(member)), strict=True):
                 for part in message.parts:
                     values = data[part.begin : part.begin + part.num_bytes].view(torch.int64)
                     expected = torch.from_numpy(direct[part.target][index(part.target_slice, part.slot)].copy())

@@ -61,13 +61,16 @@ def test_a_request_is_answered_until_it_is_done_and_leaves_nothing(run_dir: Path
 
 
 def test_what_was_asked_of_an_earlier_run_is_not_done(run_dir: Path) -> None:
-    path = write(run_dir, msgspec.json.encode(EngineRequest(owner=token(run_dir), add=1)))
-    mailbox = EngineMailbox(run_dir)
-    assert not path.exists() and list(mailbox.requests()) == [], "it was there before this run"
+    stale = write(run_dir, b"{}", "answer-1.json")
     write(run_dir, msgspec.json.encode(EngineRequest(owner="0123456789abcdef", add=1)))
+    mailbox = EngineMailbox(run_dir)
     ((_, why),) = mailbox.requests()
+    assert not stale.exists()
     assert isinstance(why, str) and "has ended" in why
     assert list(mailbox.requests()) == [], "it is told once"
+    write(run_dir, msgspec.json.encode(EngineRequest(owner=token(run_dir), add=1)), "ask-2.json")
+    ((name, request),) = EngineMailbox(run_dir).requests()
+    assert (name, request) == ("2.json", EngineRequest(owner=token(run_dir), add=1)), "asked while the run began again"
 
 
 @pytest.mark.parametrize(

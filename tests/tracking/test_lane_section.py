@@ -78,7 +78,7 @@ def test_an_engine_that_joins_has_the_share_of_the_time_since(tmp_path: Path) ->
     seconds = rows[-1]["seconds"]
     rows[-1]["lanes"]["engine <7>"] = [["drawing", 0.0, seconds / 2]]
     (path / LANES).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = words(section(path))
-    assert "engine <7>" in found
+    said = words(section(path))
+    assert "engine <7>" in said
     (body,) = section(path).iter("tbody")
     assert [cell.text for cell in [*body.iter("tr")][-1].iter("td")][-1] == "50.0%"

@@ -89,6 +89,18 @@ def test_a_state_goes_on_in_the_next_step() -> None:
     assert engine.take(103.0, 104.0) == () and engine.seconds == {}
 
 
+def test_what_was_before_a_run_is_not_of_its_first_step() -> None:
+    engine, clock = lane()
+    with engine.within(State.drawing):
+        clock.now += 50.0
+    clock.now += 1.0
+    engine.take(clock.now, clock.now)
+    with engine.within(State.drawing):
+        clock.now += 2.0
+    assert engine.take(151.0, 153.0) == (LaneSpan(State.drawing, 0.0, 2.0),)
+    assert engine.seconds == {State.drawing: 2.0}
+
+
 def test_a_restart_forgets_what_the_dead_process_had_begun() -> None:
     engine, clock = lane()
     engine.begin(State.drawing, "call")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from operator import add, floordiv, mod, mul, sub, truediv
 from typing import Any
@@ -25,7 +25,8 @@ SCHEMA = ToolSchema(
         },
     },
 )
-OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
+Operators = Mapping[type[ast.operator], Callable[[Fraction, Fraction], Any]]
+OPERATORS: Operators = {
     ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod,
 }  # fmt: skip
 MAX_LENGTH = 500  # characters of an expression
@@ -46,13 +47,16 @@ class Calculator(EpisodeTool):
             return ToolResult(text=f"Error: {error}", failed=True)
 
 
-def evaluated(expression: str) -> Fraction:
-    """The value of an arithmetic expression.  ValueError: it is none, divides by zero, or is too large."""
+def evaluated(expression: str, more: Operators | None = None) -> Fraction:
+    """The value of an arithmetic expression.  more: operators besides ``OPERATORS``.
+
+    ValueError: it is none, divides by zero, or is too large.
+    """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, and may have {MAX_LENGTH}")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression).replace("^", "**")
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body, text.strip())
+        return _value(ast.parse(text.strip(), mode="eval").body, text.strip(), {**OPERATORS, **(more or {})})
     except SyntaxError:
         raise ValueError(f"{expression!r} is no arithmetic expression") from None
     except ZeroDivisionError:
@@ -71,25 +75,27 @@ def written(value: Fraction) -> str:
         return str(value.numerator // value.denominator)
 
 
-def _value(node: ast.expr, text: str) -> Fraction:
+def _value(node: ast.expr, text: str, operators: Operators) -> Fraction:
     if isinstance(node, ast.Constant):
         number = ast.get_source_segment(text, node) or ""
         if _NUMBER.fullmatch(number) is None:
             raise ValueError(f"{number[:80]} is no number that can be calculated with")
         return Fraction(number.rstrip(".") or "0")
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        value = _value(node.operand, text)
+        value = _value(node.operand, text, operators)
         return value if isinstance(node.op, ast.UAdd) else -value
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, text), _value(node.right, text)
-        return _limited(_power(left, right) if isinstance(node.op, ast.Pow) else _applied(node.op, left, right))
+        left, right = _value(node.left, text, operators), _value(node.right, text, operators)
+        if isinstance(node.op, ast.Pow):
+            return _limited(_power(left, right))
+        return _limited(_applied(node.op, left, right, operators))
     raise ValueError(f"{(ast.get_source_segment(text, node) or '')[:80]!r} is no arithmetic on numbers")
 
 
-def _applied(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    if type(operator) not in OPERATORS:
+def _applied(operator: ast.operator, left: Fraction, right: Fraction, operators: Operators) -> Fraction:
+    if type(operator) not in operators:
         raise ValueError("the operators are + - * / // % **")
-    return Fraction(OPERATORS[type(operator)](left, right))
+    return Fraction(operators[type(operator)](left, right))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

@@ -59,6 +59,7 @@ class DeviceSharing:
         engines: the rollout engines, which generate while they have the devices.
         weights: is told when the engines drop their weights.
         restarter: restarts an engine that dies while it wakes up or goes to sleep.
+        keep_base: the engines apply adapters to weights that they receive once, and keep these in host memory.
         reward_model: its engines are awake while the rollout's are; asleep, they keep their weights in host memory.
     """
 
@@ -70,10 +71,13 @@ class DeviceSharing:
         weights: WeightSync,
         restarter: EngineRestarter,
         reward_model: RewardModel | None = None,
+        *,
+        keep_base: bool = False,
     ) -> None:
         self._is_shared = placement is Placement.colocated
         self._actor, self._engines, self._weights, self._restarter = actor, engines, weights, restarter
         self._reward_model = reward_model
+        self._dropping = KEEP_WEIGHTS if keep_base else DROP_WEIGHTS
         self._turn, self._is_trainers = asyncio.Lock(), False  # held in the trainer's turn, and in ``engines_turn``
 
     @asynccontextmanager
@@ -116,7 +120,7 @@ class DeviceSharing:
             await self._restarter.repeat(partial(self._engines.wake, EngineMemory.kv_cache))
             if self._restarter.num_restarts == num_restarts:
                 break
-            await self._restarter.repeat(partial(self._engines.sleep, DROP_WEIGHTS))  # a new engine has none of ours
+            await self._restarter.repeat(partial(self._engines.sleep, self._dropping))  # a new engine has none of ours
             self._weights.engines_dropped_theirs()
         if self._reward_model is not None:
             await self._reward_model.wake()
@@ -138,6 +142,6 @@ class DeviceSharing:
             return
         if self._reward_model is not None:
             await self._reward_model.sleep()
-        await self._restarter.repeat(partial(self._engines.sleep, KEEP_WEIGHTS if keep_weights else DROP_WEIGHTS))
+        await self._restarter.repeat(partial(self._engines.sleep, KEEP_WEIGHTS if keep_weights else self._dropping))
         if not keep_weights:
             self._weights.engines_dropped_theirs()

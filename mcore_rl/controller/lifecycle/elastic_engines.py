@@ -135,6 +135,10 @@ class ElasticEngines:
             await self.do(request, say)
         except ConfigError as error:
             mailbox.answer(name, EngineAnswer(state="refused", lines=(*lines, str(error)), engines=self.rows()))
+        except BaseException:
+            again = "The run ended, or begins again because a training process died, before this was done. Ask again"
+            mailbox.answer(name, EngineAnswer(state="refused", lines=(*lines, again)))
+            raise
         else:
             mailbox.answer(name, EngineAnswer(state="done", lines=tuple(lines), engines=self.rows()))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.errors import DeadWorkerError
 from mcore_rl.rollout.pool import EnginePool
@@ -111,12 +112,14 @@ class Kept:
 class LivingEngines:
     """Keeps Ray and engines on devices of their own while a run begins again because a training process died.
 
-    A context manager, which ends what is kept.  stack: closes it.
+    A context manager, which ends what is kept.  stack: closes it.  left: what was drawn and not trained when the last
+    attempt ended.
     """
 
     def __init__(self) -> None:
         self.stack = AsyncExitStack()
         self.kept: Kept | None = None
+        self.left: KeptDraws | None = None
         self.num_attempts = 0
 
     async def __aenter__(self) -> LivingEngines:

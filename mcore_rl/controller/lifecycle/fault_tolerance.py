@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import stop_explained, warn
 from mcore_rl.controller.lifecycle.preemption import Preempted
@@ -24,7 +24,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints, 
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.runtime.engine_client import EngineClient
 
-C = TypeVar("C", RunConfig, SftConfig)
+C = TypeVar("C", bound=RunConfig | OfflineConfig)
 T = TypeVar("T")
 ANSWER_S = 30.0  # the time limit for an engine to prove that it is alive
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0

@@ -18,6 +18,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Mode
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.resume_check import JUDGES, Identity
+from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.controller.rollouts.kept_draws import FILE, KeptDraws, read_kept
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.episodes import VersionSpan
@@ -63,8 +64,9 @@ def kept_rollouts(
     kept, before = found
     again = f"{checkpoint / FILE} has rollouts that were drawn and not trained. Their prompts are drawn again:"
     mode = config.trainer.mode
-    if kept.mode is not mode or not trains_stale(config):
-        note(f"{again} they are of trainer.mode={kept.mode.value}, which now is {mode.value}, or waits for each step")
+    if not trains_stale(config) or (kept.batch is None) == (mode is Mode.one_step_off):
+        what = "groups of any age" if kept.batch is None else "a batch for the next step"
+        note(f"{again} they are {what}, and trainer.mode={mode.value} as it is written draws none")
         return None
     keys = sorted(before.keys() | settings.keys())
     if other := [key for key in keys if before.get(key) != settings.get(key)]:
@@ -75,6 +77,30 @@ def kept_rollouts(
         problem = f"{FILE} has tokens of version {newest}, and the checkpoint is of step {step}"
         raise CheckpointError(str(checkpoint), [f"{problem}. Resume from another step"])
     return replace(kept, num_trained=step * config.data.train_batch_size)
+
+
+def with_progress(kept: KeptDraws, later: KeptDraws, step: int) -> KeptDraws:
+    """``kept`` of the checkpoint of ``step``, with what was drawn of its groups until the trainer died.
+
+    later: of the attempt that ended.  Tokens of weights that the trainer made after ``step`` do not count: it will not
+    make the same ones again.
+    """
+    drawn = {(each.facts["ordinal"], each.row.id, each.row.epoch): each for each in later.groups}
+
+    def best(group: DrawnGroup) -> DrawnGroup:
+        other = drawn.get((group.facts["ordinal"], group.row.id, group.row.epoch))
+        if other is None or group.episodes or other.facts["oldest"] > step:
+            return group
+        newest = max((span.version for span in _spans(replace(later, groups=(other,), batch=None))), default=0)
+        further = bool(other.episodes) or _num_tokens(other) > _num_tokens(group)
+        return other if further and newest <= step else group
+
+    return replace(kept, groups=tuple(map(best, kept.groups)))
+
+
+def _num_tokens(group: DrawnGroup) -> int:
+    """Of the samples of an unfinished group."""
+    return sum(len(sample.tokens) for _, sample in group.samples)
 
 
 def _spans(kept: KeptDraws) -> Iterator[VersionSpan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +10,23 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import open_peft
 from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
+from mcore_rl.data.packing import budget_violations, padded_length
 from mcore_rl.errors import Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.context import padded_lengths, rows_multiple
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, target_violations
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_violations
+from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
 
@@ -32,7 +37,7 @@ def demand_weights(directory: Path, head: Head) -> None:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
 
 
-def adapter_violations(config: RunConfig | SftConfig) -> Iterator[Violation]:
+def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]:
     """Adapters of layers that the models of the roles do not have.
 
     Raises CheckpointError as ``open_peft`` does for the adapters that a role begins with.
@@ -43,10 +48,23 @@ def adapter_violations(config: RunConfig | SftConfig) -> Iterator[Violation]:
             family, model = model_of(read_config(Path(config.weights_of(role))))
             table, prefix = Table(family, model, head=role.head), f"{role.name}.lora."
             wrong = list(target_violations(of_role.lora, table, prefix))
+            if role.publishes and isinstance(config, RunConfig) and config.rollout.lora is PublishedLora.adapter:
+                wrong += published_violations(of_role.lora, table, prefix)
             yield from wrong
             if of_role.lora.path and not wrong:
                 with open_peft(Path(of_role.lora.path), AdapterTable(table, of_role.lora)):
                     pass
+
+
+def engine_adapters(config: RunConfig) -> EngineAdapters | None:
+    """The adapters that the rollout engines apply; None: they hold whole weights."""
+    lora, rollout = config.actor.lora, config.rollout
+    if not lora.rank or rollout.lora is PublishedLora.merged:
+        return None
+    family, model = model_of(read_config(Path(config.model_directory)))
+    return RolloutAdapterTable(
+        RolloutTable(family, model, rollout.layout), AdapterTable(Table(family, model), lora)
+    ).engine_adapters
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:
@@ -121,7 +139,20 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
     return [Violation("actor.kl_loss_type", "full", problem, remedy)]
 
 
-def model_sft_violations(config: SftConfig, model: ModelConfig) -> list[Violation]:
+def unit_violations(config: OfflineConfig, units: Sequence[Sequence[int]]) -> Iterator[Violation]:
+    """Rows whose sequences, which one microbatch must hold together, do not fit into one.
+
+    units: of each row, the tokens of its sequences.
+    """
+    parallel, tokens = config.actor.parallel, config.actor.microbatch_tokens
+    if tokens is None or not units:
+        return
+    multiple = rows_multiple(parallel.cp, parallel.tp)
+    costs = [padded_length(sum(padded_lengths(unit, parallel.cp)), multiple) for unit in units]
+    yield from budget_violations(costs, tokens, f"{config.trained.name}.microbatch_tokens", "row")
+
+
+def model_offline_violations(config: OfflineConfig, model: ModelConfig) -> list[Violation]:
     """Every reason why ``model`` cannot be trained as ``config`` says."""
     parallel, world = config.actor.parallel, config.trainer.world_size
     violations = list(_layout_violations(model, config.actor, world, "actor"))

@@ -13,6 +13,7 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
@@ -27,7 +28,6 @@ from mcore_rl.config.roles import (
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.messages import warn
@@ -97,7 +97,7 @@ class Prepared(PreparedRun):
 
 
 def to_resume(
-    config: RunConfig | SftConfig, identity: Identity, sampler: PromptSampler
+    config: RunConfig | OfflineConfig, identity: Identity, sampler: PromptSampler
 ) -> tuple[Path | None, Progress]:
     """The checkpoint to resume from, if any; moves ``sampler`` to its place, and notes where ``identity`` differs."""
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
@@ -109,7 +109,7 @@ def to_resume(
     return checkpoint, progress
 
 
-def weights_of_roles(config: RunConfig | SftConfig) -> dict[str, Path]:
+def weights_of_roles(config: RunConfig | OfflineConfig) -> dict[str, Path]:
     """The Hugging Face checkpoints of the roles' first weights, by the configuration keys that name them."""
     return {
         (role.weights if role.weights and config.has_weights(role) else "model.path"): Path(config.weights_of(role))
@@ -178,8 +178,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     }
     violations = [*model_run_violations(config, models), *adapter_violations(config)]
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
-    records = config.trainer.replay is not None  # its engines were other ones
-    violations += replay_model_violations(config, policy, None if records else why_unrecorded(platform))
+    violations += replay_model_violations(config, policy, None if config.trainer.replay else why_unrecorded(platform))
     encoder = None
     if config.reward_model.enable:
         violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
@@ -191,17 +190,14 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    agents = AgentRunner(
+        config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
+        config.data.max_prompt_length,
+    )  # fmt: skip
     train, validation = _prompts(config, tokenizer, agents)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
-    num_steps = 0
-    if train is not None:
-        num_steps = config.trainer.total_training_steps or 0
-        per_epoch = sampler.batches_per_epoch(data.train_batch_size)
-        if data.gen_batch_size is not None:
-            sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
-        num_steps = num_steps or per_epoch * config.trainer.total_epochs
+    num_steps = 0 if train is None else _num_steps(config, sampler)
     refuse_if_any(list(schedule_violations(config, num_steps)))
     trained = [role.name for role in config.role_rows if role.trains]
     identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
@@ -209,9 +205,6 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
         kl.load_state_dict(progress.kl)
-    settings, kept = draw_settings(config, identity), None
-    if checkpoint is not None and train is not None and config.trainer.replay is None:
-        kept = kept_rollouts(checkpoint, progress.step, config, settings, train)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
@@ -226,10 +219,28 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         encoder=encoder,
         agents=agents,
         data_sources=data_sources,
-        draw_settings=settings,
-        kept=kept,
+        draw_settings=(settings := draw_settings(config, identity)),
+        kept=_kept(config, checkpoint, progress.step, settings, train),
         settings_sum=settings_sum(identity),
     )
+
+
+def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:
+    """Of the whole run.  ConfigError: there are fewer prompts than a batch takes."""
+    data, trainer = config.data, config.trainer
+    per_epoch = sampler.batches_per_epoch(data.train_batch_size)
+    if data.gen_batch_size is not None:
+        sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
+    return trainer.total_training_steps or per_epoch * trainer.total_epochs
+
+
+def _kept(
+    config: RunConfig, checkpoint: Path | None, step: int, settings: dict[str, Any], train: PromptSet | None
+) -> KeptDraws | None:
+    """``Prepared.kept``; a replay has a record in its place."""
+    if checkpoint is None or train is None or config.trainer.replay is not None:
+        return None
+    return kept_rollouts(checkpoint, step, config, settings, train)
 
 
 def _prompts(

@@ -20,7 +20,9 @@ from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.engine_set import EngineSet, LivingEngines, Member, layout_of
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
+from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
+from mcore_rl.controller.lifecycle.model_checks import engine_adapters
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.replay_check import keep_identity
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
@@ -32,7 +34,7 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.controller.training_run import begin_records, open_directory
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind
@@ -56,6 +58,8 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
     platform, living = detect(config.trainer.device), living or LivingEngines()
     config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
+    if prepared.kept is not None and living.left is not None:
+        prepared = replace(prepared, kept=with_progress(prepared.kept, living.left, prepared.progress.step))
     config = scheduled(config, prepared.num_steps)
     trainer, policy = config.trainer, config.policy.name
     async with AsyncExitStack() as stack:
@@ -76,7 +80,10 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         engine_set = EngineSet(kept.members, pool, restarter, updater, layout, connect)
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq, engine_set)
-        devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, kept.reward_model)
+        devices = DeviceSharing(
+            trainer.placement, groups[policy], pool, weights, restarter, kept.reward_model,
+            keep_base=engine_adapters(config) is not None,
+        )  # fmt: skip
         elastic = ElasticEngines(start.directory, start.newcomers(kept, living), engine_set, pool, weights, devices)
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
@@ -95,11 +102,14 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         if trainer.record_rollouts:
             keep_identity(prepared.identity, start.directory)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, elastic, ahead)
-        run.lanes = engine_set.lanes
-        tracker.watch(run.lanes)
+        run.watch(engine_set.lanes)
         stack.push_async_callback(run.saver.close)
         stack.push_async_callback(run.recorder.close)
-        yield run
+        try:
+            yield run
+        except DeadWorkerError:
+            living.left = run.rollouts.kept
+            raise
 
 
 async def _restart_dead(pool: EnginePool, restarter: EngineRestarter, death: DeadEngineError) -> None:
@@ -136,7 +146,7 @@ async def _connect(
     config = replace(config, rollout=replace(config.rollout, dp=layout.dp))
     transport = weight_transport(config, platform, places, store, f"weights/{attempt}")
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
-    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES)
+    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES, config.rollout.lora)
 
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:

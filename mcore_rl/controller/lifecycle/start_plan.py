@@ -10,8 +10,8 @@ import psutil
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.parallel.device import Platform, have_transformer_engine, num_cores
@@ -25,7 +25,7 @@ from mcore_rl.tracking.secrets import redact
 PLAN = "plan.json"
 
 
-def forecast(config: RunConfig | SftConfig, platform: Platform, models: Mapping[str, ModelConfig]) -> Plan:
+def forecast(config: RunConfig | OfflineConfig, platform: Platform, models: Mapping[str, ModelConfig]) -> Plan:
     """The plan of ``config`` on machines like this one, with ``platform``.
 
     Shows a line of it, and its notes as warnings.

@@ -18,6 +18,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.elastic_engines import Starting
 from mcore_rl.controller.lifecycle.engine_set import Kept, LivingEngines, Member
 from mcore_rl.controller.lifecycle.messages import note
+from mcore_rl.controller.lifecycle.model_checks import engine_adapters
 from mcore_rl.controller.lifecycle.preparation import Prepared, models_of
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand
@@ -142,7 +143,7 @@ class Start:
         directory, rollout = Path(self.config.model_directory), self.config.served_rollout
         return await start_engines(
             directory, rollout, bundles, self.platform, self._logs, stack, trainers, awaits_weights=True,
-            watchdog=watchdog, joins=joins,
+            adapters=engine_adapters(self.config), watchdog=watchdog, joins=joins,
         )  # fmt: skip
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform
@@ -20,7 +20,7 @@ from mcore_rl.runtime.train_worker import RoleSpec
 
 
 async def start_roles(
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     checkpoint: Path | None,
     places: Places,
     platform: Platform,
@@ -45,7 +45,7 @@ async def start_roles(
 
 async def _start_role(
     role: Role,
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     checkpoint: Path | None,
     places: Places,
     platform: Platform,

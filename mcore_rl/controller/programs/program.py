@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import sft_violations
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
@@ -48,7 +47,7 @@ async def run_program(
     Returns:
         The exit code: 0, or ``REQUEUE`` if a signal or a callback made the run leave before its end.
     """
-    refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else sft_violations(config))
+    refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else config.violations())
     directory = Path(config.trainer.default_local_dir).resolve()
     owner = RunOwner(directory, say=note)
 

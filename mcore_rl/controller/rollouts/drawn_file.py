@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
 )
 # Gives the prompt with a number, as it is drawn in an epoch.
 RowOf = Callable[[int, int], PromptRow]
-Asked = tuple[int, ...]  # the tokens of a request
+AskedTokens = tuple[int, ...]  # the tokens of a request
 
 
 class DrawnFileError(Exception):
@@ -60,7 +60,7 @@ class DrawnGroup:
 
     row: PromptRow
     episodes: tuple[Episode, ...] = ()
-    samples: tuple[tuple[Asked, Sample], ...] = ()
+    samples: tuple[tuple[AskedTokens, Sample], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ def read_drawn(path: Path, row_of: RowOf) -> tuple[dict[str, Any], list[DrawnGro
             raise DrawnFileError(f"is of format {meta['format']}, and this version reads {FORMAT}")
         rows = [_row(each, row_of) for each in meta["groups"]]
         episodes: list[list[Episode]] = [[] for _ in rows]
-        samples: list[list[tuple[Asked, Sample]]] = [[] for _ in rows]
+        samples: list[list[tuple[AskedTokens, Sample]]] = [[] for _ in rows]
         for kind, place, index, asked, tokens, logprobs, experts, rest in _records(table):
             values = json.loads(rest)
             if kind == EPISODE:
@@ -160,6 +160,7 @@ def _episode_rest(episode: Episode) -> dict[str, Any]:
         "score": None if episode.score is None else asdict(episode.score),
         "agent": None if episode.agent is None else asdict(episode.agent),
         "pair": episode.pair,
+        "part": episode.part,
         "experts": None if experts is None else [str(experts.dtype), *experts.shape],
         "segments": [
             {
@@ -170,6 +171,7 @@ def _episode_rest(episode: Episode) -> dict[str, Any]:
                 "versions": _spans(each.versions),
                 "reward": each.reward,
                 "text": each.text,
+                "tool_s": each.tool_s,
             }
             for each in episode.segments
         ],
@@ -195,10 +197,12 @@ def _episode(
                 versions=_versions(each["versions"]),
                 reward=each["reward"],
                 text=each["text"],
+                tool_s=each["tool_s"],
             )
         )
     assert (at, scored) == (len(tokens), len(logprobs)), f"{rest['prompt_id']}: its segments are not all of its tokens"
-    if tuple(segments[0].tokens.tolist()) != tuple(row.tokens):
+    own_prompt = agent is not None and agent["begins"]  # a user's program writes its prompts itself
+    if not own_prompt and tuple(segments[0].tokens.tolist()) != tuple(row.tokens):
         raise DrawnFileError(f"is of other data, or another tokenizer or template: {row.id} has other tokens here")
     return Episode(
         row=row,
@@ -211,6 +215,7 @@ def _episode(
         experts=_experts(experts, rest["experts"]),
         agent=None if agent is None else AgentCounts(**agent),
         pair=rest["pair"],
+        part=rest["part"],
     )
 
 

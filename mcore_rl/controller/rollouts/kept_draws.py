@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.trainer import Mode
 from mcore_rl.controller.rollouts.drawn_file import DrawnFileError, DrawnGroup, RowOf, read_drawn, write_drawn
 from mcore_rl.controller.step.rollout_collection import DroppedGroup, RolloutBatch
 from mcore_rl.errors import CheckpointError
@@ -21,9 +20,8 @@ FILE = "drawn.parquet"
 
 @dataclass(frozen=True, kw_only=True)
 class KeptDraws:
-    """Groups of ``trainer.mode=async``, or the batch of the next step that ``one_step_off`` drew ahead.
+    """Groups of a ``RolloutStream``, or the batch of the next step that a ``RolloutSource`` drew ahead.
 
-    mode: that drew.
     place: the sampler's state after the prompts of all of it were drawn.
     groups: begun and neither trained nor dropped, in the order in which they were begun; ``facts`` has the ``ordinal``
         and the ``oldest`` version of each (``group.Group``).
@@ -34,7 +32,6 @@ class KeptDraws:
     before: the sampler's state before the prompts of ``batch`` were drawn.
     """
 
-    mode: Mode
     place: dict[str, Any]
     groups: tuple[DrawnGroup, ...] = ()
     next_ordinal: int = 0
@@ -56,7 +53,6 @@ class KeptDraws:
         if self.is_empty:
             return 0
         facts = {
-            "mode": self.mode.value,
             "settings": dict(settings),
             "place": self.place,
             "next_ordinal": self.next_ordinal,
@@ -79,9 +75,8 @@ def read_kept(checkpoint: Path, row_of: RowOf) -> tuple[KeptDraws, dict[str, Any
         return None
     try:
         facts, groups = read_drawn(path, row_of)
-        mode, batch = Mode(facts["mode"]), facts["batch"]
+        batch = facts["batch"]
         kept = KeptDraws(
-            mode=mode,
             place=facts["place"],
             groups=() if batch is not None else tuple(groups),
             next_ordinal=facts["next_ordinal"],

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mcore_rl.config.trainer import Mode
 from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.rollouts.drawn_file import DrawnFileError, RowOf
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
@@ -43,7 +42,7 @@ class ReplaySource:
     @property
     def kept(self) -> KeptDraws:
         """Nothing but the place: what is recorded need not be kept."""
-        return KeptDraws(mode=Mode.sync, place=self.place)
+        return KeptDraws(place=self.place)
 
     def return_to(self, kept: KeptDraws) -> None:
         """Goes back to ``kept``."""
@@ -63,7 +62,7 @@ class ReplaySource:
         self._sampler.load_state_dict(place)
         return batch
 
-    async def keep_unfinished(self) -> None:
+    async def take_back(self) -> None:
         """Nothing is drawn."""
 
     async def settle(self, preemption: Preemption) -> None:

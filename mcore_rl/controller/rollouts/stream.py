@@ -18,7 +18,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -26,7 +26,6 @@ from typing import Any
 
 from mcore_rl.config.asynchrony import Overdue
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.trainer import Mode
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.rollouts.admission import Admission
 from mcore_rl.controller.rollouts.group import Group, KeptSamples
@@ -42,10 +41,11 @@ from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rollout.protocol import Pause
 from mcore_rl.tracking.clock import Clock
 
+LEAVE_S = 30.0  # how long a run that leaves, or whose trainer died, waits for engines to give unfinished responses back
 DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups are drawn
 
 
@@ -53,7 +53,6 @@ DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups ar
 class Drawing:
     """What a stream draws with, and by which rules.
 
-    mode: of the run.
     ahead: what draws, what restarts engines, and what takes draws from them.
     admission: how many groups may be begun, and which are trained.
     pause: what becomes of draws under way when weights change.
@@ -63,7 +62,6 @@ class Drawing:
     most_dropped: groups without a signal that may be replaced for one step (``algorithm.filter_groups``).
     """
 
-    mode: Mode
     ahead: Ahead
     admission: Admission
     pause: Pause
@@ -82,7 +80,6 @@ def drawing_of(run: RunConfig, num_steps: int, ahead: Ahead) -> Drawing:
     gen_batch = batch if run.data.gen_batch_size is None else run.data.gen_batch_size
     most = filtering.max_num_gen_batches * gen_batch - batch if filtering.enable else 0
     return Drawing(
-        mode=run.trainer.mode,
         ahead=ahead,
         admission=Admission(batch=batch, bound=run.async_.max_staleness, num_steps=num_steps, extra=extra),
         pause=pause,
@@ -133,8 +130,9 @@ class RolloutStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is Preempted:
-            await self.keep_unfinished()
+        if kind in (Preempted, DeadWorkerError) and self._going.is_set() and not self._drawing.ahead.is_dead():
+            with suppress(DeadEngineError, TimeoutError):
+                await asyncio.wait_for(self.interrupt(), LEAVE_S)  # so that unfinished responses are kept
         tasks, self._kept_at_end = [*self._tasks.values()], self.kept
         self._give_back(self.place)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -152,7 +150,6 @@ class RolloutStream:
         if self._kept_at_end is not None:
             return self._kept_at_end
         return KeptDraws(
-            mode=self._drawing.mode,
             place=self._sampler.state_dict(),
             groups=tuple(self._live[ordinal].kept for ordinal in sorted(self._live)),
             next_ordinal=self._ordinal,
@@ -161,11 +158,14 @@ class RolloutStream:
         )
 
     def return_to(self, kept: KeptDraws) -> None:
-        """Goes back to ``kept``, of this stream, but for what was drawn of its groups since; cancels every draw."""
-        known = self._live
-        self._give_back(kept.place)
+        """Goes back to ``kept``, of this stream, but for what was drawn of its groups since; begins nothing more."""
+        known, self._may_draw = self._live, False
+        self._sampler.load_state_dict(kept.place)
         self._go_on_with(kept)
         self._live |= {ordinal: known[ordinal] for ordinal in self._live if ordinal in known}
+        for group, task in self._tasks.items():
+            if self._live.get(group.ordinal) is not group:
+                task.cancel()
 
     def resume(self, kept: KeptDraws, version: int) -> None:
         """Goes on with ``kept`` of a checkpoint, after step ``version``, before anything is drawn.
@@ -237,14 +237,16 @@ class RolloutStream:
             await self._drawing.ahead.interrupt()
             await asyncio.sleep(0)
 
-    async def keep_unfinished(self) -> None:
-        """Puts the tokens of responses under way into ``kept``; they are drawn on from there at once."""
+    async def take_back(self) -> None:
+        """Takes what is unfinished from the engines, for a checkpoint, and goes on with it where drawing goes on."""
+        if not self._going.is_set() or self._drawing.ahead.is_dead():
+            return
         may_draw = self._may_draw
-        if self._drawing.pause is Pause.keep:
-            await self.interrupt()
-            self._may_draw = may_draw
-            self._going.set()
-            self._busy.set(bool(self._tasks))
+        await self.interrupt()
+        self._may_draw = may_draw
+        self._going.set()
+        self._busy.set(bool(self._tasks))
+        self._draw()
 
     async def settle(self, preemption: Preemption) -> None:
         """Makes draws ready for the weights that engines are about to receive, as ``Drawing.pause`` says.
@@ -295,7 +297,8 @@ class RolloutStream:
         for group in self._live.values():
             if not group.finished and group not in self._tasks:
                 self._num_redrawn += 1
-                group.begin_again(self._version, whole=self._drawing.redraws)
+                whole = self._drawing.redraws or not self._drawing.ahead.collector.can_replay(group.row)
+                group.begin_again(self._version, whole=whole)
                 self._begin(group)
         for _ in range(self._drawing.admission.room(self._version, self._num_trained + len(self._live))):
             (row,) = self._next_rows(1)

@@ -6,8 +6,9 @@ them is computed here, from the statistics of each sequence: groups, whitening, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
@@ -74,10 +75,7 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         per_token = float((stats.kl_S / stats.responses_S.clamp(min=1)).mean())
         metrics |= {"kl/reward": per_response, "kl/reward_per_token": per_token, "kl/coef": kl.coef}
         kl.update(per_token=per_token, per_response=per_response, num_samples=len(stats.kl_S))
-    estimated = estimate(
-        groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,
-        members_S=stats.members_S, parts_SK=groups.outcomes.parts_SK,
-    )  # fmt: skip
+    estimated = _estimated(stats, groups, algorithm)
     correction, config = stats.correction, algorithm.rollout_correction
     if correction is not None:
         metrics |= correction_metrics(correction, config, weighs=algorithm.weighs)
@@ -100,3 +98,34 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         if stats.logprobs_S is None
         else float(stats.logprobs_S.sum()) / max(int(stats.counts_S.sum()), 1),
     )
+
+
+def _estimated(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig) -> BatchAdvantages:
+    """The advantages of all sequences.  A sample of several sequences counts once in its group, and all have its own.
+
+    Its score is the episode's once, with the other rewards of all its tokens; its tokens are those of all.
+    """
+    outcomes, sample_S = groups.outcomes, groups.sample_S
+    if sample_S is None:
+        return estimate(
+            groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,
+            members_S=stats.members_S, parts_SK=outcomes.parts_SK,
+        )  # fmt: skip
+    count = int(sample_S[-1]) + 1
+
+    def sums(x_S: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=x_S.dtype).index_add(0, sample_S, x_S)
+
+    firsts = torch.ones_like(sample_S, dtype=torch.bool)
+    firsts[1:] = sample_S[1:] != sample_S[:-1]
+    scored_S = stats.members_S > 0  # only where a token could have earned it is the outcome among the rewards
+    own_S = stats.scores_S - torch.where(scored_S, outcomes.scores_S, 0)
+    members_N = sums(stats.members_S)
+    scores_N = sums(own_S) + torch.where(members_N > 0, outcomes.scores_S[firsts], 0)
+    of_samples = estimate(
+        groups.group_S[firsts], scores_N, sums(stats.counts_S), stats.advantages, algorithm, members_S=members_N,
+        parts_SK=None if outcomes.parts_SK is None else outcomes.parts_SK[firsts],
+    )  # fmt: skip
+    if of_samples.advantages_S is None:
+        return of_samples
+    return replace(of_samples, advantages_S=of_samples.advantages_S[sample_S])

@@ -23,6 +23,8 @@ class StepBatch:
     episodes: prompt by prompt; each is a sequence of ``batch``, in this order.
     batch: their tokens, masks, the sampler's log-probs, and turn rewards if there are any.
     group_S: int64, the prompt that each sequence is a sample of.
+    sample_S: int64, ascending, the sample that it belongs to, where one run of a user's program has several sequences;
+    None: each is a sample of its own.
     outcomes: the score of each sequence, and whether it was cut off.
     """
 
@@ -30,6 +32,7 @@ class StepBatch:
     batch: TrainBatch
     group_S: Tensor
     outcomes: Outcomes
+    sample_S: Tensor | None = None
 
     @property
     def num_trained(self) -> int:
@@ -70,6 +73,7 @@ def assemble(
         episodes=tuple(episodes),
         batch=batch,
         group_S=torch.tensor(groups),
+        sample_S=_samples(episodes),
         outcomes=Outcomes(
             scores_S=torch.tensor([episode.graded.value for episode in episodes], dtype=torch.float32),
             truncated_S=torch.tensor([episode.truncated for episode in episodes]),
@@ -123,6 +127,12 @@ def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:
     turn_rewards_T = torch.zeros(int(ends[-1]))
     turn_rewards_T[ends[rewarded] - 1] = torch.tensor([segments[place].reward for place in rewarded])
     return turn_rewards_T
+
+
+def _samples(episodes: Sequence[Episode]) -> Tensor | None:
+    """``StepBatch.sample_S``: the other conversations of a sample follow its first."""
+    firsts = [episode.part == 0 for episode in episodes]
+    return None if all(firsts) else torch.tensor(firsts).cumsum(0) - 1
 
 
 def _pairs(episodes: Sequence[Episode]) -> tuple[int | None, ...] | None:

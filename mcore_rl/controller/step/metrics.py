@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from mcore_rl.agents.conversations import REWRITTEN
 from mcore_rl.agents.session import END_REASONS
 from mcore_rl.algorithms.correction import MEASURE, correction_metrics
 from mcore_rl.algorithms.own_scores import OwnScores
@@ -25,7 +26,8 @@ OTHER_REASON = "other"  # of loops of users' own: as many metrics as they can th
 def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """The metrics of episodes and their rewards."""
     episodes = rollouts.episodes
-    rewards = [each.reward for each in episodes if not each.lost]
+    samples = [each for each in episodes if not each.part]  # a user's program counts once, with all its conversations
+    rewards = [each.reward for each in samples if not each.lost]
     lengths = [each.num_response_tokens for each in episodes]
     prompts = [each.num_prompt_tokens for each in episodes]
     metrics = {
@@ -42,12 +44,12 @@ def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "perf/draw_s": rollouts.seconds,
         "dropped/groups": float(rollouts.num_dropped),
         "dropped/generation_batches": float(rollouts.num_batches),
-        "dropped/grader_errors": float(sum(each.graded.error is not None for each in episodes)),
+        "dropped/grader_errors": float(sum(each.graded.error is not None for each in samples)),
     }
-    correct = [each.graded.correct for each in episodes if each.graded.correct is not None]
+    correct = [each.graded.correct for each in samples if each.graded.correct is not None]
     if correct:
         metrics["reward/accuracy"] = fmean(correct)
-    return metrics | _reward_parts(episodes) | agent_metrics(episodes) | dict(rollouts.metrics)
+    return metrics | _reward_parts(samples) | agent_metrics(episodes) | dict(rollouts.metrics)
 
 
 def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -64,13 +66,26 @@ def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "agent/turns_max": float(max(each.turns for each in counts)),
         "agent/calls_mean": calls / len(counts),
         "agent/failed_call_share": sum(each.failed_calls for each in counts) / max(1, calls),
-        "agent/tool_s_mean": fmean(each.tool_s for each in counts),
+        "agent/tool_s_mean": fmean(each.agent.tool_s for each in episodes if each.agent is not None and not each.part),
         "agent/tool_s_max": max(each.tool_s for each in counts),
         "agent/trained_share": trained / max(1, tokens),
         "agent/cached_tokens_mean": fmean(each.cached_tokens for each in counts),
         "agent/turn_reward_mean": fmean(math.fsum(each.turn_rewards) for each, _ in by_agents),
         "agent/lost": float(sum(each.lost for each, _ in by_agents)),
+        **_program_metrics(episodes),
         **{f"agent/end/{reason}": count / len(counts) for reason, count in sorted(reasons.items())},
+    }
+
+
+def _program_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Of the conversations of users' programs; {} if there are none."""
+    begins = [each.agent.begins for each in episodes if each.agent is not None and each.agent.begins]
+    if not begins:
+        return {}
+    runs = sum(each.agent is not None and bool(each.agent.begins) and not each.part for each in episodes)
+    return {
+        "agent/conversations_mean": len(begins) / runs,
+        "agent/rewritten_share": fmean(each == REWRITTEN for each in begins),
     }
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.algorithms.shaping import has_signal
+from mcore_rl.config.agent import ProgramReward
 from mcore_rl.config.algorithm import FilterMetric
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
@@ -136,6 +137,10 @@ class RolloutCollector:
         other.engine = engine
         return other
 
+    def can_replay(self, row: PromptRow) -> bool:
+        """Whether unfinished episodes of ``row`` may go on with the samples that they have."""
+        return self._agents is None or not self._agents.runs(row) or self._agents.can_replay(row)
+
     async def collect_group(self, ordinal: int, row: PromptRow) -> list[Episode]:
         """The group of one prompt; as the last its greedy sample if the algorithm needs one.
 
@@ -161,7 +166,8 @@ class RolloutCollector:
     def teaches(self, group: Sequence[Episode]) -> bool:
         """Whether a group has a signal, or all groups are trained.  group: as ``collect_group`` returns it."""
         algorithm = self._run.algorithm
-        sampled = [each for each in group[: self._run.rollout.n] if not each.lost]
+        drawn = group[:-1] if self._run.needs_greedy else group
+        sampled = [each for each in drawn if not each.lost and each.part == 0]
         if not algorithm.filter_groups.enable:
             return True
         scores = [filter_score(each, algorithm.filter_groups.metric) for each in sampled]
@@ -192,7 +198,7 @@ class RolloutCollector:
                 baselines = drawing.create_task(self._collect(alone, 1, greedy, lambda done, of: None, trained=False))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [[*group, *baseline] for group, baseline in zip(sampled.result(), baselines.result(), strict=True)]
+        return [[*group, baseline[0]] for group, baseline in zip(sampled.result(), baselines.result(), strict=True)]
 
     async def _collect(
         self,
@@ -213,7 +219,7 @@ class RolloutCollector:
         }
         places = {name: place for place, (name, _) in enumerate(named) if place not in of_agents}
         requests = requests_of([Prompt(id=name, tokens=named[place][1].tokens) for name, place in places.items()], n)
-        graded: list[asyncio.Task[Episode]] = []
+        graded: list[asyncio.Task[list[Episode]]] = []
         total, finished = n * len(named), itertools.count(1)
         try:
             async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
@@ -229,29 +235,45 @@ class RolloutCollector:
                             experts = checked_routes(sample, len(prompts[place].tokens), self._model)
                         episode = single_turn(named[place][1], prompts[place], sample, place, experts)
                         assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
-                        graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
+                        graded.append(grading.create_task(self._graded([episode], sampling.max_tokens)))
                         progress(next(finished), total)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups: list[list[Episode]] = [[] for _ in named]
         for task in graded:
-            groups[task.result().group].append(task.result())
-        return [sorted(group, key=lambda each: each.index) for group in groups]
+            groups[task.result()[0].group] += task.result()
+        return [sorted(group, key=lambda each: (each.index, each.part)) for group in groups]
 
     def _drawing(self) -> AbstractContextManager[None]:
         """While open: engines are not idle, whatever agents do."""
         return nullcontext() if self._agents is None else self._agents.waits.drawing()
 
-    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> Episode:
-        """The graded episode of an agent.  name: the prompt id for the engine."""
+    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> list[Episode]:
+        """The graded episode of an agent, or those of a user's program.  name: the prompt id for the engine."""
         assert self._agents is not None
-        episode = await self._agents.run(self.engine, row, name, place, index, sampling)
-        assert episode.num_response_tokens <= sampling.max_tokens, f"{name} is too long"
-        return await self._grade(episode, sampling.max_tokens)
+        episodes = await self._agents.conversations(self.engine, row, name, place, index, sampling)
+        assert all(each.num_response_tokens <= sampling.max_tokens for each in episodes), f"{name} is too long"
+        return await self._graded(episodes, sampling.max_tokens)
+
+    async def _graded(self, episodes: Sequence[Episode], max_tokens: int) -> list[Episode]:
+        """The conversations of one sample: the first is graded, and all have its score."""
+        first = await self._grade(episodes[0], max_tokens)
+        score = replace(first.graded, turn_rewards=())
+        return [first, *(each.with_score(score) for each in episodes[1:])]
 
     async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
         if episode.lost:
             return episode.with_score(Score(0.0))
+        given = episode.score  # by a user's program
+        if given is not None and self._agents is not None and self._agents.scores(episode.row) is ProgramReward.program:
+            return episode
+        graded = await self._by_grader(episode, max_tokens)
+        if given is None:
+            return graded
+        score, parts = graded.graded, given.parts | graded.graded.parts
+        return replace(graded, score=replace(score, value=score.value + given.value, parts=parts))
+
+    async def _by_grader(self, episode: Episode, max_tokens: int) -> Episode:
         request = reward_request(episode, max_tokens)
         if self._reward_model is not None and episode.row.scored_by_model:
             return episode.with_score(await self._reward_model.score(request))

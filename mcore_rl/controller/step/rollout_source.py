@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from mcore_rl.config.trainer import Mode
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
@@ -90,13 +89,12 @@ class RolloutSource:
         """The rollouts that are drawn and that no step has; once the source has ended, as they were then."""
         if self._kept_at_end is not None:
             return self._kept_at_end
-        mode = Mode.sync if self._ahead is None else Mode.one_step_off
         ready, task = self._ready, self._task
         if ready is None and task is not None and task.done() and not task.cancelled() and task.exception() is None:
             ready = task.result()
         if self._before is None or ready is None:
-            return KeptDraws(mode=mode, place=self.place)
-        return KeptDraws(mode=mode, place=self._sampler.state_dict(), batch=ready, before=self._before)
+            return KeptDraws(place=self.place)
+        return KeptDraws(place=self._sampler.state_dict(), batch=ready, before=self._before)
 
     def return_to(self, kept: KeptDraws) -> None:
         """Goes back to ``kept``: gives rows after it back to the sampler; a draw that goes on is cancelled."""
@@ -129,8 +127,8 @@ class RolloutSource:
             self._task = asyncio.create_task(self._draw_ahead(self._ahead.collector, step + 1))
         return rollouts
 
-    async def keep_unfinished(self) -> None:
-        """Nothing is under way between steps."""
+    async def take_back(self) -> None:
+        """Does nothing: what is drawn ahead is drawn to its end before a checkpoint is written."""
 
     async def settle(self, preemption: Preemption) -> None:
         """Waits until nothing is drawn, as it must be before engines receive weights.

@@ -15,7 +15,8 @@ def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTok
     """One row per episode; an episode of several turns, or with turn rewards, also has a column ``segments``.
 
     ``versions`` has the weights that drew it: consecutive tokens of the model's, of all turns, that one version drew.
-    An agent's also has ``reason`` (why it ended), ``turns`` and ``calls``.
+    An agent's also has ``reason`` (why it ended), ``turns`` and ``calls``; one of a user's program ``conversation``,
+    its number within the run of the program, and ``begins`` (``AgentCounts.begins``).
     """
     prompts = {
         tokens: str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=True))
@@ -45,6 +46,8 @@ def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
     }
     if episode.agent is not None:
         row |= {"reason": episode.agent.reason, "turns": episode.agent.turns, "calls": episode.agent.calls}
+        if episode.agent.begins:
+            row |= {"conversation": episode.part, "begins": episode.agent.begins}
     if episode.is_single_turn and not episode.turn_rewards:
         return row
     return row | {"segments": [_segment(segment) for segment in episode.segments]}

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.policy import ActorLoss
@@ -230,17 +229,23 @@ async def _select_tokens(
     return replace(numbers, threshold=threshold(largest, count))
 
 
-async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
-    """Takes one optimizer step on all of ``batch``, with the mean loss over trained tokens; no scoring is needed."""
-    members = list(range(len(batch.lengths_S)))
-    shared = send(group, batch, [members])
-    counts = Denominators(
-        loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
-    )
+async def update_alone(
+    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = TOKENS
+) -> StepResult:
+    """Takes one optimizer step on all of a batch that was sent whole.
+
+    denominator: what the sum of the losses is divided by.  reads: the fields that the loss receives.
+    """
+    counts = Denominators(loss=denominator, tokens=sum(shared.lengths_S), sequences=len(shared.lengths_S))
     ranks = shared.assignment
     payloads: list[SequenceAdvantages] = [[None]] * len(ranks)
-    inputs = shared.shard_refs([[sequences] for sequences in ranks], TOKENS, payloads)
+    inputs = shared.shard_refs([[sequences] for sequences in ranks], reads, payloads)
     return (await group.train(inputs, loss, [counts])).results[0]
+
+
+def send_whole(group: TrainGroup, batch: TrainBatch) -> SharedBatch:
+    """Puts ``batch`` into Ray's store, for one optimizer step on all of it."""
+    return send(group, batch, [range(len(batch.lengths_S))])
 
 
 def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:

@@ -31,6 +31,8 @@ def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Means over the episodes of each data source; accuracy only if its grader judges answers."""
     by_source: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
+        if episode.part:  # of a user's program, which counts once
+            continue
         by_source[episode.row.data_source].append(episode)
     metrics: dict[str, float] = {}
     for source, of_source in by_source.items():

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
@@ -95,12 +96,13 @@ def engine_arguments(
     extension: str | None,
     *,
     awaits_weights: bool = False,
+    adapters: EngineAdapters | None = None,
     node: EngineNode = ONE_NODE,
 ) -> dict[str, Any]:
     """The keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
 
     model: the model in ``directory``.  extension: dotted name of the class whose methods are added to vLLM's workers
-    (``worker_extension_cls``); None is none.  awaits_weights, node: see ``start_engine``.
+    (``worker_extension_cls``); None is none.  awaits_weights, adapters, node: see ``start_engine``.
     """
     layout = config.layout
     arguments: dict[str, Any] = dict(
@@ -136,6 +138,7 @@ def engine_arguments(
         # Random weights.  A parameter that no update fills is refused (receiver/live_weights.py); buffers outside of
         # the checkpoint keep their values, and the scales of a cache that is not quantised are 1 after any start.
         arguments["load_format"] = "dummy"
+    arguments |= _of_adapters(adapters)
     if layout.tp > 1 or node.nnodes > 1:
         arguments["distributed_executor_backend"] = "mp"
     if model.moe is not None:
@@ -147,6 +150,17 @@ def engine_arguments(
         # (deepseek_v2.py, 0.32: topk_method).
         arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
     return _beside(arguments, config.engine)
+
+
+def _of_adapters(adapters: EngineAdapters | None) -> dict[str, Any]:
+    if adapters is None:
+        return {}
+    return dict(
+        enable_lora=True,
+        max_loras=len(adapters.ids),
+        max_lora_rank=adapters.held_rank,
+        lora_target_modules=list(adapters.modules),
+    )
 
 
 def _beside(ours: dict[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.parallel.device import Platform
@@ -48,6 +49,7 @@ class HeadlessEngine:
         version: int,
         log: Path | None,
         awaits_weights: bool,
+        adapters: EngineAdapters | None,
         node: EngineNode,
     ) -> HeadlessEngine:
         """Starts the processes of ``node``; see ``VllmEngine.start``, which is called on the first node meanwhile.
@@ -55,8 +57,9 @@ class HeadlessEngine:
         version: the engine knows it, and its workers do not.
         """
         arguments = engine_arguments(
-            directory, config, model, platform, extension, awaits_weights=awaits_weights, node=node
-        )
+            directory, config, model, platform, extension,
+            awaits_weights=awaits_weights, adapters=adapters, node=node,
+        )  # fmt: skip
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
             if settings.parallel_config.node_rank_within_dp > 0:  # the first node of its replica has the core

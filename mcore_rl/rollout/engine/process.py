@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
@@ -56,6 +57,7 @@ def start_engine(
     version: int = 0,
     log: Path | None = None,
     awaits_weights: bool = False,
+    adapters: EngineAdapters | None = None,
     node: EngineNode = ONE_NODE,
     wait: bool = True,
     context: ProcessContext = FRESH,
@@ -72,6 +74,7 @@ def start_engine(
         version: of the weights in ``directory``.
         log: the file for the output of its processes; None: a temporary file, removed unless the engine fails.
         awaits_weights: reads no weights, which come with an update; it refuses to generate before.
+        adapters: that updates bring and every sample is drawn with; None: it has no memory for any.
         node: which of the nodes of an engine on several.  It is started on all of them, with the same other arguments
             but ``cores``, ``device_ids`` and ``log``.  What runs on the first is the engine; on the others, an
             ``EnginePart``.  They wait for one another.
@@ -101,6 +104,7 @@ def start_engine(
         log=log,
         scratch=scratch,
         awaits_weights=awaits_weights,
+        adapters=adapters,
         node=node,
     )
     ours, theirs = context.Pipe()

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
@@ -57,6 +58,7 @@ class Settings:
     log: Path
     scratch: Path
     awaits_weights: bool
+    adapters: EngineAdapters | None
     node: EngineNode
 
 
@@ -128,6 +130,7 @@ class _Server:
                 version=settings.version,
                 log=settings.log,
                 awaits_weights=settings.awaits_weights,
+                adapters=settings.adapters,
                 node=settings.node,
             )
         except Exception as error:  # noqa: BLE001  raised in the parent

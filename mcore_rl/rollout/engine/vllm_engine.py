@@ -18,11 +18,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
+from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import RolloutError, WeightsIncompleteError
@@ -45,7 +47,14 @@ class VllmEngine:
     """A ``RolloutEngine`` or a ``Classifier``, depending on its configuration; ``start`` makes it."""
 
     def __init__(
-        self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float, refusal: str = ""
+        self,
+        llm: AsyncLLM,
+        meter: Meter,
+        limits: Limits,
+        log: Path | None,
+        stop_s: float,
+        refusal: str = "",
+        lora: LoRARequest | None = None,
     ) -> None:
         self._llm, self._meter, self._limits, self._stop_s = llm, meter, limits, stop_s
         cores = llm.engine_core.resources.engine_manager.processes
@@ -53,7 +62,7 @@ class VllmEngine:
         self._alive = self._liveness.alive
         self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
         self._count = itertools.count()
-        self._refusal = refusal
+        self._refusal, self._lora = refusal, lora
 
     @property
     def name(self) -> str:
@@ -73,6 +82,7 @@ class VllmEngine:
         version: int = 0,
         log: Path | None = None,
         awaits_weights: bool = False,
+        adapters: EngineAdapters | None = None,
         node: EngineNode = ONE_NODE,
     ) -> VllmEngine:
         """Loads ``directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
@@ -82,13 +92,14 @@ class VllmEngine:
         Args:
             model: the model in ``directory``, as ``admit`` returned it.
             log: the file that has this process's output, to find the cause of a death there; None if there is none.
-            name, directory, config, extension, version, awaits_weights, node: see ``start_engine``.
+            name, directory, config, extension, version, awaits_weights, adapters, node: see ``start_engine``.
 
         Raises RolloutError with the first cause if vLLM does not start.
         """
         arguments = engine_arguments(
-            directory, config, model, platform, extension, awaits_weights=awaits_weights, node=node
-        )
+            directory, config, model, platform, extension,
+            awaits_weights=awaits_weights, adapters=adapters, node=node,
+        )  # fmt: skip
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
@@ -103,7 +114,8 @@ class VllmEngine:
             raise start_error(name, directory, log, error) from error
         (meter,) = llm.logger_manager.stat_loggers
         refusal = "it was started without weights" if awaits_weights else ""
-        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s(platform), refusal)
+        limits = limits_of(name, directory, config, model)
+        return cls(llm, meter, limits, log, stop_s(platform), refusal, _lora_request(adapters))
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -211,7 +223,9 @@ class VllmEngine:
         self._ids[vllm_id] = request.key
         try:
             params = sampling_params(request, sampling, detokenize=self._limits.has_tokenizer)
-            async with aclosing(self._llm.generate(tokens_input(request.tokens), params, vllm_id)) as outputs:
+            async with aclosing(
+                self._llm.generate(tokens_input(request.tokens), params, vllm_id, lora_request=self._lora)
+            ) as outputs:
                 async for output in outputs:  # one, when it is finished
                     assert isinstance(output, RequestOutput)
                     sample = sample_of(request, output)
@@ -240,6 +254,14 @@ class VllmEngine:
                     return str(output.error.message)
                 return float(output.outputs.data.flatten()[-1])
         return "vLLM ended without an answer"
+
+
+def _lora_request(adapters: EngineAdapters | None) -> LoRARequest | None:
+    """The adapters that every sample is drawn with.  vLLM reads no file: an update has written them before."""
+    if adapters is None:
+        return None
+    (adapter,) = adapters.ids
+    return LoRARequest(lora_name="actor", lora_int_id=adapter, lora_path="sent by the trainer")
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

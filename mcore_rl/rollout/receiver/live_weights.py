@@ -87,7 +87,7 @@ class LiveWeights:
     def __init__(self, model: Any, vllm_config: Any, table: RolloutTable, rank: int) -> None:
         self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
         self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
-        self._modules = dict(model.named_modules())
+        self._modules = {_plain(name): module for name, module in model.named_modules()}
         self.places: dict[str, _StoredAt] = {}
         problems = [*self._missing(), *self._strangers()]
         if problems:
@@ -117,11 +117,12 @@ class LiveWeights:
                 self.places[name] = _StoredAt(module, attribute, stored)
 
     def _strangers(self) -> Iterator[str]:
-        names = dict(self.model.named_parameters(remove_duplicate=False))
-        persistent = self.model.state_dict().keys() - names  # an engine may be started without the checkpoint's values
+        names = [_plain(name) for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        # An engine may be started without the checkpoint's values.
+        persistent = {_plain(name) for name in self.model.state_dict()} - set(names)
         buffers = [name for name in sorted(persistent) if name.rpartition(".")[2] not in CACHE_SCALES]
         known = {stored.parameter for stored in self.stored.values()}
-        for name in (*(name for name, _ in self.model.named_parameters()), *buffers):
+        for name in (*dict.fromkeys(_plain(name) for name, _ in self.model.named_parameters()), *buffers):
             if name not in known:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
 
@@ -302,6 +303,11 @@ class LiveWeights:
     def names_of_heads(self) -> Mapping[str, str]:
         """Name of a copy in ``executed`` -> the stored tensor."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self._heads else {}
+
+
+def _plain(name: str) -> str:
+    """The name without adapters: vLLM puts a layer with some around the plain one, which comes behind it."""
+    return name.replace(".base_layer", "")
 
 
 def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:

@@ -19,61 +19,96 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.proofs.effective_config import EffectiveConfig
+from mcore_rl.rollout.receiver import plain_experts
 from mcore_rl.rollout.receiver.effective_config import effective_config
+from mcore_rl.rollout.receiver.live_adapters import LiveAdapters
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
 from mcore_rl.rollout.weight_channel import Incoming, Opening
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.rounds import Rounds, rounds_id
 from mcore_rl.weights.table import Table
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Connect = Callable[[Opening, int, Rounds | None], Incoming]
+plain_experts.install()  # a worker imports this before it builds its model
+Connect = Callable[[Opening, int], Incoming]
+
+
+class _Plan:
+    """What this worker is sent of the tensors of ``rollout``: its messages, and the rounds in which they come.
+
+    planned: the hash of the sender's plan.  Raises SyncError if this process makes another one.
+    """
+
+    def __init__(self, opening: Opening, table: Table, rollout: RolloutTable, rank: int, planned: str) -> None:
+        self.dtype: torch.dtype = getattr(torch, opening.dtype)
+        plan = plan_reshard(table, rollout, self.dtype.itemsize, opening.sites)
+        rounds = None if opening.sites is None else Rounds(plan, opening.message_bytes)
+        made = plan_id(plan, opening.message_bytes) if rounds is None else rounds_id(rounds)
+        if made != planned:
+            remedy = "Install one version of mcore_rl on both sides, and tell the RolloutTable of latent attention"
+            raise SyncError(f"Rollout rank {rank} makes another reshard plan than the trainer. {remedy}")
+        self.messages: list[Message] = (
+            messages_to(plan, rank, opening.message_bytes) if rounds is None else rounds.messages_to(rank)
+        )
+        self.rounds = [] if rounds is None else rounds.of(opening.world_size + rank)
+
+    def received(self, incoming: Incoming) -> Iterator[tuple[MessagePart, Tensor]]:
+        """Each part with its values, of its shape, valid until the next one."""
+        wanted = [(message.source_rank, message.num_bytes) for message in self.messages]
+        for message, data in zip(self.messages, incoming.messages(wanted, self.rounds), strict=True):
+            for part in message.parts:
+                dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
+                values = data[part.begin : part.begin + part.num_bytes].view(dtype)
+                yield part, values.view(part.target_slice.shape)
 
 
 class _Updates:
     """A worker's side of the channel: its weights, and the messages that it expects."""
 
-    def __init__(self, opening: Opening, model: torch.nn.Module, vllm_config: Any, rank: int, connect: Connect) -> None:
+    def __init__(self, opening: Opening, runner: Any, vllm_config: Any, rank: int, connect: Connect) -> None:
         self.rank = opening.first_rank + rank
-        self.dtype = getattr(torch, opening.dtype)
-        table = Table(FAMILIES[opening.family], opening.model, opening.parallel, opening.world_size)
+        family = FAMILIES[opening.family]
+        table = Table(family, opening.model, opening.parallel, opening.world_size)
         latent = bool(vllm_config.model_config.use_mla)
-        rollout = RolloutTable(FAMILIES[opening.family], opening.model, opening.rollout, latent_attention=latent)
-        plan = plan_reshard(table, rollout, self.dtype.itemsize, opening.sites)
-        rounds = None if opening.sites is None else Rounds(plan, opening.message_bytes)
-        made = plan_id(plan, opening.message_bytes) if rounds is None else rounds_id(rounds)
-        if made != opening.plan:
-            remedy = (
-                f"Install one version of mcore_rl on both sides; make the RolloutTable with latent_attention={latent}"
-            )
-            raise SyncError(f"Rollout rank {self.rank} makes another reshard plan than the trainer. {remedy}")
-        self.live = LiveWeights(model, vllm_config, rollout, self.rank)
-        self.expected: list[Message] = (
-            messages_to(plan, self.rank, opening.message_bytes) if rounds is None else rounds.messages_to(self.rank)
-        )
+        rollout = RolloutTable(family, opening.model, opening.rollout, latent_attention=latent)
+        self.plan = _Plan(opening, table, rollout, self.rank, opening.plan)
+        self.live = LiveWeights(runner.get_model(), vllm_config, rollout, self.rank)
+        self.adapters: LiveAdapters | None = None
+        if opening.adapters is not None:
+            trained = AdapterTable(table, opening.adapters.lora)
+            held = RolloutAdapterTable(rollout, trained, opening.adapters.adapter)
+            self.adapter_plan = _Plan(opening, trained, held, self.rank, opening.adapters.plan)
+            self.adapters = LiveAdapters(runner.lora_manager._adapter_manager, held, self.rank)
+        self._has_base = False
         self.bucket_bytes = opening.bucket_bytes
-        self.incoming = connect(opening, self.rank, rounds)
+        self.incoming = connect(opening, self.rank)
 
     def receive(self) -> None:
         """Receive one update; all members have met before."""
-        with freed_memory_kept():
-            self._receive_slices()
+        if self.adapters is None or not self._has_base:
+            with freed_memory_kept():
+                self._receive_slices()
+        if self.adapters is not None:
+            self._receive_adapters(self.adapters)
+        self._has_base = True
 
     def _receive_slices(self) -> None:
         self.live.start()
@@ -83,26 +118,32 @@ class _Updates:
         with closing(complete):  # after a failure, end the other thread before telling the other members
             for module in complete:
                 self.live.process(module)
-        if unwritten := self.live.unwritten():
-            raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
+        _demand_all(self.live.unwritten())
         self.live.finish()
 
     def _unpacked(self) -> Generator[nn.Module]:
         """Write the messages as they come; yields each module when it is complete."""
-        wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
-        incoming = self.incoming.messages(wanted)
-        for message, data in zip(self.expected, incoming, strict=True):
-            for part in message.parts:
-                values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-                module = self.live.write(
-                    part.target, part.slot, part.target_slice, values.view(part.target_slice.shape)
-                )
-                if module is not None:
-                    yield module
+        for part, values in self.plan.received(self.incoming):
+            module = self.live.write(part.target, part.slot, part.target_slice, values)
+            if module is not None:
+                yield module
 
-    def _dtype_of(self, part: MessagePart) -> torch.dtype:
-        dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
-        return dtype
+    def _receive_adapters(self, adapters: LiveAdapters) -> None:
+        adapters.start()
+        for part, values in self.adapter_plan.received(self.incoming):
+            adapters.write(part.target, part.slot, part.target_slice, values)
+        _demand_all(adapters.unwritten())
+
+    def executed(self) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
+        """See ``LiveWeights.executed``; of the adapters, too."""
+        yield from self.live.executed()
+        if self.adapters is not None:
+            yield from self.adapters.executed()
+
+
+def _demand_all(unwritten: Sequence[str]) -> None:
+    if unwritten:
+        raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
 
 
 class WeightReceiver:
@@ -141,11 +182,10 @@ class WeightReceiver:
         asked = Opening.unpacked(opening)
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
-        model = self.model_runner.get_model()
-        self.sync_updates = _Updates(asked, model, self.vllm_config, rank, self._sync_connect)
+        self.sync_updates = _Updates(asked, self.model_runner, self.vllm_config, rank, self._sync_connect)
         return self.sync_updates.rank
 
-    def _sync_connect(self, opening: Opening, rank: int, rounds: Rounds | None) -> Incoming:
+    def _sync_connect(self, opening: Opening, rank: int) -> Incoming:
         """The transport's end of rollout rank ``rank``."""
         raise NotImplementedError
 
@@ -173,7 +213,7 @@ class WeightReceiver:
     def _sync_fingerprints(self) -> list[tuple[str, int, int]]:
         entries = []
         with torch.no_grad():
-            for name, slot, parts in self._sync_channel().live.executed():
+            for name, slot, parts in self._sync_channel().executed():
                 total = added(*(fingerprint(values, start) for start, values in parts))
                 entries.append((name, -1 if slot is None else slot, total))
         return entries

@@ -266,7 +266,8 @@ def test_a_run_that_ends_leaves_no_work(monkeypatch: pytest.MonkeyPatch) -> None
                 raise asyncio.CancelledError
 
     asyncio.run(run())
-    assert sorted(answer.state for answer in mailbox.answers) == ["refused", "working"]
+    assert sorted(answer.state for answer in mailbox.answers) == ["refused", "refused", "working"]
+    assert "Ask again" in mailbox.answers[-1].lines[-1], "nobody waits for an answer that never comes"
 
 
 class Mailbox:

@@ -20,10 +20,10 @@ from tests.support.turns import Restarter
 
 
 class Client:
-    """An engine's client, of which only the name counts."""
+    """An engine's client, of which the name and the lane count."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.lane = name, object()
 
 
 class Updater:

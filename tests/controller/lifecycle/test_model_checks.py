@@ -17,8 +17,8 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
+    model_offline_violations,
     model_run_violations,
-    model_sft_violations,
 )
 from mcore_rl.errors import Violation
 from tests.support import models, tiny_models
@@ -97,13 +97,13 @@ def test_fine_tuning_is_held_against_the_model_too() -> None:
             trainer=TrainerConfig(n_gpus_per_node=world),
         )
 
-    assert model_sft_violations(settings(), models.dense()) == []
-    assert keys(model_sft_violations(settings(length=129, axes="ep=2"), models.dense())) == [
+    assert model_offline_violations(settings(), models.dense()) == []
+    assert keys(model_offline_violations(settings(length=129, axes="ep=2"), models.dense())) == [
         "actor.parallel.ep", "data.max_length"
     ]  # fmt: skip
-    (violation,) = model_sft_violations(settings(size=3), models.dense())
+    (violation,) = model_offline_violations(settings(size=3), models.dense())
     assert str(violation) == "data.train_batch_size=3: is fewer than the 4 data-parallel ranks. Write 4 or more"
-    assert model_sft_violations(settings(size=3, axes="tp=2"), models.dense()) == []
+    assert model_offline_violations(settings(size=3, axes="tp=2"), models.dense()) == []
 
 
 def test_a_full_kl_must_fit_into_the_memory_that_it_may_take() -> None:

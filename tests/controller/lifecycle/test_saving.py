@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import suppress
@@ -291,3 +292,35 @@ def test_no_room_for_the_manifest_is_a_failure_like_any(small_disk: Path, monkey
         )
 
     asyncio.run(run())
+
+
+def test_more_files_are_written_behind_the_run_and_are_in_the_manifest(tmp_path: Path) -> None:
+    async def play() -> None:
+        saver, told = saver_of(tmp_path, group := Group())
+        begun = threading.Event()
+
+        def more(directory: Path) -> int:
+            begun.wait(10)
+            (directory / "drawn.parquet").write_bytes(b"x" * 1000)
+            return 1000
+
+        await saver.save(Progress(step=1), more)
+        assert not names(tmp_path), "the run went on while it is written"
+        begun.set()
+        await saver.settle()
+        assert names(tmp_path) == ["step_1"] and not told and group.calls
+        checkpoint = tmp_path / "checkpoints" / "step_1"
+        assert damage(checkpoint) == []
+        (checkpoint / "drawn.parquet").write_bytes(b"x" * 999 + b"y")
+        assert "drawn.parquet has other bytes" in damage(checkpoint)[0]
+        (checkpoint / "drawn.parquet").write_bytes(b"x" * 1000)
+        assert saver.metrics()["perf/checkpoint_gib"] == (1000 + 2 * SIZE) / 2**30
+
+        def full(directory: Path) -> int:
+            raise OSError(28, "No space left on device")
+
+        await saver.save(Progress(step=2), full)
+        await saver.settle()
+        assert saver.failed and names(tmp_path) == ["step_1"] and "rollouts cannot be written into" in told[0]
+
+    asyncio.run(play())

@@ -51,7 +51,7 @@ def start_sft(task: Path, place: Path, *more: str) -> int:
         "data.max_length=64", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", ON_VLLM_DEVICE["trainer"],
         "trainer.logger=[]", f"trainer.default_local_dir={place}",
     ]  # fmt: skip
-    return asyncio.run(sft.run_sft(composed(SftConfig, "sft", [*words, *more])))
+    return asyncio.run(sft.SFT.train(composed(SftConfig, "sft", [*words, *more])))
 
 
 STARTS = {"train": start_train, "sft": start_sft}

@@ -75,7 +75,7 @@ def settings(task: Path, directory: Path, *more: str) -> SftConfig:
 
 def run(task: Path, directory: Path) -> Observed:
     with nothing_left():
-        assert asyncio.run(sft.run_sft(settings(task, directory, CHANGED))) == 0
+        assert asyncio.run(sft.SFT.train(settings(task, directory, CHANGED))) == 0
     return observed(directory)
 
 
@@ -191,7 +191,9 @@ def test_what_is_changed_of_the_model_is_read_written_and_part_of_the_run(task: 
     assert identity["config"]["model"]["config_overrides"] == {"max_position_embeddings": POSITIONS}
     assert identity["config"]["model"]["path"] == str(task / "model")
     with pytest.raises(ConfigError, match="is another model than the checkpoint's: max_position_embeddings 777 there"):
-        sft.prepare(settings(task, whole.directory, f"model.config_overrides.max_position_embeddings={POSITIONS + 1}"))
+        sft.SFT.prepare(
+            settings(task, whole.directory, f"model.config_overrides.max_position_embeddings={POSITIONS + 1}")
+        )
 
 
 @pytest.mark.tier("full")
@@ -230,14 +232,14 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     task: Path, tmp_path: Path, override: str, said: str
 ) -> None:
     with pytest.raises(McoreRLError) as caught:
-        sft.prepare(settings(task, tmp_path / "run", override))
+        sft.SFT.prepare(settings(task, tmp_path / "run", override))
     assert said in str(caught.value), str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_all_mistakes_are_named_at_once(task: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        sft.prepare(settings(task, tmp_path, "data.train_files=[]", "actor.optim.lr=-1", "trainer.save_freq=-1"))
+        sft.SFT.prepare(settings(task, tmp_path, "data.train_files=[]", "actor.optim.lr=-1", "trainer.save_freq=-1"))
     keys = {violation.key for violation in caught.value.violations}
     assert keys == {"data.train_files", "actor.optim.lr", "trainer.save_freq"}
 
@@ -245,7 +247,7 @@ def test_all_mistakes_are_named_at_once(task: Path, tmp_path: Path) -> None:
 @pytest.mark.tier("full")
 def test_a_run_that_only_validates_trains_nothing(task: Path, tmp_path: Path, whole: Observed, fast_ray: None) -> None:
     with nothing_left():
-        assert asyncio.run(sft.run_sft(settings(task, tmp_path, "trainer.val_only=true"))) == 0
+        assert asyncio.run(sft.SFT.train(settings(task, tmp_path, "trainer.val_only=true"))) == 0
     (only,) = observed(tmp_path).metrics.values()
     assert only["sft/val_loss"] == whole.metrics[0]["sft/val_loss"]
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob("checkpoints/*"))

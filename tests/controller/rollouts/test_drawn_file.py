@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.controller.rollouts.drawn_file import META, DrawnFileError, DrawnGroup, read_drawn, write_drawn
+from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rewards.score import Score
@@ -64,6 +65,7 @@ def segment(draw: random.Random) -> Segment:
         versions=spans(draw, count) if author is Author.model else (),
         reward=draw.choice([None, *NUMBERS]) if trained else None,
         text=draw.choice(TEXTS),
+        tool_s=float(draw.choice(NUMBERS)),
     )
 
 
@@ -78,7 +80,10 @@ def score(draw: random.Random) -> Score | None:
 
 def episode(draw: random.Random, of: PromptRow, index: int) -> Episode:
     segments = (prompt_segment(of), *(segment(draw) for _ in range(draw.randint(0, 4))))
-    agent = AgentCounts(reason="answered", turns=2, calls=draw.randint(0, 3), tool_s=draw.choice(NUMBERS))
+    agent = AgentCounts(
+        reason="answered", turns=2, calls=draw.randint(0, 3), failed_calls=1, tool_s=draw.choice(NUMBERS),
+        cached_tokens=draw.randint(0, 9),
+    )  # fmt: skip
     made = Episode(
         row=of,
         prompt_id=f"{draw.randint(0, 9)}/{draw.choice(TEXTS)}",
@@ -89,6 +94,7 @@ def episode(draw: random.Random, of: PromptRow, index: int) -> Episode:
         score=score(draw),
         agent=draw.choice([None, agent]),
         pair=draw.choice([None, 0, 7]),
+        part=draw.choice([0, 2]),
     )
     return replace(made, experts=experts(draw, made.num_tokens - 1))
 
@@ -136,6 +142,20 @@ def bits(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(bits(each) for each in value)
     return (type(value).__name__, value.hex() if isinstance(value, float) else value)
+
+
+def test_every_field_is_written() -> None:
+    """A field that is added must be written, too, and drawn at random above."""
+    known = {
+        Episode: "row prompt_id group index segments end score experts agent pair part",
+        Segment: "author tokens trained logprobs versions reward text tool_s",
+        AgentCounts: "reason turns calls failed_calls tool_s cached_tokens begins",
+        Score: "value parts correct error answer turn_rewards",
+        Sample: "prompt_id index tokens logprobs versions finish stop text cached_tokens experts",
+        RolloutBatch: "episodes greedy num_batches seconds dropped metrics",
+    }
+    for kind, names in known.items():
+        assert [each.name for each in fields(kind)] == names.split(), kind
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC, Placement, TrainerConfig
 from mcore_rl.controller.lifecycle.preemption import Preemption
-from mcore_rl.controller.rollouts.kept_draws import KeptDraws, read_kept
 from mcore_rl.controller.rollouts.stream import DRAWING, RolloutStream, drawing_of
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead
@@ -416,115 +414,3 @@ def test_in_any_order_the_bound_holds_and_every_prompt_is_trained_once(seed: int
         assert len(stage.begun) >= len(trained) + dropped
 
     on(lambda: Stage(bound=bound, overdue=overdue, filter_groups=filtering), play)
-
-
-def saved_and_read(stage: Stage, directory: Path) -> KeptDraws:
-    """What a checkpoint of now has, through its file."""
-    stage.stream.kept.write(directory, {})
-    found = read_kept(directory, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
-    assert found is not None
-    return found[0]
-
-
-@pytest.mark.parametrize("leave_at", range(1, STEPS))
-@pytest.mark.parametrize("filters", [False, True])
-def test_a_resumed_run_goes_on_with_the_same_groups_at_their_age(tmp_path: Path, leave_at: int, filters: bool) -> None:
-    """It trains what the run that went on trained, to the last token and version, and draws nothing twice."""
-    grade = lambda request: float(request.key[1] == 0 and int(request.ground_truth) % 3 > 0)  # noqa: E731
-    filtering = FilterGroupsConfig(enable=filters, max_num_gen_batches=2)
-
-    def trained(batch: RolloutBatch) -> list[Any]:
-        return [batch.dropped, *((each.prompt_id, each.segments[1].versions, each.score) for each in batch.episodes)]
-
-    async def first(stage: Stage) -> None:
-        stage.grade = grade
-        for step in range(1, leave_at + 1):
-            await stage.train(step)
-        kept.append(saved_and_read(stage, tmp_path))
-        steps.extend([trained(await stage.train(step)) for step in range(leave_at + 1, STEPS + 1)])
-
-    async def resumed(stage: Stage) -> None:
-        stage.grade = grade
-        stage.stream.resume(kept[0], leave_at)
-        again = [trained(await stage.train(step)) for step in range(leave_at + 1, STEPS + 1)]
-        assert again == steps
-        assert not {each.row.number for each in kept[0].groups} & {each.number for each in stage.begun}
-
-    kept, steps = list[KeptDraws](), list[list[Any]]()
-    on(lambda: Stage(filter_groups=filtering), first)
-    stage = on(lambda: Stage(step=leave_at, filter_groups=filtering), resumed)
-    assert stage.sampler.state_dict()["again"] == []
-
-
-@pytest.mark.parametrize("overdue", list(Overdue))
-def test_a_group_that_was_unfinished_goes_on_with_the_samples_that_it_has(tmp_path: Path, overdue: Overdue) -> None:
-    async def first(stage: Stage) -> None:
-        stage.engine.dead = stage.engine.slow = {"file:3"}  # after one of two responses
-        await stage.stream.next(1)
-        stage.engine.gate.set()
-        await some_time()
-        kept.append(saved_and_read(stage, tmp_path))
-
-    async def resumed(stage: Stage) -> None:
-        stage.stream.resume(kept[0], 1)
-        batch = await stage.stream.next(2)
-        await some_time()
-        asked = [requests for requests, _ in stage.engine.calls if requests[0].prompt.id == "3/file:3"]
-        assert [len(requests) for requests in asked] == [1 if overdue is Overdue.wait else 2]
-        assert batch.metrics["rollout/redrawn"] >= 1
-        await stage.publish(2)
-        of_3 = [each for each in batch.episodes if each.row.id == "file:3"] or [
-            each for each in (await stage.train(3)).episodes if each.row.id == "file:3"
-        ]
-        drawn = sorted(each.segments[1].versions[0].version for each in of_3)
-        assert drawn == ([0, 1] if overdue is Overdue.wait else [1, 1])
-
-    kept = list[KeptDraws]()
-    on(lambda: Stage(overdue=overdue), first)
-    assert [len(each.samples) for each in kept[0].groups if each.row.number == 3] == [1]
-    on(lambda: Stage(overdue=overdue, step=1), resumed)
-
-
-@pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_a_lower_bound_draws_again_what_it_does_not_allow(tmp_path: Path, bound: int) -> None:
-    """Of four batches that were drawn with version 0."""
-
-    async def first(stage: Stage) -> None:
-        await stage.train(1)
-        kept.append(saved_and_read(stage, tmp_path))
-
-    async def resumed(stage: Stage) -> None:
-        stage.stream.resume(kept[0], 1)
-        trained, redrawn = list[int](), 0.0
-        for step in range(2, STEPS + 1):
-            batch = await stage.train(step)
-            assert max(ages(batch, step)) <= bound
-            trained += rows(batch)
-            redrawn += batch.metrics["rollout/redrawn"]
-        assert sorted(trained) == [*range(BATCH, STEPS * BATCH)], "nothing is lost"
-        assert redrawn == max(0, 4 - bound) * BATCH
-
-    kept = list[KeptDraws]()
-    on(lambda: Stage(bound=4), first)
-    on(lambda: Stage(bound=bound, step=1), resumed)
-
-
-def test_a_run_that_leaves_keeps_what_was_drawn_and_what_the_abandoned_step_had() -> None:
-    async def play(stage: Stage) -> None:
-        stage.engine.slow = {"file:5"}
-        await stage.stream.next(1)
-        stage.engine.gate.set()
-        await stage.publish(1)
-        kept = stage.stream.kept
-        await stage.stream.next(2)
-        stage.stream.return_to(kept)
-
-    async def all_of_it() -> KeptDraws:
-        stage = Stage()
-        async with stage.stream:
-            await play(stage)
-        return stage.stream.kept
-
-    kept = asyncio.run(all_of_it())
-    assert [(each.row.number, len(each.episodes)) for each in kept.groups] == [(2, 2), (3, 2), (4, 2), (5, 2)]
-    assert kept.place["position"] == 6 and kept.next_ordinal == 6 and kept.num_trained == BATCH

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.agents.engine_waits import EngineWaits
+from mcore_rl.config.agent import ProgramReward
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, FilterMetric
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
@@ -333,6 +334,12 @@ class Agents:
         of = replace(conversation(0, turns), row=row, prompt_id=prompt_id, group=group, index=index)
         return replace(of, agent=AgentCounts(reason="answered", turns=2))
 
+    async def conversations(self, *args):  # type: ignore[no-untyped-def]
+        return [await self.run(*args)]
+
+    def scores(self, row: PromptRow) -> ProgramReward:
+        return ProgramReward.grader
+
 
 def test_rows_of_agents_are_run_by_them_among_the_others() -> None:
     engine, seen = ScriptedEngine(), []
@@ -399,3 +406,43 @@ def test_an_agent_that_fails_ends_the_step() -> None:
     collector = RolloutCollector(ScriptedEngine(), scorer, config(), agents=Failing())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a loop"):
         asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
+
+
+class Programs(Agents):
+    """Runs all rows by a program of two conversations, which says what it is worth."""
+
+    def __init__(self, reward: ProgramReward) -> None:
+        self.reward = reward
+
+    def runs(self, row: PromptRow) -> bool:
+        return True
+
+    def scores(self, row: PromptRow) -> ProgramReward:
+        return self.reward
+
+    async def conversations(self, source, row, prompt_id, group, index, sampling):  # type: ignore[no-untyped-def]
+        first = await super().run(source, row, prompt_id, group, index, sampling)
+        if self.reward is not ProgramReward.grader:
+            first = first.with_score(Score(0.5 * index, parts={"program": 0.5 * index}))
+        return [first, replace(first, part=1)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "values", "num_graded"),
+    [
+        (ProgramReward.grader, [1, 1, 1, 1], 4),
+        (ProgramReward.program, [0, 0, 0.5, 0.5], 0),
+        (ProgramReward.sum, [1, 1, 1.5, 1.5], 4),
+    ],
+)
+def test_a_program_is_graded_once_by_whoever_is_asked(
+    reward: ProgramReward, values: list[float], num_graded: int
+) -> None:
+    scorer = ScriptedScorer(lambda request: Score(1.0, turn_rewards=(0.25, 0.25)))
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(wanted=2), agents=Programs(reward))  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
+    assert [(each.index, each.part) for each in drawn.episodes] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
+    assert [each.graded.value for each in drawn.episodes] == values * 2 and len(scorer.requests) == num_graded
+    assert not any(each.turn_rewards for each in drawn.episodes if each.part)
+    sums = assemble(drawn.episodes)
+    assert sums.sample_S is not None and sums.sample_S.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -65,7 +65,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
 
     import torch
 
-    from mcore_rl.rollout.receiver.worker_extension import _Updates
+    from mcore_rl.rollout.receiver.worker_extension import _Plan, _Updates
 
     class Live:
         on_cpu, blocks = True, None
@@ -78,10 +78,12 @@ def _threads_after_a_failure() -> tuple[str, int]:
     region = SimpleNamespace(shape=(1,))
     part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_slice=region)
     updates = object.__new__(_Updates)
-    updates.expected = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
+    updates.plan, updates.adapters = object.__new__(_Plan), None
+    updates.plan.messages = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
+    updates.plan.rounds = []
     updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
     updates.incoming = SimpleNamespace(  # type: ignore[assignment]
-        messages=lambda wanted: repeat(torch.zeros(4, dtype=torch.uint8), len(wanted))
+        messages=lambda wanted, rounds: repeat(torch.zeros(4, dtype=torch.uint8), len(wanted))
     )
     before = threading.active_count()
     try:

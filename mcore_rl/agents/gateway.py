@@ -1,0 +1,261 @@
+"""An OpenAI-compatible server in front of the run's engines, for programs that users wrote.
+
+Each run of a program has a secret of its own, which says whose conversations a request belongs to.  Nothing else opens
+it: without one, every path but the refusal is closed.  It listens at the loopback unless the configuration says
+otherwise, has no TLS, and unpickles nothing.
+
+Invariant: a secret is good from ``opened`` to its end, and no longer; then whatever was under way for it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from mcore_rl.agents.conversations import OVER, Context, Conversations, Turn
+from mcore_rl.agents.openai_answers import Answer, AnswerWriter, message_of, models
+from mcore_rl.agents.openai_requests import (
+    ApiError,
+    Asked,
+    chat_request,
+    completion_request,
+    parsed_body,
+    read_message,
+)
+from mcore_rl.agents.rendering import call_id
+from mcore_rl.agents.session import SessionParts
+from mcore_rl.rewards.score import NotANumberError, finite
+from mcore_rl.rollout.tool_parsers import ReadCalls
+
+MAX_BODY = 32 << 20  # bytes of a request
+HEARTBEAT_S = 10.0  # between the comments that keep a stream open while nothing is said
+ReadCallsOf = Callable[[Sequence[Mapping[str, Any]], str], ReadCalls]  # (tools, the text of a turn)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, kw_only=True)
+class Access:
+    """What one run of a program may do.
+
+    key: its secret.  conversations: what it made the model say.  takes_reward: it may say what it is worth.
+    reward: what it said; the last word counts.  work: requests under way.
+    """
+
+    key: str
+    conversations: Conversations
+    takes_reward: bool
+    reward: float | None = None
+    work: set[asyncio.Task[Any]] = field(default_factory=set)
+    ids: Any = field(default_factory=itertools.count)
+
+
+class Gateway:
+    """Serves the runs of programs that are ``opened``.
+
+    host, port: where it listens; port 0 is any that is free.  parts: of all sessions.  read_calls: reads the calls in
+    a turn of a conversation with tools.
+    """
+
+    def __init__(self, host: str, port: int, parts: SessionParts, read_calls: ReadCallsOf) -> None:
+        self._host, self._port, self._parts, self._read_calls = host, port, parts, read_calls
+        self._open: dict[str, Access] = {}  # by the public half of the key
+        self._told = set[str]()
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> str:
+        """Listens, if it does not yet; returns the URL.  OSError: it cannot listen there."""
+        async with self._starting:
+            if self._runner is None:
+                app = web.Application(client_max_size=MAX_BODY, middlewares=[_json_errors])
+                app.router.add_post("/v1/chat/completions", self._for_all(self._chat))
+                app.router.add_post("/v1/completions", self._for_all(self._completion))
+                app.router.add_post("/v1/episode/reward", self._for_all(self._reward))
+                app.router.add_get("/v1/models", self._for_all(self._models))
+                runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
+                await runner.setup()
+                await web.TCPSite(runner, self._host, self._port).start()
+                self._runner = runner
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    @asynccontextmanager
+    async def opened(self, conversations: Conversations, *, takes_reward: bool) -> AsyncIterator[Access]:
+        """While open: a key is good for ``conversations``."""
+        public = secrets.token_hex(8)
+        access = Access(
+            key=f"mcore-rl-{public}-{secrets.token_urlsafe(32)}", conversations=conversations, takes_reward=takes_reward
+        )
+        self._open[public] = access
+        try:
+            yield access
+        finally:
+            del self._open[public]
+            for task in access.work:
+                task.cancel()
+            await asyncio.gather(*access.work, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Listens no longer."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _for_all(
+        self, handle: Callable[[web.Request, Access], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """``handle`` for whoever has a secret, as a part of its run's work."""
+
+        async def handled(request: web.Request) -> web.StreamResponse:
+            access, task = self._access(request), asyncio.current_task()
+            assert task is not None
+            access.work.add(task)
+            try:
+                return await handle(request, access)
+            finally:
+                access.work.discard(task)
+
+        return handled
+
+    def _access(self, request: web.Request) -> Access:
+        """Whose request it is.  ApiError: nobody's."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        access = self._open.get("".join(key.split("-")[2:3])) if scheme.lower() == "bearer" else None
+        if access is None or not hmac.compare_digest(access.key.encode(), key.strip().encode()):
+            said = "no such key, or its episode is over. Send the OPENAI_API_KEY of the program's environment"
+            raise ApiError(401, said, code="invalid_api_key")
+        return access
+
+    async def _models(self, request: web.Request, access: Access) -> web.StreamResponse:
+        return web.json_response(models())
+
+    async def _reward(self, request: web.Request, access: Access) -> web.StreamResponse:
+        body = parsed_body(await request.read())
+        if not access.takes_reward:
+            said = "rollout.agent.program.reward=grader: the row's grader says what the episode is worth. Write program"
+            raise ApiError(409, said, code="reward_not_taken")
+        try:
+            if isinstance(body.get("reward"), bool):
+                raise NotANumberError("reward is a bool, not a finite number")
+            access.reward = finite(body.get("reward"), "reward")
+        except NotANumberError as error:
+            raise ApiError(400, f"{error}. Write {{reward: 0.5}}", param="reward") from error
+        return web.json_response({"reward": access.reward})
+
+    async def _chat(self, request: web.Request, access: Access) -> web.StreamResponse:
+        conversations = access.conversations
+        asked = chat_request(parsed_body(await request.read()), conversations.sampling)
+        context = conversations.chat(asked.messages, asked.tools)
+
+        def answer(turn: Turn) -> Answer:
+            read = self._read_calls(asked.tools, turn.said.raw) if asked.calls else None
+            if read is not None:
+                conversations.num_calls += len(read.calls) + read.unreadable
+                conversations.num_failed += read.unreadable
+            message = message_of(turn, read, lambda: call_id(next(access.ids)))
+            conversations.keep(context, turn, read_message(message))
+            return Answer(turn=turn, message=message)
+
+        return await self._answered(request, access, asked.asked, context, answer)
+
+    async def _completion(self, request: web.Request, access: Access) -> web.StreamResponse:
+        conversations = access.conversations
+        asked, prompt = completion_request(parsed_body(await request.read()), conversations.sampling)
+        context = conversations.completion(prompt)
+
+        def answer(turn: Turn) -> Answer:
+            conversations.keep(context, turn, None)
+            return Answer(turn=turn)
+
+        return await self._answered(request, access, asked, context, answer)
+
+    async def _answered(
+        self, request: web.Request, access: Access, asked: Asked, context: Context, answer: Callable[[Turn], Answer]
+    ) -> web.StreamResponse:
+        """Draws, and sends what was drawn.  answer: takes a turn into the episode; only of one that can be sent."""
+        self._tell(asked.overridden)
+        conversations = access.conversations
+        draws = [
+            asyncio.ensure_future(conversations.draw(context, asked.max_tokens, asked.stop)) for _ in range(asked.n)
+        ]
+        writer = AnswerWriter(self._parts.tokenizer, asked, context, f"mcore-rl-{next(access.ids)}")
+        stream = None
+        try:
+            if asked.stream and not await _fail_at_once(draws):
+                stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+                await stream.prepare(request)
+                await _kept_open(stream, draws)
+            answers = [answer(turn) for turn in await asyncio.gather(*draws)]
+            if stream is None:
+                return web.json_response(writer.whole(answers))
+            for event in writer.events(answers):
+                await stream.write(event)
+        except ApiError as error:
+            if stream is None:
+                raise
+            await stream.write(f"data: {json.dumps(error.body)}\n\n".encode())
+        finally:
+            for draw in draws:
+                draw.cancel()
+            await asyncio.gather(*draws, return_exceptions=True)
+        await stream.write_eof()
+        return stream
+
+    def _tell(self, overridden: Sequence[str]) -> None:
+        """Says once of each setting that it has no effect."""
+        for each in overridden:
+            name = each.partition("=")[0]
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "a program asks for %s: the run's own distribution is drawn from, since it is what is trained. "
+                    "Others of %s are not told", each, name,
+                )  # fmt: skip
+
+
+async def _fail_at_once(draws: Sequence[asyncio.Future[Turn]]) -> bool:
+    """Whether a draw fails before a stream has to be opened, so that its status can say so."""
+    done, _ = await asyncio.wait(draws, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_EXCEPTION)
+    return any(each.exception() for each in done)
+
+
+async def _kept_open(stream: web.StreamResponse, draws: Sequence[asyncio.Future[Turn]]) -> None:
+    """Waits for ``draws``, and sends a comment now and then meanwhile."""
+    while True:
+        _, waiting = await asyncio.wait(draws, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_EXCEPTION)
+        if not waiting or any(each.done() and each.exception() for each in draws):
+            return
+        await stream.write(b": drawing\n\n")
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every refusal in OpenAI's form."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        refusal = error
+    except web.HTTPRequestEntityTooLarge:
+        refusal = ApiError(413, f"the request has more than {MAX_BODY >> 20} MiB", code="too_large")
+    except web.HTTPException as error:
+        refusal = ApiError(error.status, f"{request.method} {request.path[:80]}: {error.reason}", code="no_such_path")
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # noqa: BLE001  of whatever a request made us do; the program is told, and may go on
+        logger.warning("the gateway failed: %r", error)
+        refusal = ApiError(500, f"{type(error).__name__}", code=OVER)
+    with suppress(ConnectionError):
+        return web.json_response(refusal.body, status=refusal.status)
+    raise ConnectionResetError

@@ -1,0 +1,83 @@
+"""The configuration of ``mcore-rl prefer``: learning from answers of which some are preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mcore_rl.config.bounds import CrossCheck
+from mcore_rl.config.data import PreferenceDataConfig
+from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss, preference_violations
+from mcore_rl.config.role import Role
+from mcore_rl.config.roles import AdaptedConfig
+from mcore_rl.errors import Violation
+
+
+@dataclass(kw_only=True)
+class PreferredConfig(AdaptedConfig):
+    """A policy that learns from preferences.  preference: see ``PreferenceConfig``."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_preference_violations, key=key)]
+
+
+def _preference_violations(config: PreferredConfig, key: str) -> Iterator[Violation]:
+    yield from preference_violations(config.preference, f"{key}.preference.")
+
+
+ACTOR = Role(
+    name="actor",
+    trains=True,
+    weights="model.path",
+    config=PreferredConfig,
+    reads=("ref_logprobs_T",),
+    loss="mcore_rl.algorithms.preference:preferences_loss",
+)
+REFERENCE = Role(name="reference", shares="actor", makes=("ref_logprobs_T",), phase="reference")
+
+
+@dataclass(kw_only=True)
+class PreferConfig(OfflineConfig):
+    """All settings of ``mcore-rl prefer``.  ``data.train_batch_size``: pairs per optimizer step; with kto, rows."""
+
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    actor: PreferredConfig = field(default_factory=PreferredConfig)
+
+    @property
+    def command(self) -> str:
+        """See ``OfflineConfig``."""
+        return "prefer"
+
+    @property
+    def role_rows(self) -> tuple[Role, ...]:
+        """The actor, and its first weights as the reference if the loss reads it."""
+        return (ACTOR, REFERENCE) if self.actor.preference.row.reference else (ACTOR,)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Both of a pair."""
+        return 2
+
+    def rules(self) -> list[CrossCheck[OfflineConfig]]:
+        """See ``OfflineConfig``."""
+        return [partial(_data_violations, prefer=self)]
+
+
+def _data_violations(config: OfflineConfig, prefer: PreferConfig) -> Iterator[Violation]:
+    data, row, name = prefer.data, prefer.actor.preference.row, prefer.actor.preference.loss.value
+    if data.margin_key and not row.margins:
+        reading = [loss.value for loss, each in ROWS.items() if each.margins]
+        remedy = f"Leave it out, or write actor.preference.loss={' or '.join(reading)}"
+        yield Violation("data.margin_key", data.margin_key, f"{name} knows no margins", remedy)
+    if prefer.actor.preference.loss is PreferenceLoss.kto and data.train_batch_size < 2:
+        problem = "is too few: kto estimates the KL by the answers of other rows"
+        yield Violation("data.train_batch_size", data.train_batch_size, problem, "Write 2 or more")
+    if prefer.actor.microbatch_sequences == 1 and row.pairs:
+        problem = "parts the two sequences of a pair"
+        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")
