@@ -268,13 +268,13 @@ def main() -> int:
     parser.add_argument("--only", choices=("steps", "updates"), help="measure these alone")
     parser.add_argument("--json", type=Path, help="also write the results there")
     arguments = parser.parse_args()
-    console, lora, kept, found = Console(), lora_of(arguments.rank), True, dict[str, Any]()
+    console, lora, kept, paths = Console(), lora_of(arguments.rank), True, dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         if arguments.only != "updates":
             steps = measure_steps(Path(folder), lora, arguments.steps)
             kept &= show_steps(console, steps)
-            found["steps"] = [asdict(each) for each in steps]
+            paths["steps"] = [asdict(each) for each in steps]
         if arguments.only != "steps":
             seconds, num_bytes = measure_updates(Path(folder), lora)
             median = statistics.median(seconds)
@@ -283,9 +283,9 @@ def main() -> int:
                 f"(median of {len(seconds)}; fastest {1e3 * min(seconds):.0f}, slowest {1e3 * max(seconds):.0f})"
             )
             kept &= median <= MAX_UPDATE_S
-            found["updates"] = {"seconds": seconds, "bytes": num_bytes}
+            paths["updates"] = {"seconds": seconds, "bytes": num_bytes}
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(paths, indent=2) + "\n")
     return 0 if kept else 1
 
 

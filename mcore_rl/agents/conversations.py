@@ -35,7 +35,7 @@ TOO_LONG, OVER = "context_length_exceeded", "episode_over"  # codes of refusals
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Turn:
+class ModelTurn:
     """What was drawn, a node of the tree.
 
     parent: the turn before it; None: it answers a prompt.  before: what stands between the two, or the prompt.
@@ -44,7 +44,7 @@ class Turn:
     begins: how its conversation begins; "" if it goes on from ``parent``.  messages: the prompt's, of a first turn.
     """
 
-    parent: Turn | None
+    parent: ModelTurn | None
     before: Segment | None
     segment: Segment
     tokens: tuple[int, ...]
@@ -58,9 +58,9 @@ class Turn:
     text: str = ""
 
     @property
-    def line(self) -> list[Turn]:
+    def line(self) -> list[ModelTurn]:
         """The turns that lead to it, and itself."""
-        turns, turn = list[Turn](), self
+        turns, turn = list[ModelTurn](), self
         while True:
             turns.append(turn)
             if turn.parent is None:
@@ -79,11 +79,11 @@ class Turn:
 class Context:
     """What a turn is drawn after.
 
-    parent, before, begins, messages: see ``Turn``.  tokens: all.  key: the digest of what was said.  text: of a prompt
-    of the completions.
+    parent, before, begins, messages: see ``ModelTurn``.  tokens: all.  key: the digest of what was said.  text: of a
+    prompt of the completions.
     """
 
-    parent: Turn | None
+    parent: ModelTurn | None
     before: Segment | None
     tokens: tuple[int, ...]
     begins: str
@@ -106,10 +106,10 @@ class Conversations:
         self._parts, self._source, self.sampling = parts, source, sampling
         self.row, self.prompt_id, self._group, self.index = row, prompt_id, group, index
         self._max_prompt_tokens = max_prompt_tokens
-        self._after: dict[bytes, Turn] = {}  # by the digest of what was said, the turn with which it ends
+        self._after: dict[bytes, ModelTurn] = {}  # by the digest of what was said, the turn with which it ends
         self._prompts: dict[bytes, tuple[Segment, str]] = {}  # by the digest, conversations without a drawn turn
         self._drawn = set[bytes]()  # digests of what the model said
-        self.turns: list[Turn] = []  # as they ended
+        self.turns: list[ModelTurn] = []  # as they ended
         self._num_asked = self._num_drawing = self.num_calls = self.num_failed = 0
         self._since = self._drew_since = time.monotonic()
         self._drawing_s = 0.0
@@ -162,7 +162,7 @@ class Conversations:
         added = tokens[len(turn.tokens) :]
         return self._fitting(self._grown(turn, added, Author.user, ""))
 
-    async def draw(self, context: Context, max_tokens: int | None, stop: Sequence[str]) -> Turn:
+    async def draw(self, context: Context, max_tokens: int | None, stop: Sequence[str]) -> ModelTurn:
         """The model's turn after ``context``.
 
         max_tokens: the most of it.  stop: strings that end it, besides those of the run.
@@ -194,7 +194,7 @@ class Conversations:
             raise ApiError(503, "the run was interrupted", code=OVER)
         return self._turn(context, sample, room)
 
-    def keep(self, context: Context, turn: Turn, message: Mapping[str, Any] | None) -> None:
+    def keep(self, context: Context, turn: ModelTurn, message: Mapping[str, Any] | None) -> None:
         """Takes ``turn`` into the tree.  message: as the program was told it, of chat completions."""
         self.turns.append(turn)
         if message is not None:
@@ -208,17 +208,17 @@ class Conversations:
         are told of the first.
         """
         if not self.turns:
-            return [self._episode([], reason, FinishReason.abort, 0, set[Turn | Segment]())]
+            return [self._episode([], reason, FinishReason.abort, 0, set[ModelTurn | Segment]())]
         parents = {turn.parent for turn in self.turns}
         last = self.turns[-1]
         leaves = [last]
         if end is not FinishReason.abort:
             leaves += [turn for turn in self.turns if turn not in parents and turn is not last]
-        trained = set[Turn | Segment]()
+        trained = set[ModelTurn | Segment]()
         return [self._episode(leaf.line, reason, end, part, trained) for part, leaf in enumerate(leaves)]
 
     def _episode(
-        self, line: Sequence[Turn], reason: str, end: FinishReason, part: int, trained: set[Turn | Segment]
+        self, line: Sequence[ModelTurn], reason: str, end: FinishReason, part: int, trained: set[ModelTurn | Segment]
     ) -> Episode:
         """trained: the turns that another episode trains, and the prompts that one has; those of ``line`` are added."""
         lost = end is FinishReason.abort
@@ -256,7 +256,7 @@ class Conversations:
         quotes = any(after(b"", each) in self._drawn for each in messages if each["role"] == "assistant")
         return REWRITTEN if repeats or quotes else SEPARATE
 
-    def _continued(self, turn: Turn, messages: Sequence[Mapping[str, Any]], key: bytes) -> Context | None:
+    def _continued(self, turn: ModelTurn, messages: Sequence[Mapping[str, Any]], key: bytes) -> Context | None:
         """``turn`` with ``messages`` after it; None if the chat template cannot write them there."""
         if any(each["role"] == "assistant" for each in messages):
             return None
@@ -285,7 +285,7 @@ class Conversations:
             parent=None, before=_prompt(tokens), tokens=tokens, begins=begins, messages=said, text=text
         )  # fmt: skip
 
-    def _grown(self, turn: Turn, added: Sequence[int], author: Author, text: str) -> Context:
+    def _grown(self, turn: ModelTurn, added: Sequence[int], author: Author, text: str) -> Context:
         """``turn`` with tokens of ``author`` after it."""
         segment = Segment(author=author, tokens=np.asarray(added, dtype=np.int32), text=text) if added else None
         return Context(parent=turn, before=segment, tokens=(*turn.tokens, *added), begins="")
@@ -322,13 +322,13 @@ class Conversations:
             else:
                 self.failure.set_exception(error)
 
-    def _turn(self, context: Context, sample: Sample, room: int) -> Turn:
+    def _turn(self, context: Context, sample: Sample, room: int) -> ModelTurn:
         """room: that the conversation had."""
         cut = sample.finish is FinishReason.length
         said, last = read_turn(self._parts, self.sampling, sample)
         drawn = sample.tokens.tolist()
         whole = str(self._parts.tokenizer.decode(drawn, skip_special_tokens=False))
-        return Turn(
+        return ModelTurn(
             parent=context.parent, before=context.before, segment=drawn_segment(sample),
             tokens=(*context.tokens, *drawn), said=said, last=last,
             end=FinishReason.length if cut and len(sample.tokens) == room else FinishReason.stop, cut=cut,

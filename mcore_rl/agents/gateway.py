@@ -22,11 +22,11 @@ from typing import Any
 
 from aiohttp import web
 
-from mcore_rl.agents.conversations import OVER, Context, Conversations, Turn
+from mcore_rl.agents.conversations import OVER, Context, Conversations, ModelTurn
 from mcore_rl.agents.openai_answers import Answer, AnswerWriter, message_of, models
 from mcore_rl.agents.openai_requests import (
     ApiError,
-    Asked,
+    AskedSampling,
     chat_request,
     completion_request,
     parsed_body,
@@ -175,7 +175,7 @@ class Gateway:
         asked = chat_request(parsed_body(await request.read()), conversations.sampling)
         context = conversations.chat(asked.messages, asked.tools)
 
-        def answer(turn: Turn) -> Answer:
+        def answer(turn: ModelTurn) -> Answer:
             read = self._read_calls(asked.tools, turn.said.raw) if asked.calls else None
             if read is not None:
                 conversations.num_calls += len(read.calls) + read.unreadable
@@ -191,14 +191,19 @@ class Gateway:
         asked, prompt = completion_request(parsed_body(await request.read()), conversations.sampling)
         context = conversations.completion(prompt)
 
-        def answer(turn: Turn) -> Answer:
+        def answer(turn: ModelTurn) -> Answer:
             conversations.keep(context, turn, None)
             return Answer(turn=turn)
 
         return await self._answered(request, access, asked, context, answer)
 
     async def _answered(
-        self, request: web.Request, access: Access, asked: Asked, context: Context, answer: Callable[[Turn], Answer]
+        self,
+        request: web.Request,
+        access: Access,
+        asked: AskedSampling,
+        context: Context,
+        answer: Callable[[ModelTurn], Answer],
     ) -> web.StreamResponse:
         """Draws, and sends what was drawn.  answer: takes a turn into the episode; only of one that can be sent."""
         self._tell(asked.overridden)
@@ -241,13 +246,13 @@ class Gateway:
                 )  # fmt: skip
 
 
-async def _fail_at_once(draws: Sequence[asyncio.Future[Turn]]) -> bool:
+async def _fail_at_once(draws: Sequence[asyncio.Future[ModelTurn]]) -> bool:
     """Whether a draw fails before a stream has to be opened, so that its status can say so."""
     done, _ = await asyncio.wait(draws, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_EXCEPTION)
     return any(each.exception() for each in done)
 
 
-async def _kept_open(stream: web.StreamResponse, draws: Sequence[asyncio.Future[Turn]]) -> None:
+async def _kept_open(stream: web.StreamResponse, draws: Sequence[asyncio.Future[ModelTurn]]) -> None:
     """Waits for ``draws``, and sends a comment now and then meanwhile."""
     while True:
         _, waiting = await asyncio.wait(draws, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_EXCEPTION)

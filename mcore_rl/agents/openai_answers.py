@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.conversations import Context, Turn
-from mcore_rl.agents.openai_requests import Asked
+from mcore_rl.agents.conversations import Context, ModelTurn
+from mcore_rl.agents.openai_requests import AskedSampling
 from mcore_rl.rollout.tool_parsers import ReadCalls
 
 MODEL = "policy"
@@ -22,19 +22,19 @@ DONE = b"data: [DONE]\n\n"
 class Answer:
     """One choice.  message: of chat completions, as the program is told it; None: a completion.  called: it calls."""
 
-    turn: Turn
+    turn: ModelTurn
     message: dict[str, Any] | None = None
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's."""
+        """By OpenAI's names: ``stop``, ``length`` or ``tool_calls``."""
         if self.message is not None and self.message.get("tool_calls"):
             return "tool_calls"
         cut = self.turn.said.stop is None and self.turn.cut
         return "length" if cut else "stop"
 
 
-def message_of(turn: Turn, read: ReadCalls | None, new_id: Callable[[], str]) -> dict[str, Any]:
+def message_of(turn: ModelTurn, read: ReadCalls | None, new_id: Callable[[], str]) -> dict[str, Any]:
     """The assistant's message.  read: the calls of the turn; None: none are looked for."""
     if read is None or not read.calls:
         return {"role": "assistant", "content": turn.said.text}
@@ -48,12 +48,12 @@ def message_of(turn: Turn, read: ReadCalls | None, new_id: Callable[[], str]) ->
 class AnswerWriter:
     """Writes the answers to one request.  context: what they were drawn after.  number: of the request."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: Asked, context: Context, number: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: AskedSampling, context: Context, number: str) -> None:
         self._tokenizer, self._asked, self._context = tokenizer, asked, context
         self._head = {"id": number, "created": int(time.time()), "model": MODEL}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """One object."""
+        """The whole answer as one JSON object."""
         choices = [self._choice(number, answer) for number, answer in enumerate(answers)]
         chat = answers[0].message is not None
         body = {**self._head, "object": "chat.completion" if chat else "text_completion", "choices": choices}

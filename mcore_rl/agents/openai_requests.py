@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AskedSampling:
     """What both kinds of requests say.
 
     max_tokens: the most of an answer; None: as many as there is room for.  stop: strings that end it.  n: answers.
@@ -84,7 +84,7 @@ class ChatRequest:
     tools: in OpenAI's form.  calls: whether calls are read in the answer (``tool_choice`` is not ``none``).
     """
 
-    asked: Asked
+    asked: AskedSampling
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     calls: bool
@@ -119,7 +119,7 @@ def chat_request(body: Mapping[str, Any], sampling: Sampling) -> ChatRequest:
     )
 
 
-def completion_request(body: Mapping[str, Any], sampling: Sampling) -> tuple[Asked, str | list[int]]:
+def completion_request(body: Mapping[str, Any], sampling: Sampling) -> tuple[AskedSampling, str | list[int]]:
     """(what is asked, the prompt: a text or tokens) of ``body``.  As ``chat_request``."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
@@ -132,7 +132,9 @@ def completion_request(body: Mapping[str, Any], sampling: Sampling) -> tuple[Ask
     return asked, prompt
 
 
-def _asked(body: Mapping[str, Any], sampling: Sampling, limit: str, *, logprobs: bool, more: list[str]) -> Asked:
+def _asked(
+    body: Mapping[str, Any], sampling: Sampling, limit: str, *, logprobs: bool, more: list[str]
+) -> AskedSampling:
     for name in UNSUPPORTED:
         if body.get(name) not in (None, False, ["text"]):
             raise ApiError(400, f"{name} is not supported. Leave it out", param=name)
@@ -153,7 +155,7 @@ def _asked(body: Mapping[str, Any], sampling: Sampling, limit: str, *, logprobs:
         if body.get(name) is not None and body[name] not in values
     ]
     options = _of_type(body, "stream_options", dict) or {}
-    return Asked(
+    return AskedSampling(
         max_tokens=_integer(body, limit),
         stop=tuple(stops),
         n=1 if n is None else n,

@@ -87,13 +87,13 @@ def _below() -> list[int]:
             parents[int(path.name)] = int((path / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
         except OSError:  # it has just ended
             continue
-    known, found = {os.getpid()}, list[int]()
+    known, descendants = {os.getpid()}, list[int]()
     while True:
         more = [pid for pid, parent in parents.items() if parent in known and pid not in known]
         if not more:
-            return found
+            return descendants
         known.update(more)
-        found += more
+        descendants += more
 
 
 if __name__ == "__main__":

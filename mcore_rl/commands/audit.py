@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``."""
     from mcore_rl.tracking.ledger import audit
 
-    found = audit(options.run_dir)
-    for line in found.lines():
+    verdict = audit(options.run_dir)
+    for line in verdict.lines():
         sys.stdout.write(f"{line}\n")
-    return 1 if found.violations else 0
+    return 1 if verdict.violations else 0

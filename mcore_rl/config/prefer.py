@@ -51,7 +51,7 @@ class PreferConfig(OfflineConfig):
 
     @property
     def command(self) -> str:
-        """See ``OfflineConfig``."""
+        """See ``OfflineConfig.command``."""
         return "prefer"
 
     @property
@@ -65,7 +65,7 @@ class PreferConfig(OfflineConfig):
         return 2
 
     def rules(self) -> list[CrossCheck[OfflineConfig]]:
-        """See ``OfflineConfig``."""
+        """See ``OfflineConfig.rules``."""
         return [partial(_data_violations, prefer=self)]
 
 

@@ -26,7 +26,7 @@ class SftConfig(OfflineConfig):
 
     @property
     def command(self) -> str:
-        """See ``OfflineConfig``."""
+        """See ``OfflineConfig.command``."""
         return "sft"
 
     @property

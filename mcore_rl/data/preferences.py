@@ -40,12 +40,12 @@ from mcore_rl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]
+MessageList = list[dict[str, Any]]
 NOTHING = "is null or has no text. Write the answer, or leave the row out"
 
 
 @dataclass(frozen=True)
-class PreferenceRow:
+class PreferredAnswers:
     """A row.  answers: its conversations, the preferred one first.  labels: whether each is desirable.
 
     margin, weight: of the row, 0 and 1 where the data says nothing.
@@ -143,7 +143,7 @@ class PreferenceSet:
     def __len__(self) -> int:
         return len(self._reading.ids)
 
-    def __getitem__(self, index: int) -> PreferenceRow:
+    def __getitem__(self, index: int) -> PreferredAnswers:
         read, row_id = self._reading, self._reading.ids[index]
         sides = range(read.first[index], read.first[index + 1])
         answers = (
@@ -151,7 +151,7 @@ class PreferenceSet:
             for side in sides
         )
         labels = tuple(read.labels[side] for side in sides)
-        return PreferenceRow(tuple(answers), labels, read.margins[index], read.weights[index])
+        return PreferredAnswers(tuple(answers), labels, read.margins[index], read.weights[index])
 
     @property
     def units(self) -> list[list[int]]:
@@ -226,7 +226,7 @@ def _numbers(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[floa
 
 def _conversations(
     record: dict[str, Any] | None, config: PreferenceDataConfig
-) -> list[tuple[str, Messages, Messages, bool]] | str:
+) -> list[tuple[str, MessageList, MessageList, bool]] | str:
     """(column, prompt, answer, label) of each answer of a row, the preferred first; or the row's problem in words."""
     if record is None:
         return "has text that is no UTF-8. Write the file again from text decoded as what it is"
@@ -242,7 +242,7 @@ def _conversations(
         if isinstance(answer, str):
             return f"{key} {answer}"
         answers.append(answer)
-    prompt: Messages | str = _messages(record.get(config.prompt_key), "user") if config.prompt_key in record else []
+    prompt: MessageList | str = _messages(record.get(config.prompt_key), "user") if config.prompt_key in record else []
     if isinstance(prompt, str):
         return f"{config.prompt_key} {prompt}"
     if not prompt:
@@ -259,7 +259,7 @@ def _conversations(
     return read
 
 
-def _shared(answers: Sequence[Messages]) -> Messages:
+def _shared(answers: Sequence[MessageList]) -> MessageList:
     """The messages with which all ``answers`` begin, up to the last of the user among them; of one, its prompt."""
     first, shared = answers[0], 0
     for place, message in enumerate(first):
@@ -273,7 +273,7 @@ def _said(message: dict[str, Any]) -> tuple[Any, Any]:
     return message["role"], message["content"]
 
 
-def _messages(value: Any, role: str) -> Messages | str:
+def _messages(value: Any, role: str) -> MessageList | str:
     """Messages, or one text as a message of ``role``; or what is wrong, in words."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value or role == ASSISTANT else "is empty. Write a text"

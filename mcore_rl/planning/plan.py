@@ -56,11 +56,9 @@ def plan(
     model: the policy's.  others: the models of roles that start from another checkpoint, by name of the role.
     Raises ConfigError if a layout does not divide the model or the world, so that there is nothing to plan.
     """
-    return (
-        _plan_offline(run, model, cluster)
-        if isinstance(run, OfflineConfig)
-        else _plan_run(run, model, cluster, others or {})
-    )
+    if isinstance(run, OfflineConfig):
+        return _plan_offline(run, model, cluster)
+    return _plan_run(run, model, cluster, others or {})
 
 
 def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Mapping[str, ModelConfig]) -> Plan:
@@ -175,16 +173,9 @@ def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: Cluste
     """The plan of the model that a trainer without engines trains."""
     role = config.trained
     return RolePlan(
-        role.name,
-        model,
-        config.actor,
-        config.actor.parallel,
-        config.trainer.world_size,
-        offline_work(config),
-        accelerator=cluster.gpus_per_node > 0,
-        head=role.head,
-        frozen=config.snapshots_of(role.name),
-    )
+        role.name, model, config.actor, config.actor.parallel, config.trainer.world_size, offline_work(config),
+        accelerator=cluster.gpus_per_node > 0, head=role.head, frozen=config.snapshots_of(role.name),
+    )  # fmt: skip
 
 
 def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> int:
@@ -206,10 +197,8 @@ def offline_work(config: OfflineConfig) -> Work:
 
 def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict[str, float]:
     """Seconds of a step of a trainer without engines, by part."""
-    by_part, sequences = (
-        {config.trained.update_phase: update_s(role, rates, role.work.sequences, 1)},
-        role.work.sequences,
-    )
+    sequences = role.work.sequences
+    by_part = {config.trained.update_phase: update_s(role, rates, sequences, 1)}
     for frozen in config.snapshots_of(config.trained.name):
         by_part[frozen.phase] = score_s(role, rates, sequences) + move_s(4 * _heaviest(role).weights, rates)
     return by_part

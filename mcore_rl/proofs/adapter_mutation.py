@@ -104,7 +104,7 @@ def _name(chunk_and_name: str) -> str:
 
 def _linears(case: OracleCase) -> list[str]:
     """The Hugging Face layers of linear weights, in the order of the checkpoint."""
-    found = {
+    modules = {
         each.module
         for placed in case.right.values()
         for name, stored in placed.items()
@@ -112,8 +112,8 @@ def _linears(case: OracleCase) -> list[str]:
         for each in _sources(stored.numbers, case.checkpoint)
     }
     names = (name.removesuffix(".weight") for name in case.checkpoint)
-    stacked = sorted(found - {name.removesuffix(".weight") for name in case.checkpoint})
-    return [*(name for name in names if name in found), *stacked]
+    stacked = sorted(modules - {name.removesuffix(".weight") for name in case.checkpoint})
+    return [*(name for name in names if name in modules), *stacked]
 
 
 def _sources(numbers: Int64Array, checkpoint: NumberedCheckpoint) -> Iterator[_Source]:

@@ -41,7 +41,7 @@ def placed_adapters(
             lora_config=config.lora_config, vllm_config=config, device=torch.device("cpu"),
             lora_manager_cls=LRUCacheLoRAModelManager,
         )  # fmt: skip
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        mapper = manager.model.hf_to_vllm_mapper if hasattr(manager.model, "hf_to_vllm_mapper") else None
         peft = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": "all-linear"})
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER, dict(tensors), peft, device="cpu", dtype=torch.float64,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_rl.sync.transport import Outgoing, RoundOutgoing
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
-from mcore_rl.weights.published import Key, PublishedView
+from mcore_rl.weights.published import PublishedView, StoredKey
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.rounds import Round, Rounds, rounds_id
@@ -37,7 +37,7 @@ class PlannedSend:
         table: Table,
         rollout: RolloutTable,
         rank: int,
-        tensors: dict[Key, Tensor],
+        tensors: dict[StoredKey, Tensor],
         published: PublishedView,
         sites: Sites | None,
         *,
@@ -56,7 +56,7 @@ class PlannedSend:
             self.rounds, self.id = rounds.of(rank), rounds_id(rounds)
 
     @torch.no_grad()
-    def send(self, outgoing: Outgoing | RoundOutgoing, clock: Clock) -> None:
+    def send(self, outgoing: Outgoing | RoundOutgoing, clock: SendClock) -> None:
         """Send everything; returns when it has left this process."""
         if self.plan.sites is not None:
             with clock.waiting():
@@ -103,7 +103,7 @@ class PlannedSend:
         return sums
 
 
-class Clock:
+class SendClock:
     """Seconds spent packing and waiting."""
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ from mcore_rl.checkpoints.export import BUCKET_BYTES
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening, SentAdapters
-from mcore_rl.sync.planned_send import Clock, PlannedSend
+from mcore_rl.sync.planned_send import PlannedSend, SendClock
 from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.binding import bind
-from mcore_rl.weights.published import Key, PublishedTensors, ScaledAdapters, StoredTensors
+from mcore_rl.weights.published import PublishedTensors, ScaledAdapters, StoredKey, StoredTensors
 from mcore_rl.weights.reshard import ReshardPlan
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -122,7 +122,7 @@ class Publisher(PlannedSend):
         first cause, on whichever member it was; the channel is then closed.
         """
         assert self._outgoing is not None, "open the channel first"
-        begun, clock, due = time.perf_counter(), Clock(), self._due()
+        begun, clock, due = time.perf_counter(), SendClock(), self._due()
         with phase("publish", version=version):
             outgoing = self._outgoing
             try:
@@ -155,7 +155,7 @@ class Publisher(PlannedSend):
         return [self.adapters] if self._has_base else [self, self.adapters]
 
 
-def _bound(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> dict[Key, Tensor]:
+def _bound(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> dict[StoredKey, Tensor]:
     return {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
 
 

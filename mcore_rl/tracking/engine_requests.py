@@ -152,8 +152,8 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except OSError as error:
         raise RunDirectoryError(f"{path}: is not read: {error.strerror}") from error
     with open(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise RunDirectoryError(f"{path}: is not read: it is no regular file of this user's")
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

@@ -168,6 +168,6 @@ def _other_records(run_dir: Path, steps: Sequence[ScheduledStep]) -> Iterator[st
         expected = Counter({group.id: 0 for group in known[step].groups})
         for group in known[step].groups:
             expected[group.id] += group.samples
-        if (found := Counter(names)) != expected:
-            other = sorted(name for name in found.keys() | expected.keys() if found[name] != expected[name])
+        if (counted := Counter(names)) != expected:
+            other = sorted(name for name in counted.keys() | expected.keys() if counted[name] != expected[name])
             yield f"step {step}: {path.relative_to(run_dir)} has other responses than the ledger, of {other[0]}"

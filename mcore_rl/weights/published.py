@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-Key = tuple[int, str]  # model chunk, canonical name
+StoredKey = tuple[int, str]  # model chunk, canonical name
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class Change(Protocol):
 class PublishedView(Protocol):
     """A rank's tensors, by model chunk and canonical name, as others get them."""
 
-    def __getitem__(self, key: Key) -> Tensor: ...
+    def __getitem__(self, key: StoredKey) -> Tensor: ...
 
     def forget(self) -> None:
         """Frees what was made of them; call it when the weights may change."""
@@ -35,11 +35,11 @@ class PublishedView(Protocol):
 class PublishedTensors:
     """The tensors ``stored``, merged with their adapters."""
 
-    def __init__(self, stored: Mapping[Key, Tensor]) -> None:
+    def __init__(self, stored: Mapping[StoredKey, Tensor]) -> None:
         self._stored = stored
-        self._last: tuple[Key, Tensor] | None = None
+        self._last: tuple[StoredKey, Tensor] | None = None
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: StoredKey) -> Tensor:
         stored = self._stored[key]
         adapter = vars(stored).get("adapter")
         if not isinstance(adapter, Change):
@@ -50,17 +50,17 @@ class PublishedTensors:
         return self._last[1]
 
     def forget(self) -> None:
-        """See ``PublishedView``."""
+        """See ``PublishedView.forget``."""
         self._last = None
 
 
 class StoredTensors:
     """The tensors ``stored`` as they are, without their adapters."""
 
-    def __init__(self, stored: Mapping[Key, Tensor]) -> None:
+    def __init__(self, stored: Mapping[StoredKey, Tensor]) -> None:
         self._stored = stored
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: StoredKey) -> Tensor:
         return self._stored[key].detach()
 
     def forget(self) -> None:
@@ -70,10 +70,10 @@ class StoredTensors:
 class ScaledAdapters:
     """The adapters ``stored``: every A as it is, and ``scale`` times every B, in float32."""
 
-    def __init__(self, stored: Mapping[Key, Tensor], scale: float) -> None:
+    def __init__(self, stored: Mapping[StoredKey, Tensor], scale: float) -> None:
         self._stored, self._scale = stored, scale
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: StoredKey) -> Tensor:
         tensor = self._stored[key].detach()
         return tensor * self._scale if ".lora_B." in key[1] else tensor
 

@@ -27,7 +27,7 @@ def environment(name: str) -> str:
 
 @server.tool()
 def fails() -> str:
-    """Raises."""
+    """Raises an error."""
     raise ValueError("no such day")
 
 

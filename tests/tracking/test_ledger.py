@@ -99,15 +99,15 @@ def write(directory: Path, steps: list[ScheduledStep]) -> Path:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_ledger_that_holds_is_proven_and_comes_back_as_it_was(tmp_path: Path, seed: int) -> None:
     steps = played(seed)
-    found = audit(write(tmp_path, steps))
-    assert found.violations == (), found.violations
+    got = audit(write(tmp_path, steps))
+    assert got.violations == (), got.violations
     assert read_schedule(tmp_path / SCHEDULE) == (steps, [])
     of_groups = [group for step in steps for group in step.groups]
-    assert found.steps == STEPS and found.trained == sum(group.trained > 0 for group in of_groups)
-    assert sum(found.untrained.values()) == sum(len(step.dropped) for step in steps) + sum(
+    assert got.steps == STEPS and got.trained == sum(group.trained > 0 for group in of_groups)
+    assert sum(got.untrained.values()) == sum(len(step.dropped) for step in steps) + sum(
         group.trained == 0 for group in of_groups
     )
-    assert found.untrained.get("lost", 0) == sum(group.lost == group.samples for group in of_groups)
+    assert got.untrained.get("lost", 0) == sum(group.lost == group.samples for group in of_groups)
 
 
 def test_every_prefix_of_a_run_holds(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_line_that_a_kill_cut_short_is_no_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").unlink()
     for length in [last, last + 1, *range(last + 2, len(whole) - 1, 97), len(whole) - 2]:
         (tmp_path / SCHEDULE).write_bytes(whole[:length])
-        found = audit(tmp_path)
-        assert found.violations == () and found.steps == STEPS - 1
+        got = audit(tmp_path)
+        assert got.violations == () and got.steps == STEPS - 1
         file = ScheduleFile(tmp_path / SCHEDULE, keep=STEPS - 2)  # a resume from the step before
         for step in steps[-2:]:
             file.write(step)
@@ -214,8 +214,8 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
 def test_what_is_wrong_is_named(tmp_path: Path, mutant: str) -> None:
     change, says = MUTANTS[mutant]
     seed = next(seed for seed in range(50) if played(seed)[0].epoch == 1 and played(seed)[1].dropped)
-    found = audit(write(tmp_path, change(played(seed)))).violations
-    assert any(re.search(says, each) for each in found), found
+    got = audit(write(tmp_path, change(played(seed)))).violations
+    assert any(re.search(says, each) for each in got), got
 
 
 def test_other_records_are_compared(tmp_path: Path) -> None:
@@ -267,8 +267,6 @@ def test_what_is_missing_is_named_in_every_epoch_that_is_over(tmp_path: Path) ->
     assert {group.epoch for _, group in over} == {0, 1, 2}
     for at, group in over:
         fewer = [each for each in steps[at - 1].groups if each is not group]
-        found = audit(write(tmp_path, with_groups(steps, at, *fewer))).violations
+        got = audit(write(tmp_path, with_groups(steps, at, *fewer))).violations
         names = (f"prompt {group.id}", f"prompt number {group.number}")  # by number if it is nowhere else
-        assert {f"epoch {group.epoch}: {name} was neither trained nor dropped for a reason" for name in names} & {
-            *found
-        }
+        assert {f"epoch {group.epoch}: {name} was neither trained nor dropped for a reason" for name in names} & {*got}

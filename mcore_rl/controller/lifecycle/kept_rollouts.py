@@ -59,9 +59,9 @@ def kept_rollouts(
     def row_of(number: int, epoch: int) -> PromptRow:
         return replace(train[number], epoch=epoch)
 
-    if (found := read_kept(checkpoint, row_of)) is None:
+    if (drawn := read_kept(checkpoint, row_of)) is None:
         return None
-    kept, before = found
+    kept, before = drawn
     again = f"{checkpoint / FILE} has rollouts that were drawn and not trained. Their prompts are drawn again:"
     mode = config.trainer.mode
     if not trains_stale(config) or (kept.batch is None) == (mode is Mode.one_step_off):

@@ -30,7 +30,7 @@ WriteMore = Callable[[Path], int]
 
 
 def write_nothing(directory: Path) -> int:
-    """A ``WriteMore``."""
+    """A ``WriteMore`` that has nothing to write."""
     return 0
 
 

@@ -46,8 +46,8 @@ from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.train_group import TrainGroup
 
 
-class Rows(Protocol):
-    """Rows of files, by number."""
+class RowSet(Protocol):
+    """RowSet of files, by number."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +58,7 @@ class Rows(Protocol):
 
 
 C = TypeVar("C", bound=OfflineConfig)
-D = TypeVar("D", bound=Rows)
+D = TypeVar("D", bound=RowSet)
 # (files, the most samples or None, the key that names the files) -> rows
 Load = Callable[[Sequence[str], int | None, str], D]
 
@@ -164,7 +164,7 @@ class OfflineProgram(Generic[C, D, R]):
     step: Callable[[R, int], Any]
 
     def prepare(self, config: C) -> PreparedOffline[C, D]:
-        """See ``prepare``."""
+        """See the function ``prepare``."""
         return prepare(config, self.loader)
 
     async def train(self, config: C, callbacks: Sequence[Callback] = ()) -> int:

@@ -23,7 +23,7 @@ from mcore_rl.controller.programs.sft import batch_of, result_metrics
 from mcore_rl.controller.step import updates
 from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.pairs import MEMBERS
-from mcore_rl.data.preferences import PreferenceRow, PreferenceSet
+from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.types import SequenceScores, TrainBatch
 
@@ -75,7 +75,7 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
         assert scores is not None, "the reference makes log-probs"
         return scores
 
-    async def divergence(self, rows: Sequence[PreferenceRow]) -> float:
+    async def divergence(self, rows: Sequence[PreferredAnswers]) -> float:
         """KTO's estimate of ``KL(policy || reference)``, nats, not below 0 (arXiv:2402.01306, section 4.1).
 
         The mean log-ratio of answers that are not the prompt's own: each prompt is given the answer of the next.
@@ -121,7 +121,7 @@ async def train_step(run: PreferRun, step: int) -> dict[str, float]:
     return metrics | ({} if row.pairs else {"prefer/kl": loss.kl}) | run.passes(batch.lengths_S, scored)
 
 
-def preference_batch(rows: Sequence[PreferenceRow]) -> TrainBatch:
+def preference_batch(rows: Sequence[PreferredAnswers]) -> TrainBatch:
     """All answers of ``rows`` end to end, with their pairs and numbers."""
     batch = batch_of([answer for row in rows for answer in row.answers])
     whole = [(key, row) for key, row in enumerate(rows) for _ in row.answers]

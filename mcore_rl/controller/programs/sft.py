@@ -36,7 +36,7 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
 
 
 def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ConversationSet]:
-    """Reads conversations."""
+    """Reads files as conversations."""
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ConversationSet:
         return ConversationSet.load(files, config.data, tokenizer, max_samples=max_samples, title=title)

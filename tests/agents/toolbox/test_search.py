@@ -48,8 +48,8 @@ def corpus(tmp_path: Path) -> Path:
 @awaited
 async def test_the_order_is_that_of_the_formula(tmp_path: Path, query: str) -> None:
     made = CorpusSearch({}, SCHEMA, str(corpus(tmp_path)), 6)
-    found = await made.execute("e", {"query": query})
-    shown = [part.partition("\n")[0] for part in found.text.split("\n\n")]
+    answer = await made.execute("e", {"query": query})
+    shown = [part.partition("\n")[0] for part in answer.text.split("\n\n")]
     scores = bm25(query)
     best = sorted((n for n in range(len(TEXTS)) if scores[n] > 0), key=lambda n: -scores[n])
     assert len({round(scores[n], 9) for n in best}) == len(best), "no ties, or the order would be chance"

@@ -81,10 +81,10 @@ def test_they_are_kept_whatever_the_layout_and_the_engines(task: Path, tmp_path:
     assert kept(task).write(tmp_path, settings(task)) == (tmp_path / FILE).stat().st_size
     other = ("rollout.dp=2", "trainer.n_gpus_per_node=2", "actor.parallel.ep=2", "data.train_batch_size=4")
     for more in ((), (*other, "actor.ppo_mini_batch_size=4", "async.max_staleness=1", "actor.optim.lr=0.5")):
-        found = read(task, tmp_path, *more)
-        assert found is not None and [each.facts["ordinal"] for each in found.groups] == [30, 31]
-        assert found.groups[0].row.epoch == 1 and found.groups[0].row.number == 7
-        assert found.num_trained == STEP * (4 if more else 8), "of the batch of today"
+        got = read(task, tmp_path, *more)
+        assert got is not None and [each.facts["ordinal"] for each in got.groups] == [30, 31]
+        assert got.groups[0].row.epoch == 1 and got.groups[0].row.number == 7
+        assert got.num_trained == STEP * (4 if more else 8), "of the batch of today"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_batch_that_was_drawn_ahead_is_kept_for_a_step_of_its_size(
 ) -> None:
     mode = "trainer.mode=one_step_off"
     kept(task, ahead=True).write(tmp_path, settings(task, mode))
-    found = read(task, tmp_path, mode)
-    assert found is not None and found.batch is not None and found.before == {"a": 0} and found.groups == ()
+    got = read(task, tmp_path, mode)
+    assert got is not None and got.batch is not None and got.before == {"a": 0} and got.groups == ()
     assert read(task, tmp_path, mode, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4") is None
     assert "data.train_batch_size" in " ".join(capsys.readouterr().err.split())
 

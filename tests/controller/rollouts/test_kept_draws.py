@@ -25,9 +25,9 @@ from tests.support.scripted_rollout import row
 def saved_and_read(stage: Stage, directory: Path) -> KeptDraws:
     """What a checkpoint of now has, through its file."""
     stage.stream.kept.write(directory, {})
-    found = read_kept(directory, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
-    assert found is not None
-    return found[0]
+    got = read_kept(directory, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
+    assert got is not None
+    return got[0]
 
 
 @pytest.mark.parametrize("leave_at", range(1, STEPS))
@@ -186,7 +186,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_unfinished_responses(tmp_path:
     else:
         play(lambda: PartialStage(mode, ends, steps=6), first)
     kept[0].write(tmp_path, {})
-    found = read_kept(tmp_path, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
-    assert found is not None
-    read = found[0]
+    got = read_kept(tmp_path, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
+    assert got is not None
+    read = got[0]
     play(lambda: PartialStage(mode, ends, steps=6), resumed)

@@ -89,8 +89,8 @@ def played(directory: Path, steps: int = 4) -> list[RolloutBatch]:
 
 def test_the_ledger_of_what_was_drawn_holds(tmp_path: Path) -> None:
     played(tmp_path)
-    found = audit(tmp_path)
-    assert found.violations == () and found.steps == 4 and found.untrained == {"filter_groups": 1, "surplus": 1}
+    got = audit(tmp_path)
+    assert got.violations == () and got.steps == 4 and got.untrained == {"filter_groups": 1, "surplus": 1}
 
 
 def test_a_line_says_what_became_of_each_group() -> None:

@@ -23,7 +23,7 @@ from mcore_rl.config.agent import AgentConfig
 from mcore_rl.episodes import Episode, FinishReason
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Sampling
-from tests.agents.test_exactness import hostile, request
+from tests.agents.test_session_exactness import hostile, request
 from tests.support import rollouts
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import agent_row

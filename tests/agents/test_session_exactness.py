@@ -290,11 +290,11 @@ def test_tokens_masks_and_logprobs_are_those_of_an_independent_construction(name
                 start += 1
         control = set(script.oracle.control.values())
         for segment, messages in zip(episode.segments[2::2], script.after, strict=True):
-            found = [each for each in segment.tokens.tolist() if each in control]
+            control_ids = [each for each in segment.tokens.tolist() if each in control]
             plain = script.oracle.appended([*script.row.messages, stub(name, True, messages[0]["role"] == "tool")],
                                            [{**each, "content": "r"} for each in messages], ended=True)  # fmt: skip
             clean = [each for each in plain if each in control]
-            assert found in (clean, [end, *clean]), "text of a tool made a control token"
+            assert control_ids in (clean, [end, *clean]), "text of a tool made a control token"
             num_control += sum(each in message["content"] for message in messages for each in script.oracle.control)
     assert num_control > count // 2  # there was something to be refused
 
