@@ -34,6 +34,7 @@ from mcore_rl.agents.openai_requests import (
 )
 from mcore_rl.agents.rendering import call_id
 from mcore_rl.agents.session import SessionParts
+from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.score import NotANumberError, finite
 from mcore_rl.rollout.tool_parsers import ReadCalls
 
@@ -71,10 +72,11 @@ class Gateway:
         self._open: dict[str, Access] = {}  # by the public half of the key
         self._told = set[str]()
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> str:
-        """Listens, if it does not yet; returns the URL.  OSError: it cannot listen there."""
+        """Listens, if it does not yet; returns the URL.  ConfigError: it cannot listen there."""
         async with self._starting:
             if self._runner is None:
                 app = web.Application(client_max_size=MAX_BODY, middlewares=[_json_errors])
@@ -84,9 +86,18 @@ class Gateway:
                 app.router.add_get("/v1/models", self._for_all(self._models))
                 runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
                 await runner.setup()
-                await web.TCPSite(runner, self._host, self._port).start()
+                assert runner.server is not None
+                listening = asyncio.get_running_loop().create_server(runner.server, self._host, self._port)
+                try:
+                    self._server = await listening
+                except OSError as error:
+                    await runner.cleanup()
+                    problem = f"the gateway cannot listen at {self._host}: {error.strerror}"
+                    remedy = "Write 0, which takes a port that is free, or an address of this machine as host"
+                    raise ConfigError([Violation("rollout.agent.program.port", self._port, problem, remedy)]) from error
                 self._runner = runner
-        host, port = self._runner.addresses[0][:2]
+        assert self._server is not None
+        host, port = self._server.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
     @asynccontextmanager
@@ -105,8 +116,15 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*access.work, return_exceptions=True)
 
+    def stop(self) -> None:
+        """Listens no longer; connections that are open end with their episodes."""
+        if self._server is not None:
+            with suppress(RuntimeError):  # the event loop has ended before
+                self._server.close()
+
     async def close(self) -> None:
-        """Listens no longer."""
+        """``stop``, and ends all connections."""
+        self.stop()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -66,8 +66,8 @@ class GymEnvironment(EpisodeInteraction):
         """See the method of ``EpisodeInteraction``."""
         self._earned.pop(instance_id, None)
         environment = self._environments.pop(instance_id, None)
-        if callable(close := getattr(environment, "close", None)):
-            await asyncio.to_thread(close)
+        if environment is not None and hasattr(environment, "close"):
+            await asyncio.to_thread(environment.close)
 
 
 def _maker(env: str) -> Any:

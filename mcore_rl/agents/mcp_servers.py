@@ -271,11 +271,13 @@ def _resolved(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """What the client needs.  ``${VARIABLE}`` in env, headers and args is the environment's: only so it is given."""
 
     def value(text: Any) -> str:
-        for variable in _VARIABLE.findall(str(text)):
-            if variable not in os.environ:
+        asked = _VARIABLE.findall(str(text))
+        environ = without_secrets(asked)  # the secrets that are asked for are there
+        for variable in asked:
+            if variable not in environ:
                 problem = f"server {name} asks for ${{{variable}}}, which is not set"
                 raise ConfigError([Violation(KEY, variable, problem, "Set it in the environment of the run")])
-        return _VARIABLE.sub(lambda match: os.environ[match[1]], str(text))
+        return _VARIABLE.sub(lambda match: environ[match[1]], str(text))
 
     given = {key: str(fields[key]) for key in ("command", "url", "cwd") if fields.get(key) is not None}
     mapped = {

@@ -81,7 +81,9 @@ class Programs:
             return self._episodes(conversations, access, ended)
 
     def close(self) -> None:
-        """Ends every program."""
+        """Ends every program, and the gateway."""
+        if self._gateway is not None:
+            self._gateway.stop()
         for process in list(self._running):
             process.end()
 

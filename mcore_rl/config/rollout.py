@@ -245,8 +245,7 @@ def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
         _engine_violations,
         _backend_violations,
         _greedy_violations,
-        _rollout_draw_violations,
-        _validation_draw_violations,
+        _draws_violations,
     )
     return check(rollout, rules, "rollout.")
 
@@ -259,23 +258,19 @@ def _backend_violations(rollout: RolloutConfig) -> list[Violation]:
     if rollout.moe_backend in KEEPS_WEIGHTS:
         return []
     problem = "rearranges the experts' weights in place, and an update writes them as they are in the checkpoint"
-    remedy = "Write rollout.moe_backend=auto (triton where weights are updated)"
-    return [Violation("rollout.moe_backend", rollout.moe_backend.value, problem, remedy)]
+    return [Violation("rollout.moe_backend", rollout.moe_backend.value, problem, "Write rollout.moe_backend=auto")]
 
 
 def _greedy_violations(rollout: RolloutConfig) -> list[Violation]:
-    if not (rollout.temperature == 0 and rollout.n > 1):
+    if rollout.temperature != 0 or rollout.n == 1:
         return []
-    problem = f"draws the same response rollout.n={rollout.n} times"
-    return [Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1")]
+    problem, remedy = f"draws the same response rollout.n={rollout.n} times", "Write 1.0, or rollout.n=1"
+    return [Violation("rollout.temperature", 0, problem, remedy)]
 
 
-def _rollout_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
-    return draw_violations(rollout, "rollout")
-
-
-def _validation_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
-    return draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
+def _draws_violations(rollout: RolloutConfig) -> Iterator[Violation]:
+    yield from draw_violations(rollout, "rollout")
+    yield from draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
 
 
 def draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> Iterator[Violation]:

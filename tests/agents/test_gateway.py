@@ -19,7 +19,7 @@ from mcore_rl.agents.session import SessionParts
 from mcore_rl.agents.tools import ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.episodes import Author, Episode, FinishReason
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.errors import ConfigError, DeadEngineError
 from mcore_rl.rollout.protocol import Sampling
 from mcore_rl.rollout.tool_parsers import ReadCalls
 from tests.support.awaited import awaited
@@ -452,3 +452,14 @@ async def test_rewards_are_numbers_and_the_last_word_counts() -> None:
         assert one.access.reward == -1
         one.access.takes_reward = False
         assert (await post(one.url, one.access.key, "episode/reward", b'{"reward": 1}'))[0] == 409
+
+
+@awaited
+async def test_a_port_that_is_taken_is_refused_with_its_key() -> None:
+    async with served(["a"]) as one:
+        taken = int(one.url.rpartition(":")[2].partition("/")[0])
+        with pytest.raises(ConfigError, match=rf"rollout\.agent\.program\.port={taken}: the gateway cannot listen"):
+            await Gateway("127.0.0.1", taken, one.gateway._parts, lambda tools, raw: hermes(raw)).start()
+        one.gateway.stop()
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await post(one.url, one.access.key, "completions", b"{}")

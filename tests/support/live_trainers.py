@@ -113,7 +113,7 @@ class _Rank:
         from tests.support import adapters
 
         assert self.adapters is not None
-        weights = {name: (1 + seed) * tensor for name, tensor in adapters.drawn(self.adapters).items()}
+        weights = {name: (1 + seed / 10) * tensor for name, tensor in adapters.drawn(self.adapters).items()}
         adapters.load(self.engine.models, self.adapters, self.rank.rank, weights)
         save_peft(self.engine.models, self.adapters, self.rank.rank, directory, str(base))
 

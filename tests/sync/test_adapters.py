@@ -34,7 +34,7 @@ from tests.support.rollouts import chosen, reference_logprobs
 from tests.support.sync_cases import MODELS
 from tests.sync.test_update import over_memory
 
-pytestmark = pytest.mark.usefixtures("processes")
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.tier("full")]
 # Log-probs in float32: another order of sums.
 TOLERANCE = 1e-5
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

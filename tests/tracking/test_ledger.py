@@ -259,3 +259,16 @@ def test_the_command_says_what_holds_and_what_does_not(tmp_path: Path, capsys: p
     assert "holds no schedule.jsonl" in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(ConfigError):
         audit(tmp_path)
+
+
+def test_what_is_missing_is_named_in_every_epoch_that_is_over(tmp_path: Path) -> None:
+    steps = played(0, drops=False)
+    over = [(step.step, group) for step in steps for group in step.groups if group.epoch < steps[-1].epoch]
+    assert {group.epoch for _, group in over} == {0, 1, 2}
+    for at, group in over:
+        fewer = [each for each in steps[at - 1].groups if each is not group]
+        found = audit(write(tmp_path, with_groups(steps, at, *fewer))).violations
+        names = (f"prompt {group.id}", f"prompt number {group.number}")  # by number if it is nowhere else
+        assert {f"epoch {group.epoch}: {name} was neither trained nor dropped for a reason" for name in names} & {
+            *found
+        }

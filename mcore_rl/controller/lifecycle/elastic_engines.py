@@ -265,9 +265,8 @@ class ElasticEngines:
             del self._coming[slot]
         try:
             async with self._devices.engines_turn():
-                if member in self._engines.newcomers:  # the trainer has not sent them in its turn
-                    assert self._weights.version is not None, "engines with devices of their own keep their weights"
-                    await self._devices.send_again(self._weights.version)
+                assert self._weights.version is not None, "engines with devices of their own keep their weights"
+                await self._devices.send_again(self._weights.version)  # unless the trainer has in its turn
         finally:
             if member not in self._engines.members:
                 await self._end(member)

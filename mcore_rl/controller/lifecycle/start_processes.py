@@ -27,6 +27,7 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.planning.overheads import ProcessMemory
 from mcore_rl.planning.serving import serving
+from mcore_rl.planning.training import engine_lora
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import EngineBundles, Places, place
 from mcore_rl.runtime.seen_paths import demand_seen
@@ -103,8 +104,11 @@ class Start:
 
         model = self.prepared.models[config.policy.name]
         processes = ProcessMemory.of(cluster_at_hand(config.trainer, platform))
-        room = serving(model, config.rollout, device_bytes=None, processes=processes, latent_attention=False)
-        per_rank = room.weights + room.working + room.cache + room.packed + processes.engine
+        room = serving(
+            model, config.rollout, device_bytes=None, processes=processes, latent_attention=False,
+            lora=engine_lora(config),
+        )  # fmt: skip
+        per_rank = room.weights + room.adapters + room.working + room.cache + room.packed + processes.engine
         return Starting(
             trainer=config.trainer,
             rollout=config.rollout,

@@ -227,6 +227,8 @@ def test_an_engine_that_died_is_not_let_go() -> None:
     house.pool.loads[1].death = DeadEngineError("engine 1 died")
     with pytest.raises(ConfigError, match="has died, and is about to be started again"):
         asyncio.run(house.elastic.do(ask(remove=("engine-1",)), house.said.append))
+    with pytest.raises(ConfigError, match="without an engine that draws"):
+        asyncio.run(house.elastic.do(ask(remove=("engine-0",)), house.said.append))
 
 
 @pytest.mark.parametrize("error", [DeadWorkerError("rank 0 died"), RuntimeError("a bug")])

@@ -11,8 +11,13 @@ import pytest
 
 from mcore_rl.config.algorithm import FilterGroupsConfig
 from mcore_rl.config.asynchrony import Overdue
+from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws, read_kept
+from mcore_rl.controller.step.metrics import staleness_metrics
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
+from mcore_rl.episodes import FinishReason
+from tests.controller.rollouts.test_partial import BOTH, drawn_tokens, fixed, numbers, play
+from tests.controller.rollouts.test_partial import Stage as PartialStage
 from tests.controller.rollouts.test_stream import BATCH, STEPS, Stage, ages, on, rows, some_time
 from tests.support.scripted_rollout import row
 
@@ -127,3 +132,61 @@ def test_a_run_that_leaves_keeps_what_was_drawn_and_what_the_abandoned_step_had(
     kept = asyncio.run(all_of_it())
     assert [(each.row.number, len(each.episodes)) for each in kept.groups] == [(2, 2), (3, 2), (4, 2), (5, 2)]
     assert kept.place["position"] == 6 and kept.next_ordinal == 6 and kept.num_trained == BATCH
+
+
+@BOTH
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_resumed_run_goes_on_with_the_tokens_of_unfinished_responses(tmp_path: Path, mode: str, leaves: bool) -> None:
+    """leaves: on a signal in the midst of a step, which gives its groups back; else killed after a checkpoint."""
+    trained, kept = list[int](), list[KeptDraws]()
+
+    def until(stage: PartialStage) -> None:
+        for engine in stage.engines:
+            engine.version = 2
+        stage.version = 2
+
+    async def first(stage: PartialStage) -> None:
+        for step in (1, 2):
+            trained.extend(numbers(await stage.train(step)))
+        if leaves:
+            mark = stage.stream.kept
+            await stage.stream.next(3)
+            stage.stream.return_to(mark)
+            raise Preempted
+        await stage.stream.take_back()
+        kept.append(stage.stream.kept)
+        trained.extend(numbers(await stage.train(3)))  # it went on after the checkpoint, and is abandoned
+        del trained[4:]
+
+    async def leaving() -> None:
+        stage = PartialStage(mode, ends, steps=6)
+        with pytest.raises(Preempted):
+            async with stage.stream:
+                await first(stage)
+        kept.append(stage.stream.kept)
+
+    async def resumed(stage: PartialStage) -> None:
+        until(stage)
+        stage.stream.resume(replace(read, num_trained=4), 2)
+        unfinished = {(each.prompt_id, each.index): each for group in read.groups for _, each in group.samples}
+        assert any(each.finish is FinishReason.abort for each in unfinished.values()), "it is tested with some"
+        for step in range(3, 7):
+            batch = await stage.train(step)
+            trained.extend(numbers(batch))
+            assert staleness_metrics(batch.episodes, step)["rollout/staleness_max"] <= 2
+            for episode in batch.episodes:
+                if (before := unfinished.pop((episode.prompt_id, episode.index), None)) is not None:
+                    assert drawn_tokens(episode)[: len(before.tokens)] == before.tokens.tolist()
+        assert not unfinished, "all of them were trained"
+        assert sorted(trained) == [*range(12)], "each once"
+
+    ends = fixed({"file:0": 60, "file:3": 45, "file:5": 70, "file:6": 40, "file:7": 150}, usual=5)
+    if leaves:
+        asyncio.run(leaving())
+    else:
+        play(lambda: PartialStage(mode, ends, steps=6), first)
+    kept[0].write(tmp_path, {})
+    found = read_kept(tmp_path, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
+    assert found is not None
+    read = found[0]
+    play(lambda: PartialStage(mode, ends, steps=6), resumed)

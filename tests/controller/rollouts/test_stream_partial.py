@@ -9,7 +9,6 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,15 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC, Mode, Placement, TrainerConfig
-from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
-from mcore_rl.controller.rollouts.kept_draws import KeptDraws, read_kept
+from mcore_rl.controller.lifecycle.preemption import Preemption
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step.metrics import staleness_metrics
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.episodes import Episode, FinishReason, prompt_segment
+from mcore_rl.episodes import Episode, prompt_segment
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rollout.pool import EnginePool
@@ -449,61 +448,3 @@ def test_one_step_off_and_others_keep_their_draws() -> None:
     in_turns = drawing_of(settings(IN_TURNS, 2, 5, 9, 0.3), 9, ahead)
     assert in_turns.pause is Pause.abort and in_turns.admission.extra == 2
     assert in_turns.admission.bound == 2 and run.trainer.mode is not Mode.sync
-
-
-@BOTH
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_resumed_run_goes_on_with_the_tokens_of_unfinished_responses(tmp_path: Path, mode: str, leaves: bool) -> None:
-    """leaves: on a signal in the midst of a step, which gives its groups back; else killed after a checkpoint."""
-    trained, kept = list[int](), list[KeptDraws]()
-
-    def until(stage: Stage) -> None:
-        for engine in stage.engines:
-            engine.version = 2
-        stage.version = 2
-
-    async def first(stage: Stage) -> None:
-        for step in (1, 2):
-            trained.extend(numbers(await stage.train(step)))
-        if leaves:
-            mark = stage.stream.kept
-            await stage.stream.next(3)
-            stage.stream.return_to(mark)
-            raise Preempted
-        await stage.stream.take_back()
-        kept.append(stage.stream.kept)
-        trained.extend(numbers(await stage.train(3)))  # it went on after the checkpoint, and is abandoned
-        del trained[4:]
-
-    async def leaving() -> None:
-        stage = Stage(mode, ends, steps=6)
-        with pytest.raises(Preempted):
-            async with stage.stream:
-                await first(stage)
-        kept.append(stage.stream.kept)
-
-    async def resumed(stage: Stage) -> None:
-        until(stage)
-        stage.stream.resume(replace(read, num_trained=4), 2)
-        unfinished = {(each.prompt_id, each.index): each for group in read.groups for _, each in group.samples}
-        assert any(each.finish is FinishReason.abort for each in unfinished.values()), "it is tested with some"
-        for step in range(3, 7):
-            batch = await stage.train(step)
-            trained.extend(numbers(batch))
-            assert staleness_metrics(batch.episodes, step)["rollout/staleness_max"] <= 2
-            for episode in batch.episodes:
-                if (before := unfinished.pop((episode.prompt_id, episode.index), None)) is not None:
-                    assert drawn_tokens(episode)[: len(before.tokens)] == before.tokens.tolist()
-        assert not unfinished, "all of them were trained"
-        assert sorted(trained) == [*range(12)], "each once"
-
-    ends = fixed({"file:0": 60, "file:3": 45, "file:5": 70, "file:6": 40, "file:7": 150}, usual=5)
-    if leaves:
-        asyncio.run(leaving())
-    else:
-        play(lambda: Stage(mode, ends, steps=6), first)
-    kept[0].write(tmp_path, {})
-    found = read_kept(tmp_path, lambda number, epoch: replace(row(number), number=number, epoch=epoch))
-    assert found is not None
-    read = found[0]
-    play(lambda: Stage(mode, ends, steps=6), resumed)
