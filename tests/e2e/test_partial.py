@@ -67,8 +67,8 @@ def observed(task: Path, directory: Path, *more: str) -> Seen:
         "data.max_prompt_length=150", f"data.max_response_length={LONGEST}", f"rollout.max_num_seqs={AT_ONCE}",
         f"trainer.total_training_steps={STEPS}", f"async.max_staleness={BOUND}", "trainer.test_freq=2",
     ]  # fmt: skip
-    following = mock.patch.object(RolloutStream, "next", following_seen)
-    with following, mock.patch.object(Run, "guard", exporting), nothing_left():
+    watching = mock.patch.object(RolloutStream, "next", following_seen)
+    with watching, mock.patch.object(Run, "guard", exporting), nothing_left():
         assert main(["train", *overrides(task, directory, *sizes, *more)]) == 0
     return seen
 
