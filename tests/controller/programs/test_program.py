@@ -21,6 +21,7 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller import training_run
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.lifecycle.saving import WriteMore
 from mcore_rl.controller.programs import program, sft, train
 from mcore_rl.controller.training_run import TrainingRun, every_step
 from mcore_rl.errors import ConfigError, RunDirectoryError
@@ -117,7 +118,7 @@ class Writer:
     def move_to(self, directory: Path) -> None:
         self.directory, self.saved_step = directory, -1
 
-    async def conclude(self, progress: Progress) -> None:
+    async def conclude(self, progress: Progress, write_more: WriteMore) -> None:
         assert self.saved_step != progress.step
         self.saved.append(run_checkpoints.finish(run_checkpoints.begin(self.directory, progress, ["actor"]), {}))
 
@@ -134,11 +135,12 @@ class Counting(TrainingRun[Any, Any]):
         trainer = TrainerConfig(default_local_dir=str(directory))
         self.config = SimpleNamespace(trainer=trainer)
         self.prepared = SimpleNamespace(num_steps=5, sampler=sampler)  # type: ignore[assignment]
-        self.tracker = SimpleNamespace(log=lambda step, metrics: None, timeline=lambda step, spans: None)  # type: ignore[assignment]
+        told: Any = {"log": lambda step, metrics: None, "timeline": lambda step, spans, lanes: None}
+        self.tracker = SimpleNamespace(**told)  # type: ignore[assignment]
         self.groups, self.directory, self.progress = {}, directory, Progress()
         self.preemption, self.clock, self.device_peak = training_run.Preemption(), training_run.Clock(), None
         self.saver: Any = Writer(directory)
-        self.owner = None
+        self.owner, self.lanes = None, ()
 
     async def validate(self, step: int) -> dict[str, float]:
         return {}
