@@ -78,7 +78,7 @@ class Gateway:
     async def start(self) -> str:
         """Listens, if it does not yet; returns the URL.  ConfigError: it cannot listen there."""
         async with self._starting:
-            if self._runner is None:
+            if self._server is None:
                 app = web.Application(client_max_size=MAX_BODY, middlewares=[_json_errors])
                 app.router.add_post("/v1/chat/completions", self._for_all(self._chat))
                 app.router.add_post("/v1/completions", self._for_all(self._completion))
@@ -121,6 +121,7 @@ class Gateway:
         if self._server is not None:
             with suppress(RuntimeError):  # the event loop has ended before
                 self._server.close()
+            self._server = None
 
     async def close(self) -> None:
         """``stop``, and ends all connections."""
