@@ -254,7 +254,7 @@ async def test_what_a_program_asks_for_does_not_change_the_distribution(caplog: 
             await one.say(ASK, temperature=0.2, top_p=0.5, seed=3, tool_choice="required", tools=TOOLS)
         await one.say(ASK, temperature=1.0, top_p=1.0, presence_penalty=0, parallel_tool_calls=True)
     assert {(each.temperature, each.top_p, each.seed) for _, each in engine.requests} == {(1.0, 1.0, 0)}
-    said = [record.getMessage() for record in caplog.records]
+    said = [each.getMessage() for each in caplog.records if each.name.startswith("mcore_rl")]
     assert [line.partition("asks for ")[2].partition(":")[0] for line in said] == [
         "temperature=0.2", "top_p=0.5", "seed=3", 'tool_choice="required"',
     ]  # fmt: skip

@@ -180,7 +180,7 @@ async def test_a_program_that_fails_loses_its_episode_and_is_told_once(
     for _ in range(2):
         (episode,) = await run(made)
         assert episode.lost and episode.agent is not None and episode.agent.reason == reason
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("mcore_rl")]
     assert said in line and f"agent/end/{reason}" in line
 
 

@@ -83,8 +83,10 @@ def test_the_mutation_score(
 ) -> None:
     """As a table; with a family that nobody made a statement of, as JSON and exit code 1."""
     code, out, _ = run(capsys, monkeypatch, "--mutate", "llama")
-    rows = [line.split() for line in out.splitlines() if line.startswith("llama")]
-    assert code == 0 and [row[1] for row in rows] == ["weights", "rollout"], out
+    lines = [line.replace("llama adapters", "llama+adapters") for line in out.splitlines()]
+    rows = [line.split() for line in lines if line.startswith("llama")]
+    tables = [("llama", "weights"), ("llama", "rollout"), ("llama+adapters", "weights"), ("llama+adapters", "rollout")]
+    assert code == 0 and [(row[0], row[1]) for row in rows] == tables, out
     assert all(int(row[2]) == int(row[3]) + int(row[4]) and row[5] == "0" for row in rows)
     monkeypatch.delitem(STATEMENTS, "llama")
     code, out, _ = run(capsys, monkeypatch, "--mutate", "llama", "--json")
