@@ -48,6 +48,7 @@ from mcore_rl.proofs.placement import (
     Stored,
     TrainingWord,
 )
+from mcore_rl.proofs.statements import STATEMENTS
 from mcore_rl.proofs.tracer import NumberedCheckpoint, reduced_config
 from mcore_rl.weights.adapter_table import PEFT, AdapterTable
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
@@ -229,6 +230,8 @@ def adapter_cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vl
 def adapter_score(config: Mapping[str, Any], megatron: Megatron | None, vllm: VllmAdapters | None) -> FamilyScore:
     """Judge every mutant of the adapters' tables of the family of ``config``, a small model of it."""
     family, _ = model_of(config)
+    if family.name not in STATEMENTS:  # which the score of the weights names
+        return FamilyScore(f"{family.name} adapters", (), ())
     made = adapter_cases(config, megatron, vllm)
     right = [failure for case in made for failure in case_failures(case)]
     judged = () if right else tuple(judge_all(made, NOT_STORED))
