@@ -1,4 +1,4 @@
-"""What is started at once ends at once: ``_together`` of ``mcore_rl.controller.lifecycle.start``."""
+"""What is started at once ends at once: ``_together`` of ``mcore_rl.controller.lifecycle.start_processes``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mcore_rl.controller.lifecycle.start import _together
+from mcore_rl.controller.lifecycle.start_processes import _together
 from mcore_rl.errors import RolloutError
 
 
