@@ -5,8 +5,7 @@
 Two training ranks and one vLLM engine, all real, float32.  Staged: as colocated ranks of two nodes, over gloo to the
 rank on the engine's "device", and through memory that both map; separate: over gloo to the engine; shared: as a run on
 one CPU host.  The plain copy sends the same bytes by the same stages between the same processes, out of ordinary memory
-of all their size into ordinary memory of all their size, both of which were there and touched before, by one thread of
-the worker: what the transport takes by itself.  Direct is the update along the reshard
+of all their size into ordinary memory of all their size, both of which were there and touched before: what the transport takes by itself.  Direct is the update along the reshard
 plan, until the engine may generate; landed is the same without vLLM's own packing of layers for its CPU kernels, until
 the weights are in the parameters; packing is that packing, of weights that are there.  Memory is each process's peak in
 any of its updates, above what it held before the first.
@@ -49,7 +48,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import SecretStore, StoreServer
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.receiver import live_weights
-from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept, one_thread
+from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept
 from mcore_rl.rollout.worker_methods import Answer, answer_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher
@@ -85,9 +84,8 @@ class TimedReceiver(SyncReceiver):
         updates, places = self._sync_channel(), self.timed_places
         updates.incoming.begin(0)
         wanted = [(message.source_rank, message.num_bytes) for message in updates.plan.messages]
-        with one_thread():
-            for place, message in zip(places, updates.incoming.messages(wanted, updates.plan.rounds), strict=True):
-                place.copy_(message)
+        for place, message in zip(places, updates.incoming.messages(wanted, updates.plan.rounds), strict=True):
+            place.copy_(message)
         updates.incoming.finish()
         return {"result": None}
 

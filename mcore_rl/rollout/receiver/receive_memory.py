@@ -1,4 +1,4 @@
-"""Memory and threads of a worker's process while weights arrive; both are reset afterwards.
+"""Memory and threads of a worker's process while weights arrive; the memory is reset afterwards.
 
 New memory from the system costs more to touch for the first time than to fill: 0.25 s per GB with pages of 4 KiB, and
 0.6 to 0.9 s on a virtual machine that returns free pages to its host.  An update on the CPU allocates as much as it
@@ -12,7 +12,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from threading import Condition, Lock
 from typing import TypeVar
 
@@ -46,25 +46,12 @@ def _mallopt(options: Mapping[int, int]) -> None:
             libc.mallopt(option, value)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Within: torch computes in this thread only.
-
-    For work in parallel to a transport's own threads: one core keeps up with them, and torch's waiting threads would
-    take their cores.
-    """
-    num_threads = torch.get_num_threads()
-    torch._C.set_num_threads(1)  # torch's own, which vLLM replaces (v1/worker/cpu_worker.py, 0.32)
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(num_threads)
-
-
 def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Generator[T]:
     """Yields ``items``, which another thread makes ahead: the next item, and up to ``most`` bytes more.
 
-    Until all items are made, torch computes in the calling thread only; see ``one_thread``.
+    torch's number of threads stays: vLLM 0.32 shares matrix products between all layers of one shape
+    (csrc/cpu/dnnl_helper.cpp, ``ClassMatmulCacheKey``), and the layout that oneDNN packs a weight into depends on that
+    number, so a layer that is packed under another one computes with its elements at the wrong places.
     """
     ready, changed, stopped = deque[T](), Condition(), False
 
@@ -81,8 +68,7 @@ def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Gene
         with changed:
             changed.notify()
 
-    with ThreadPoolExecutor(1) as thread, ExitStack() as alone:
-        alone.enter_context(one_thread())
+    with ThreadPoolExecutor(1) as thread:
         making = thread.submit(make)
         making.add_done_callback(notify)
         try:
@@ -93,8 +79,6 @@ def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Gene
                         break
                     item = ready.popleft()
                     changed.notify()
-                if making.done():
-                    alone.close()
                 yield item
             making.result()
         finally:

@@ -14,8 +14,10 @@ from contextlib import closing, nullcontext
 import psutil
 import pytest
 import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
 
-from mcore_rl.rollout.receiver.receive_memory import Blocks, beside, freed_memory_kept, one_thread
+from mcore_rl.rollout.receiver.receive_memory import Blocks, beside, freed_memory_kept
 
 NUM_ROUNDS, NUM_BLOCKS, BLOCK_BYTES = 8, 4, 40 << 20  # more than glibc ever takes from its heap by itself
 PAGES = NUM_BLOCKS * BLOCK_BYTES // resource.getpagesize()
@@ -59,16 +61,26 @@ def test_items_are_made_beside_and_no_further_than_allowed() -> None:
     assert threads.isdisjoint({threading.get_ident()})
 
 
-def test_this_thread_computes_alone_while_items_are_made() -> None:
+def test_a_layer_that_is_packed_beside_others_computes_with_its_own_elements() -> None:
+    """vLLM keeps one product per shape, which layers that are packed before, during and after an update all use."""
+    if not ops._supports_onednn:
+        pytest.skip("this build of vLLM packs nothing with oneDNN")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        made = beside(iter([1, 2, 3]), int, most=1)
-        used = [torch.get_num_threads() for item in made if item == 1]
-        assert used == [1]
-        assert torch.get_num_threads() == 2
+        weights = [torch.randn(192, 64) for _ in range(4)]
+        packed = [ops.create_onednn_mm(weights[0].t(), 32)]
+        assert torch.equal(product(packed[0]), weights[0])
+        packed += [ops.create_onednn_mm(each.t(), 32) for each in beside(iter(weights[1:]), Tensor.numel, most=1)]
+        for weight, handler in zip(weights, packed, strict=True):
+            assert torch.equal(product(handler), weight)
     finally:
         torch.set_num_threads(before)
+
+
+def product(handler: ops.CPUDNNLGEMMHandler) -> Tensor:
+    """The weight that a packed layer multiplies with."""
+    return ops.onednn_mm(handler, torch.eye(handler.k), None).t()
 
 
 def test_what_fails_in_either_thread_is_heard_and_ends_both() -> None:
@@ -122,13 +134,3 @@ def test_freed_memory_is_used_again_and_goes_back_at_the_end() -> None:
     assert growth < BLOCK_BYTES
     assert min(after) >= 2 * PAGES, "such blocks come from the system again"
 
-
-def test_one_thread_and_then_as_many_as_before() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with one_thread():
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
