@@ -8,6 +8,7 @@ what is locked has the versions of constraints.txt, and says itself, where it is
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -127,6 +128,10 @@ def test_the_torch_of_an_image_is_kept_or_pip_stops(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
 
+    # No constraint, index or wheel that this machine gives every pip.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    alone["PIP_CONFIG_FILE"] = os.devnull
+
     def pip(*words: str) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable,
@@ -139,7 +144,7 @@ def test_the_torch_of_an_image_is_kept_or_pip_stops(tmp_path: Path) -> None:
             f"--find-links={index}",
             *words,
         ]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
 
     def torch() -> str:
         command = [python, "-c", "from importlib import metadata; print(metadata.version('torch'))"]

@@ -16,6 +16,7 @@ WITHOUT_ENGINE = (
     "tests/accelerators/test_vllm_device.py",
     "tests/config/test_compose.py",
     "tests/config/test_run.py",
+    "tests/controller/programs/test_prefer.py",
     "tests/controller/programs/test_sft.py",
     "tests/test_cli.py",
 )

@@ -37,7 +37,7 @@ def test_a_written_key_arrives_and_is_written_as_it_is_called(tmp_path: Path) ->
     run = compose(RunConfig, "train", asked)
     assert value_at(run, KEY) == run.async_.max_staleness == 3
     assert run.written >= {KEY, "async.overdue"}
-    assert as_dict(run)["async"] == {"max_staleness": 3, "overdue": "redraw"}
+    assert as_dict(run)["async"] == {"max_staleness": 3, "overdue": "redraw", "partial_rollout": True}
     assert as_dict(run)["trainer"]["mode"] == "async"
     text = as_yaml(run)
     assert yaml.safe_load(text)["async"]["max_staleness"] == 3 and "async_:" not in text

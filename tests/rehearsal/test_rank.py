@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig, MoeConfig
@@ -32,7 +33,7 @@ from mcore_rl.rehearsal.rank import (
     rehearsed_microbatches,
 )
 from mcore_rl.rehearsal.stages import ranks_of_stages
-from mcore_rl.types import Denominators, TrainBatch
+from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.adapters import adapter_table
 from tests.support.forked import run_ranks
@@ -45,6 +46,13 @@ MOE = MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=320)
 EXPERTS = replace(WIDE, moe=MOE)
 LONGEST, TOKENS = 256, 512
 MANY_TOKENS = 2048
+
+
+class PolicyLoss(RoleLoss):
+    """``batches.policy_loss`` as the loss of a role."""
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        return batches.policy_loss(inputs)
 
 
 def part(model: ModelConfig, layout: str = "", world_size: int = 1, rank: int = 0, **changes: Any) -> RehearsedRank:
@@ -62,7 +70,7 @@ def part(model: ModelConfig, layout: str = "", world_size: int = 1, rank: int = 
         longest=LONGEST,
         num_microbatches=8,
         imbalance=1.0,
-        loss=batches.policy_loss,
+        loss=PolicyLoss(),
         with_entropy=True,
     )
     return RehearsedRank(**(settings | changes))

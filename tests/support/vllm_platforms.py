@@ -62,7 +62,13 @@ def rocm_platform(name: str) -> Any:
     """A ``RocmPlatform`` of the architecture that ``name`` begins with."""
     architecture = name.partition(" ")[0]
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-")
+    from vllm.platforms.cpu import CpuPlatform
+
+    # ROCm's kernels are in vllm._C, which in the CPU's build are those for AVX-512 with bfloat16: not every CPU has it.
+    CpuPlatform.import_kernels()
+    sys.modules.setdefault("vllm._C", types.ModuleType("vllm._C"))
     from vllm.platforms.rocm import RocmPlatform
+
 
     return type(name, (RocmPlatform,), answers(name))()
 
