@@ -21,7 +21,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,8 +247,8 @@ class Rounds:
         order = np.lexsort((pieces, *reversed(columns)))
         pieces, columns = pieces[order], tuple(column[order] for column in columns)
         new = np.any([np.diff(column, prepend=-2) != 0 for column in columns], axis=0)
-        starts = np.flatnonzero(new)
-        for begin, end in zip(starts, [*starts[1:], len(pieces)], strict=True):
+        bounds = [*np.flatnonzero(new), len(pieces)]
+        for begin, end in pairwise(bounds):
             yield self._group(pieces[begin:end], *(int(column[begin]) for column in columns))
 
     def _group(self, pieces: Int64Array, number: int, _: int, target: int, relay: int, sender: int) -> _Group:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mcore_rl.data.datasets import DATASETS
 from tests.house.source import ROOT, repository_files
-from tests.support import checkpoints, rank_files, shadows
+from tests.support import checkpoints, prompt_files, rank_files, shadows
 
 PAGES = [path for path in repository_files() if re.fullmatch(r"README\.md|CONTRIBUTING\.md|docs/\w+\.md", path)]
 BLOCK = re.compile(r"(?:^<!-- (\w+): (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -24,7 +24,7 @@ COMMANDS = ("bash", "console")  # of a console: lines after "$ " are typed, the 
 SHORTCUTS = """
 mcore-rl() {
     case $1 in
-        train | sft | generate | evaluate) command mcore-rl "$@" --cfg ;;
+        train | sft | prefer | generate | evaluate) command mcore-rl "$@" --cfg ;;
         submit) command mcore-rl "$@" --dry-run ;;
         *) command mcore-rl "$@" ;;
     esac
@@ -92,6 +92,9 @@ def write_stage(directory: Path) -> None:
         assert name in DATASETS
         shutil.copytree(task / "source" / name, directory / source)
     shutil.copytree(task / "data", directory / "data")
+    pairs = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": str(n)} for n in range(256)]
+    prompt_files.write(directory / "pairs.parquet", pairs)
+    prompt_files.write(directory / "held_out.parquet", pairs[:8])
     shutil.copytree(ROOT / "launch" / "recipes", directory / "my_recipes")
     shutil.copy(ROOT / "launch" / "recipes" / "qwen25_05b_ppo.yaml", directory / "my_recipes" / "gsm8k.yaml")
     checkpoints.write("mixtral", directory / "task" / "hf")

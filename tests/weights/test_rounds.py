@@ -240,6 +240,15 @@ def test_several_rollout_ranks_of_one_host_share_what_it_receives() -> None:
     assert world.crossed == least_bytes(rounds.plan, world.tracer)
 
 
+def test_a_colocated_worker_whose_device_receives_for_it_has_no_round() -> None:
+    """What lands on its device lands with the training rank there, and is handed over."""
+    case = CASES[2]
+    rounds = Rounds(case.plan(), MAX_BYTES)
+    num_rollout = parse_rollout_layout(case.rollout).world_size
+    assert [rounds.of(case.world_size + rank) for rank in range(num_rollout)] == [[]] * num_rollout
+    assert all(rounds.of(rank) for rank in range(case.world_size))
+
+
 def test_every_stage_sends_from_the_beginning() -> None:
     """Four stages: in the order of the layers alone, three of them would wait."""
     plan = Case("mixtral", "tp=2,pp=4,ep=2", 8, "tp=8", per_node=8).plan()
