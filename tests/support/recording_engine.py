@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.arrays import RoutesArray
-from mcore_rl.controller.lifecycle import preparation, start
+from mcore_rl.controller.lifecycle import preparation, start, start_processes
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -71,10 +71,10 @@ def experts_reported(recorder: Recorder) -> Iterator[Recorded]:
         assert rollout.return_routed_experts, "the run asks its engines for experts"
         return started(directory, replace(rollout, return_routed_experts=False), *args, **options)
 
-    started = start.start_engines
+    started = start_processes.start_engines
     with (
         mock.patch.object(start, "ResendingPool", Pool),
-        mock.patch.object(start, "start_engines", unasked),
+        mock.patch.object(start_processes, "start_engines", unasked),
         mock.patch.object(preparation, "why_unrecorded", return_value=None),
     ):
         yield recorded

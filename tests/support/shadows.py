@@ -137,6 +137,8 @@ def _of_agent(run: RunConfig, task: Path) -> list[str]:
     ends = ",".join(map(str, range(3, 512, 2)))
     parser = [f"rollout.agent.tool_parser={task}/parser.py:read_calls"] if run.rollout.agent.tools else []
     return [
+        f"model.config_overrides.max_position_embeddings={AGENT_PROMPT_TOKENS + AGENT_TOKENS}",
+        "model.config_overrides.rope_parameters={rope_type: default, rope_theta: 10000.0}",
         f"data.max_prompt_length={AGENT_PROMPT_TOKENS}",
         f"data.max_response_length={AGENT_TOKENS}",
         "actor.microbatch_tokens=2048",
