@@ -5,10 +5,11 @@
 Two training ranks and one vLLM engine, all real, float32.  Staged: as colocated ranks of two nodes, over gloo to the
 rank on the engine's "device", and through memory that both map; separate: over gloo to the engine; shared: as a run on
 one CPU host.  The plain copy sends the same bytes by the same stages between the same processes, out of ordinary memory
-of all their size into ordinary memory of all their size, both of which were there and touched before: what the transport takes by itself.  Direct is the update along the reshard
-plan, until the engine may generate; landed is the same without vLLM's own packing of layers for its CPU kernels, until
-the weights are in the parameters; packing is that packing, of weights that are there.  Memory is each process's peak in
-any of its updates, above what it held before the first.
+of all their size into ordinary memory of all their size, both of which were there and touched before: what the
+transport takes by itself.  Direct is the update along the reshard plan, until the engine may generate; landed is the
+same without vLLM's own packing of layers for its CPU kernels, until the weights are in the parameters; packing is that
+packing, of weights that are there.  Memory is each process's peak in any of its updates, above what it held before the
+first.
 
 The limit of direct: all CPU seconds of the plain copy and of packing, evenly on all cores, and no less than either.
 

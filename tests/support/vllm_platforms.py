@@ -69,7 +69,6 @@ def rocm_platform(name: str) -> Any:
     sys.modules.setdefault("vllm._C", types.ModuleType("vllm._C"))
     from vllm.platforms.rocm import RocmPlatform
 
-
     return type(name, (RocmPlatform,), answers(name))()
 
 

@@ -27,7 +27,7 @@ ROUNDING = 0.06  # of a log ratio, in nats: more is no rounding
 
 @dataclass(frozen=True)
 class Update:
-    """Trained tokens whose ratio to one process's policy is not 1 but for rounding, and the share of experts that differ."""
+    """Trained tokens whose ratio to one process is not 1 but for rounding, and the share of experts that differ."""
 
     beyond_rounding: float
     difference: float | None

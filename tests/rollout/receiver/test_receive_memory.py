@@ -133,4 +133,3 @@ def test_freed_memory_is_used_again_and_goes_back_at_the_end() -> None:
     assert kept[-1] <= PAGES // 2
     assert growth < BLOCK_BYTES
     assert min(after) >= 2 * PAGES, "such blocks come from the system again"
-
