@@ -25,7 +25,7 @@ from tests.support.vllm_device import ON_VLLM_DEVICE
 
 # Keys that a shadow has otherwise than its recipe, or groups of them.
 SMALLER = (
-    "model.path", "critic.path",
+    "model.path", "model.config_overrides", "critic.path",
     *(f"data.{key}" for key in (
         "train_files", "val_files", "train_batch_size", "max_prompt_length", "max_response_length", "max_length",
     )),
