@@ -1,4 +1,4 @@
-"""What a worker's process is while weights arrive: memory is used again and given back, threads are as they were."""
+"""What a worker's process is while weights arrive: memory is used again and given back, threads end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from contextlib import closing, nullcontext
 import psutil
 import pytest
 import torch
-from torch import Tensor
-from vllm import _custom_ops as ops
 
 from mcore_rl.rollout.receiver.receive_memory import Blocks, beside, freed_memory_kept
 
@@ -59,28 +57,6 @@ def test_items_are_made_beside_and_no_further_than_allowed() -> None:
     assert [first, *yielded] == [1, 2, 3, 4, 5]
     assert len(threads) == 1
     assert threads.isdisjoint({threading.get_ident()})
-
-
-def test_a_layer_that_is_packed_beside_others_computes_with_its_own_elements() -> None:
-    """vLLM keeps one product per shape, which layers that are packed before, during and after an update all use."""
-    if not ops._supports_onednn:
-        pytest.skip("this build of vLLM packs nothing with oneDNN")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        weights = [torch.randn(192, 64) for _ in range(4)]
-        packed = [ops.create_onednn_mm(weights[0].t(), 32)]
-        assert torch.equal(product(packed[0]), weights[0])
-        packed += [ops.create_onednn_mm(each.t(), 32) for each in beside(iter(weights[1:]), Tensor.numel, most=1)]
-        for weight, handler in zip(weights, packed, strict=True):
-            assert torch.equal(product(handler), weight)
-    finally:
-        torch.set_num_threads(before)
-
-
-def product(handler: ops.CPUDNNLGEMMHandler) -> Tensor:
-    """The weight that a packed layer multiplies with."""
-    return ops.onednn_mm(handler, torch.eye(handler.k), None).t()
 
 
 def test_what_fails_in_either_thread_is_heard_and_ends_both() -> None:

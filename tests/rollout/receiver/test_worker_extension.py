@@ -1,4 +1,4 @@
-"""The workers' side without an engine: answers instead of errors, the refusal, and experts unpacked.
+"""The workers' side without an engine: answers instead of errors, the refusal, and weights packed and unpacked.
 
 What an engine does with it is proven in tests/sync, with real trainers.
 """
@@ -52,6 +52,7 @@ def _in_a_worker() -> dict[str, object]:
     except RolloutError as error:
         observed["refusal"] = str(error)
     observed["left"] = _threads_after_a_failure()
+    observed["products"] = _products_of_layers_packed_beside_others()
     observed["unpacked convolution"] = _round_trip_of_a_convolution(320)  # more elements than a digit of bfloat16
     observed["unpacked"] = [_round_trip(torch.Generator().manual_seed(1), *shape) for shape in SHAPES]
     return pickle.loads(pickle.dumps(observed))  # plain values only
@@ -123,8 +124,28 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
     return moved and same
 
 
-def _round_trip_of_a_convolution(channels: int) -> bool:
+def _products_of_layers_packed_beside_others() -> list[bool]:
+    """Whether each layer multiplies with its own weight, of one packed before and three in an update."""
     import torch
+    from vllm import _custom_ops as ops
+
+    from mcore_rl.rollout.receiver.receive_memory import beside
+
+    torch.set_num_threads(2)
+    weights = [torch.randn(192, 64) for _ in range(4)]
+    packed = [ops.create_onednn_mm(weights[0].t(), 32)]
+    ops.onednn_mm(packed[0], torch.eye(64), None)  # the product that vLLM keeps for the shape
+    packed += [ops.create_onednn_mm(each.t(), 32) for each in beside(iter(weights[1:]), torch.Tensor.numel, most=1)]
+    products = [ops.onednn_mm(handler, torch.eye(64), None).t() for handler in packed]
+    return [torch.equal(product, weight) for product, weight in zip(products, weights, strict=True)]
+
+
+def _round_trip_of_a_convolution(channels: int) -> bool | None:
+    """None: this CPU packs none."""
+    import torch
+
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
     from vllm._custom_ops import causal_conv1d_weight_pack
 
     from mcore_rl.rollout.receiver.packed_weights import unpacked_convolution
@@ -158,7 +179,14 @@ def test_what_fails_while_others_arrive_ends_their_arrival(outcomes: dict[str, o
     assert outcomes["left"] == ("no primitive", 0)
 
 
+def test_a_layer_that_is_packed_beside_others_computes_with_its_own_elements(outcomes: dict[str, object]) -> None:
+    """vLLM keeps one product per shape, which layers that are packed before, during and after an update all use."""
+    assert outcomes["products"] == [True] * 4
+
+
 def test_convolutions_are_unpacked_bit_for_bit(outcomes: dict[str, object]) -> None:
+    if outcomes["unpacked convolution"] is None:
+        pytest.skip("vLLM packs convolutions for AVX-512 with bfloat16 alone")
     assert outcomes["unpacked convolution"]
 
 
