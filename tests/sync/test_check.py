@@ -103,7 +103,9 @@ def test_training_ranks_add_their_parts_up_as_64_bits_do(monkeypatch: pytest.Mon
         {plain[0]: 2, plain[1]: 3, plain[2]: -1, next(iter(experts)): -(1 << 33)},
     ]
     publishers: list[Any] = [
-        SimpleNamespace(rollout=table, tensors={(0, "w"): torch.zeros(1)}, fingerprints=lambda mine=mine: mine)
+        SimpleNamespace(
+            rollout=table, tensors={(0, "w"): torch.zeros(1)}, fingerprints=lambda mine=mine: mine, adapters=None
+        )
         for mine in parts
     ]
     sent: list[torch.Tensor] = []

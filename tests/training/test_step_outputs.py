@@ -23,7 +23,8 @@ def outputs() -> TokenOutputs:
 
 def microbatch() -> Microbatch:
     rows: dict[str, Any] = dict.fromkeys(("tokens", "position_ids", "labels_N", "sources_N", "sequence_N"), TARGETS)
-    return Microbatch(index=0, width=3, targets_N=TARGETS, router_rows_M=TARGETS, lengths=(3,), packed=None, **rows)
+    where = {"targets_N": TARGETS, "router_rows_M": TARGETS, "members": (0,), "lengths": (3,)}
+    return Microbatch(index=0, width=3, packed=None, **where, **rows)  # type: ignore[arg-type]
 
 
 def inputs(**changes: Any) -> LossInputs:
