@@ -38,15 +38,17 @@ def test_an_async_run_that_was_killed_lost_no_prompt_and_is_replayed_bit_for_bit
         drawn = prompts(directory, steps)
         assert len(set(drawn)) == len(drawn) == 8 * steps, "no prompt is lost, and none comes twice"
         rows = metric_lines(directory)
-        assert staleness(rows) == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)], "as in a run that went on"
-        again = start(task, replayed, traces, *MODE, f"trainer.replay={directory}", steps=steps)
+        assert [most for _, most in staleness(rows)] == [0, 1, 2, 2, 2], "as in a run that went on"
+        replay = f"trainer.replay={directory}"
+        grader = f"custom_reward_function.path={directory.with_name('run-reward.py')}"
+        again = start(task, replayed, traces, *MODE, replay, grader, steps=steps)
         assert again.finish() == 0, again.said()
         assert "nothing is drawn or graded" in again.said()
         assert not [*(replayed / "logs").glob("engine-*")], "no engine was started"
         same_training(directory, replayed, steps)
         assert audit(replayed).violations == ()
         refused = start(
-            task, tmp_path / "other", traces, *MODE, f"trainer.replay={directory}", "actor.optim.lr=1e-5",
+            task, tmp_path / "other", traces, *MODE, replay, grader, "actor.optim.lr=1e-5",
             "rollout.temperature=0.5", steps=steps,
         )  # fmt: skip
         assert refused.finish() == 2
@@ -62,10 +64,18 @@ def test_a_sync_run_is_replayed_bit_for_bit_and_to_rounding_in_another_layout(tm
         assert run.finish() == 0, run.said()
         assert main(["audit", str(directory)]) == 0
         replay = f"trainer.replay={directory}"
-        _killed_and_again(task, tmp_path / "same", traces, replay, steps)
+        grader = f"custom_reward_function.path={directory.with_name('run-reward.py')}"
+        _killed_and_again(task, tmp_path / "same", traces, steps, replay, grader)
         same_training(directory, tmp_path / "same", steps)
         other = start(
-            task, tmp_path / "other", traces, replay, "trainer.n_gpus_per_node=1", "actor.parallel.ep=1", steps=steps
+            task,
+            tmp_path / "other",
+            traces,
+            replay,
+            grader,
+            "trainer.n_gpus_per_node=1",
+            "actor.parallel.ep=1",
+            steps=steps,
         )
         assert other.finish() == 0, other.said()
         assert "in another layout" in other.said() and "actor.parallel.ep: 2 then, 1 now" in other.said()
@@ -73,15 +83,15 @@ def test_a_sync_run_is_replayed_bit_for_bit_and_to_rounding_in_another_layout(tm
         for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert [row[key] for row in here] == pytest.approx([row[key] for row in there], rel=1e-3, abs=1e-5), key
         (directory / "record" / "step_2.parquet").unlink()
-        gone = start(task, tmp_path / "gone", traces, replay, steps=steps)
+        gone = start(task, tmp_path / "gone", traces, replay, grader, steps=steps)
         assert gone.finish() == 2 and "step 2: schedule.jsonl has no line, or record/ no file of it" in gone.said()
 
 
-def _killed_and_again(task: Path, directory: Path, traces: Traces, replay: str, steps: int) -> None:
+def _killed_and_again(task: Path, directory: Path, traces: Traces, steps: int, *replay: str) -> None:
     """A replay that is killed goes on as any run does."""
-    run = start(task, directory, traces, replay, steps=steps)
+    run = start(task, directory, traces, *replay, steps=steps)
     run.strike_at(doing(2, "train_step"), "controller", SIGKILL)
     assert run.finish() == -SIGKILL
-    run = start(task, directory, traces, replay, steps=steps)
+    run = start(task, directory, traces, *replay, steps=steps)
     assert run.finish() == 0, run.said()
     assert bits_of(directory, steps).states and json.loads((directory / "environment.json").read_text())["resumed_step"]
