@@ -40,16 +40,15 @@ def test_an_async_run_that_was_killed_lost_no_prompt_and_is_replayed_bit_for_bit
         rows = metric_lines(directory)
         assert [most for _, most in staleness(rows)] == [0, 1, 2, 2, 2], "as in a run that went on"
         replay = f"trainer.replay={directory}"
-        grader = f"custom_reward_function.path={directory.with_name('run-reward.py')}"
-        again = start(task, replayed, traces, *MODE, replay, grader, steps=steps)
+        again = start(task, replayed, traces, *MODE, replay, steps=steps)  # its grader has another name
         assert again.finish() == 0, again.said()
         assert "nothing is drawn or graded" in again.said()
         assert not [*(replayed / "logs").glob("engine-*")], "no engine was started"
         same_training(directory, replayed, steps)
         assert audit(replayed).violations == ()
         refused = start(
-            task, tmp_path / "other", traces, *MODE, replay, grader, "actor.optim.lr=1e-5",
-            "rollout.temperature=0.5", steps=steps,
+            task, tmp_path / "other", traces, *MODE, replay, "actor.optim.lr=1e-5", "rollout.temperature=0.5",
+            steps=steps,
         )  # fmt: skip
         assert refused.finish() == 2
         assert "actor.optim.lr" in refused.said() and "rollout.temperature" in refused.said(), "all at once"
@@ -64,15 +63,13 @@ def test_a_sync_run_is_replayed_bit_for_bit_and_to_rounding_in_another_layout(tm
         assert run.finish() == 0, run.said()
         assert main(["audit", str(directory)]) == 0
         replay = f"trainer.replay={directory}"
-        grader = f"custom_reward_function.path={directory.with_name('run-reward.py')}"
-        _killed_and_again(task, tmp_path / "same", traces, steps, replay, grader)
+        _killed_and_again(task, tmp_path / "same", traces, steps, replay)
         same_training(directory, tmp_path / "same", steps)
         other = start(
             task,
             tmp_path / "other",
             traces,
             replay,
-            grader,
             "trainer.n_gpus_per_node=1",
             "actor.parallel.ep=1",
             steps=steps,
@@ -83,15 +80,15 @@ def test_a_sync_run_is_replayed_bit_for_bit_and_to_rounding_in_another_layout(tm
         for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert [row[key] for row in here] == pytest.approx([row[key] for row in there], rel=1e-3, abs=1e-5), key
         (directory / "record" / "step_2.parquet").unlink()
-        gone = start(task, tmp_path / "gone", traces, replay, grader, steps=steps)
+        gone = start(task, tmp_path / "gone", traces, replay, steps=steps)
         assert gone.finish() == 2 and "step 2: schedule.jsonl has no line, or record/ no file of it" in gone.said()
 
 
-def _killed_and_again(task: Path, directory: Path, traces: Traces, steps: int, *replay: str) -> None:
+def _killed_and_again(task: Path, directory: Path, traces: Traces, steps: int, replay: str) -> None:
     """A replay that is killed goes on as any run does."""
-    run = start(task, directory, traces, *replay, steps=steps)
+    run = start(task, directory, traces, replay, steps=steps)
     run.strike_at(doing(2, "train_step"), "controller", SIGKILL)
     assert run.finish() == -SIGKILL
-    run = start(task, directory, traces, *replay, steps=steps)
+    run = start(task, directory, traces, replay, steps=steps)
     assert run.finish() == 0, run.said()
     assert bits_of(directory, steps).states and json.loads((directory / "environment.json").read_text())["resumed_step"]

@@ -116,7 +116,7 @@ class Identity:
         """The keys whose files have other content than they had, and which files."""
         for key, sums in self.contents.items():
             before = theirs.contents.get(key)
-            if before is None or before == sums:
+            if before is None or [*before.values()] == [*sums.values()]:  # files may have new names
                 continue
             files = [name for name in sorted(before.keys() | sums.keys()) if before.get(name) != sums.get(name)]
             shown = ", ".join(files[:MAX_FILES]) + (f" and {len(files) - MAX_FILES} more" if files[MAX_FILES:] else "")

@@ -1,7 +1,7 @@
 """Checksums of the files that a resumed run depends on, besides its checkpoint: weights, tokenizer, rewards, data.
 
-Only content counts.  Where files are and when they were written does not, so that models, data and whole runs can be
-copied elsewhere.
+Only content counts.  Where files are, what they are called and when they were written does not, so that models, data
+and whole runs can be copied elsewhere.
 """
 
 from __future__ import annotations

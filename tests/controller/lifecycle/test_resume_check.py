@@ -227,7 +227,10 @@ def test_what_makes_no_difference_is_none(config: dict[str, Any], checkpoint: Pa
     _settings(tmp_path, transformers_version="9", name_or_path="elsewhere")
     for path in tmp_path.rglob("*"):
         os.utime(path, (1, 1))
-    assert identity_of(config).check(checkpoint) == []
+    grader = (tmp_path / "reward.py").rename(tmp_path / "grader.py")
+    config["custom_reward_function"]["path"] = str(grader)
+    (told,) = identity_of(config).check(checkpoint)
+    assert told.startswith("custom_reward_function.path: ") and "grader.py" in told, "the key, and not its content"
 
 
 ADAPTERS = {"rank": 8, "alpha": 16.0, "use_rslora": False, "path": None}
