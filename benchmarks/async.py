@@ -11,8 +11,8 @@ the same lengths.  Nothing else of the run is changed.
 
 Counted are the steps after the first ones, in which the buffer fills, and before the last ones, for which nothing is
 drawn any more.  The costs that the simulation needs are then taken from the sync run (of a decode step, by the times at
-which responses ended; of training and of an update, by metrics.jsonl), and what it foretells of the other runs
-(``planning/simulation.py``) is shown beside them.
+which responses ended; of a prompt's token, by prompts of two lengths before it; of training and of an update, by
+metrics.jsonl), and what it foretells of the other runs (``planning/simulation.py``) is shown beside them.
 
 Target: samples a second of the best bound at least 1.4 times those of sync.  Exits with 1 where it is missed.
 """
@@ -61,6 +61,8 @@ SIZES = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 ENDED = "ended.jsonl"  # when responses ended: [begin of the call, (tokens, seconds) ...]
+PROMPT_S = "prompt_s"  # beside it: seconds of a prompt's token
+TIMED_PROMPTS, SHORT, LONG = 8, 16, 256  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +121,34 @@ def train(words: Sequence[str], engine_core: int, ended: Path) -> int:
     from mcore_rl.controller.lifecycle import start
     from mcore_rl.controller.programs.train import run_training
     from mcore_rl.rollout.pool import EnginePool
-    from mcore_rl.rollout.protocol import Request, Sample, Sampling
+    from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
     from mcore_rl.runtime.engine_client import EngineClient
 
     class LimitedPool(EnginePool):
         """Gives every request a limit of its own, and notes when its response ended."""
 
+        timing: asyncio.Task[None] | None = None
+
+        async def time_prompts(self, sampling: Sampling) -> None:
+            """Notes the seconds of a prompt's token: long prompts less short ones, one response token each."""
+            took = dict[int, list[float]]()
+            for turn in range(4):
+                for length in (SHORT, LONG):
+                    names = [f"{turn} {length} {number}" for number in range(TIMED_PROMPTS)]
+                    tokens = [tuple(Random(name).choices(range(100, 400), k=length)) for name in names]
+                    asked = [Request(Prompt(*each)) for each in zip(names, tokens, strict=True)]
+                    begun = time.perf_counter()
+                    async for _ in super().generate(asked, replace(sampling, max_tokens=1)):
+                        pass
+                    took.setdefault(length, []).append(time.perf_counter() - begun)
+            prompt_s = (min(took[LONG]) - min(took[SHORT])) / (TIMED_PROMPTS * (LONG - SHORT))
+            ended.with_suffix(f".{PROMPT_S}").write_text(str(prompt_s))
+
         async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
             """See ``EnginePool.generate``."""
+            if LimitedPool.timing is None:
+                LimitedPool.timing = asyncio.create_task(self.time_prompts(sampling))
+            await LimitedPool.timing  # of the calls that begin together, all
             finished: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
             begun = time.perf_counter()
 
@@ -211,7 +233,7 @@ def costs_of(folder: Path, run: Path) -> tuple[EngineCosts, TrainerCosts, int]:
     """The costs of engine and trainer, and the tokens of a prompt, as the sync run had them.
 
     A response of L tokens ends when L decode steps were made, and a step with r responses takes a + b r seconds: the
-    times of all responses of all steps give a, b and the time of the prompts by least squares.
+    times of all responses of all steps give a, b and a time before the first step by least squares.
     """
     calls = [json.loads(line) for line in (folder / f"{run.name}.{ENDED}").read_text().splitlines()]
     batches = drawn_together([(begun, ends) for begun, ends in calls])
@@ -222,7 +244,7 @@ def costs_of(folder: Path, run: Path) -> tuple[EngineCosts, TrainerCosts, int]:
             running = np.minimum(lengths, length).sum()  # over the steps until then, responses that run
             table.append((1.0, length, float(running)))
             times.append(seconds)
-    (prompts_s, fixed, of_each), *_ = np.linalg.lstsq(np.array(table), np.array(times), rcond=None)
+    (_, fixed, of_each), *_ = np.linalg.lstsq(np.array(table), np.array(times), rcond=None)
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > WARM_UP]
     prompt = fmean(row["prompt/length_mean"] for row in rows)
     tokens = PROMPTS * RESPONSES * sum(row["response/length_mean"] + row["prompt/length_mean"] for row in rows)
@@ -231,7 +253,7 @@ def costs_of(folder: Path, run: Path) -> tuple[EngineCosts, TrainerCosts, int]:
     engine = EngineCosts(
         fixed_s=tuple(max(0.0, fixed) + max(0.0, of_each) * running for running in range(most + 1)),
         stream_s=(0.0,) * (most + 1), token_s=0.0, product_s=0.0,
-        prefill_s=max(0.0, prompts_s) / (PROMPTS * prompt),
+        prefill_s=float((folder / f"{run.name}.{ENDED}").with_suffix(f".{PROMPT_S}").read_text()),
     )  # fmt: skip
     trainer = TrainerCosts(fixed_s=0.0, token_s=trains / tokens, publish_s=fmean(row["time/sync"] for row in rows))
     return engine, trainer, round(prompt)
@@ -298,7 +320,8 @@ def main() -> int:
         )  # fmt: skip
     console = Console(width=120)
     console.print(shown)
-    costs = f"a decode step {1e3 * engine.fixed_s[1]:.1f} ms of 1 response, {1e3 * engine.fixed_s[-1]:.1f} ms of all"
+    costs = f"a decode step {1e3 * engine.fixed_s[1]:.1f} ms of 1 response, {1e3 * engine.fixed_s[-1]:.1f} ms of all, "
+    costs += f"a prompt's token {1e3 * engine.prefill_s:.2f} ms"
     console.print(f"costs of the sync run: {costs}; training {1e3 * trainer.token_s:.2f} ms a token; "
                   f"an update {trainer.publish_s:.2f} s; sync simulated {simulated[0]:.1f} samples/s")  # fmt: skip
     gained = max(each.samples_per_s for bound, each in best.items() if bound) / best[0].samples_per_s
