@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mcore_rl.config.bounds import InputDirectory, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from mcore_rl.config.role import Moves, Never
 from mcore_rl.errors import Violation
 
 ALL_LINEAR = "all-linear"
@@ -86,6 +87,11 @@ class LoraConfig:
         """The factor of ``B A``."""
         assert self.rank, "there are no adapters"
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+def is_the_base(lora: LoraConfig | None, moves: Moves) -> bool:
+    """Whether frozen copies of the first weights are the base: adapters are new, add nothing, and copies never move."""
+    return lora is not None and lora.path is None and isinstance(moves, Never)
 
 
 def lora_violations(lora: LoraConfig, prefix: str) -> Iterator[Violation]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.config.engine import EngineConfig, Recompute
-from mcore_rl.config.lora import LoraConfig, PublishedLora
+from mcore_rl.config.lora import LoraConfig, PublishedLora, is_the_base
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
@@ -141,6 +141,7 @@ class RolePlan:
         return [
             (f"{role.snapshot} weights", weights + means * isinstance(role.moves, ExponentialAverage), True)
             for role in self.frozen
+            if not is_the_base(lora_of(self.engine), role.moves)
         ]
 
     @property

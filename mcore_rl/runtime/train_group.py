@@ -178,7 +178,7 @@ class TrainGroup:
         await self.workers.all(TrainWorker.rest)
 
     async def take_snapshot(self, name: str, moves: Moves) -> None:
-        """Copies the current weights to host memory as ``name``.  moves: how ``move_snapshot`` will change them."""
+        """Keeps the first weights in host memory as ``name``.  moves: how ``move_snapshot`` will change them."""
         await self.workers.all(TrainWorker.take_snapshot, name, moves)
 
     async def move_snapshot(self, name: str) -> None:

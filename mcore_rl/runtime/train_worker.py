@@ -31,7 +31,7 @@ from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig, Precision
-from mcore_rl.config.lora import LoraConfig, PublishedLora
+from mcore_rl.config.lora import LoraConfig, PublishedLora, is_the_base
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
@@ -233,8 +233,8 @@ class TrainWorker(Answering):
             self.engine.memory.offload(parts, behind=[OffloadPart.optimizer] if self.spec.leaves_behind else [])
 
     def take_snapshot(self, name: str, moves: Moves) -> None:
-        """Copies the current weights as ``name``.  moves: how ``move_snapshot`` will change the copy."""
-        self.engine.snapshots.take(name, moves)
+        """Keeps the first weights as ``name``.  moves: how ``move_snapshot`` will change the copy."""
+        self.engine.snapshots.take(name, moves, base=is_the_base(self.spec.lora, moves))
 
     def move_snapshot(self, name: str) -> None:
         """Updates the frozen weights ``name`` from the live ones."""

@@ -18,7 +18,8 @@ another policy than the one that sampled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ class Adapter(torch.nn.Module):
     """The adapters of one weight of this rank: an A and a B for each Hugging Face linear in it.
 
     lora_A, lora_B: their tensors, by the linear's number.  group: the tensor ranks to exchange with; None: nothing to.
+    is_off: the linear computes as without them, see ``adapters_off``.
     """
+
+    is_off = False
 
     def __init__(self, table: AdapterTable, adapted: AdaptedRule, local: LocalTensor, groups: ProcessGroups) -> None:
         super().__init__()
@@ -67,6 +71,8 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         """``output`` of the linear for input ``x``, with the adapters' part added."""
+        if self.is_off:
+            return output
         # Of a matrix torch takes the same product with gradient and without: a step's scores are the scoring pass's.
         inner = F.linear(x.reshape(-1, x.shape[-1]), self._a(x.dtype))
         if self.group is not None and self.splits_inputs:
@@ -137,6 +143,19 @@ def attach(chunks: Sequence[GPTModel], table: AdapterTable, groups: ProcessGroup
     for linear, adapters in grouped.items():
         linear.lora = torch.nn.ModuleList(adapters)
         linear.register_forward_hook(_add_grouped)
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within: ``chunks`` compute with the base alone; no rank exchanges anything for adapters."""
+    adapters = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+    for adapter in adapters:
+        adapter.is_off = True
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_off = False
 
 
 def _require_grad(module: torch.nn.Module, arguments: object, embeddings: Tensor) -> None:

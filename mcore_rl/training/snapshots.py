@@ -2,13 +2,14 @@
 
 The reference policy is such a snapshot of the actor, not a second model.  Some snapshots follow the live weights
 (``Moves``).  A snapshot holds only the weights that the forward pass reads and that train: of a LoRA run the adapters.
+Where these are new, the run's first weights are the base: nothing of them is kept, and the pass has adapters off.
 A swap leaves the optimizer's main weights, moments and gradients alone, so no step may run in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from mcore_rl.config.role import ExponentialAverage, Moves, Never
 from mcore_rl.parallel.device import Platform, synchronize
 from mcore_rl.parallel.pinned import side_by_side
+from mcore_rl.training.adapters import adapters_off
 
 
 class Snapshots:
@@ -25,10 +27,12 @@ class Snapshots:
         frozen = {id(each) for chunk in chunks for each in chunk.parameters() if not each.requires_grad}
         tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         self._live = [tensor for tensor in tensors if id(tensor) not in frozen]
-        self._platform = platform
+        self._buffers = [tensor for chunk in chunks for tensor in chunk.buffers()]
+        self._chunks, self._platform = chunks, platform
         self._kept: dict[str, list[Tensor]] = {}
         self._moves: dict[str, Moves] = {}
         self._means: dict[str, list[Tensor]] = {}  # float32, of those that are averages
+        self._base = set[str]()  # names of those that are the base of new adapters, and keep buffers alone
         self._swapped_in: str | None = None
 
     @property
@@ -61,16 +65,20 @@ class Snapshots:
             kept.copy_(mean)
 
     @torch.no_grad()
-    def take(self, name: str, moves: Moves | None = None) -> None:
+    def take(self, name: str, moves: Moves | None = None, *, base: bool = False) -> None:
         """Keep the live weights as ``name``, replacing an earlier snapshot of that name.
 
         moves: how ``move`` brings it after the live weights; None is as before, at first never.
+        base: they are those of new adapters, that add nothing yet, and never move; true on all ranks or on none.
         """
         assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
         self._require_live()
+        if base != (name in self._base):
+            self._kept.pop(name, None)
+            self._base ^= {name}
         if name not in self._kept:
-            self._kept[name] = side_by_side(self._live, pinned=self._platform.is_accelerator)
-        for live, kept in zip(self._live, self._kept[name], strict=True):
+            self._kept[name] = side_by_side(self._held(name), pinned=self._platform.is_accelerator)
+        for live, kept in zip(self._held(name), self._kept[name], strict=True):
             kept.copy_(live, non_blocking=True)
         synchronize(self._platform)
         self._moves[name] = moves or self._moves.get(name, Never())
@@ -100,6 +108,7 @@ class Snapshots:
         assert name != self._swapped_in, f"snapshot {name!r} is in place; its memory holds the live weights"
         del self._kept[name], self._moves[name]
         self._means.pop(name, None)
+        self._base.discard(name)
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
@@ -110,7 +119,8 @@ class Snapshots:
         self._exchange(name)
         self._swapped_in = name
         try:
-            yield
+            with adapters_off(self._chunks) if name in self._base else nullcontext():
+                yield
         finally:
             self._swapped_in = None
             self._exchange(name)
@@ -118,11 +128,15 @@ class Snapshots:
     @torch.no_grad()
     def _exchange(self, name: str) -> None:
         # The snapshot's own memory holds the live weights meanwhile: no second copy of the model is ever needed.
-        for live, kept in zip(self._live, self._kept[name], strict=True):
+        for live, kept in zip(self._held(name), self._kept[name], strict=True):
             held = live.clone()
             live.copy_(kept, non_blocking=True)
             kept.copy_(held, non_blocking=True)
         synchronize(self._platform)
+
+    def _held(self, name: str) -> list[Tensor]:
+        """The live tensors of which snapshot ``name`` has others."""
+        return self._buffers if name in self._base else self._live
 
     def _require_live(self) -> None:
         # Offloaded tensors have storages of no bytes; a copy from or to one would take the process down.

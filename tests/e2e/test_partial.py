@@ -32,13 +32,13 @@ from tests.support.run_task import nothing_left, overrides, write_task
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("processes", "fast_ray")]
 
 STEPS, BOUND, BATCH, LONGEST = 5, 2, 4, 90
-AT_ONCE = 2  # that the engine draws, so that it is slower than the trainer and something is under way
 BLOCK = 128  # tokens of a block of the prefix cache, on the CPU
 TOLERANCE = 2e-5  # nats, in float32: vLLM's and transformers' order of summation
 COLOCATED = ("actor.parallel.ep=1", "trainer.n_gpus_per_node=1")
+# The engine is slower than the trainer, or draws more than one group at once: so something is under way.
 MODES = {
-    "in flight": ("trainer.mode=async", *APART),
-    "in turns": ("rollout.partial=true", "rollout.over_sampling=1", *COLOCATED),
+    "in flight": ("trainer.mode=async", "rollout.max_num_seqs=2", *APART),
+    "in turns": ("rollout.partial=true", "rollout.over_sampling=1", "rollout.max_num_seqs=6", *COLOCATED),
 }
 
 
@@ -64,7 +64,7 @@ def observed(task: Path, directory: Path, *more: str) -> Seen:
 
     sizes = [
         f"data.train_batch_size={BATCH}", f"actor.ppo_mini_batch_size={BATCH // 2}", "actor.microbatch_tokens=1024",
-        "data.max_prompt_length=150", f"data.max_response_length={LONGEST}", f"rollout.max_num_seqs={AT_ONCE}",
+        "data.max_prompt_length=150", f"data.max_response_length={LONGEST}",
         f"trainer.total_training_steps={STEPS}", f"async.max_staleness={BOUND}", "trainer.test_freq=2",
     ]  # fmt: skip
     watching = mock.patch.object(RolloutStream, "next", following_seen)

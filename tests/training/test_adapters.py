@@ -96,6 +96,7 @@ def _observe(rank: Rank, folder: Path) -> Observed:
 def _look(engine: Engine, groups: Any, table: AdapterTable, seen: Observed) -> None:
     """What is frozen, the snapshot, and the memory of the optimizer."""
     engine.snapshots.take("reference")
+    engine.snapshots.take("base", base=True)
     mine = [parameter for chunk in engine.models for parameter in chunk.parameters() if parameter.requires_grad]
     batch = engines.share_of(batches.ragged(101), groups)
     before = engine.score(batch).logprobs_T
@@ -107,13 +108,18 @@ def _look(engine: Engine, groups: Any, table: AdapterTable, seen: Observed) -> N
     _step(engine, groups)
     moved = engine.score(batch).logprobs_T
     assert before is not None and moved is not None and not torch.equal(before, moved)
-    assert torch.equal(before, engine.score(batch, snapshot="reference").logprobs_T), "the base, without a copy of it"
+    for name in ("reference", "base"):
+        assert torch.equal(before, engine.score(batch, snapshot=name).logprobs_T), "the base, without a copy of it"
+    assert torch.equal(moved, engine.score(batch).logprobs_T), "and adapters are on again"
     after = dict(engine.models[0].named_parameters())
     assert frozen and all(torch.equal(tensor, after[name]) for name, tensor in frozen.items())
     assert all(after[name].grad is None and not hasattr(after[name], "main_grad") for name in frozen)
     assert engine.optimizer is not None
     seen.facts["adapter bytes"] = sum(tensor.nbytes for tensor in mine)
+    both = engine.snapshots.num_bytes()
+    engine.snapshots.drop("base")
     seen.facts["snapshot bytes"] = engine.snapshots.num_bytes()
+    seen.facts["base bytes"] = both - seen.facts["snapshot bytes"]
     seen.facts["state bytes"] = sum(tensor.nbytes for tensor in engine.optimizer.state_tensors())
     seen.facts["gradient bytes"] = sum(
         buffer.grad_data.nbytes
@@ -148,6 +154,7 @@ def test_first_values_depend_on_no_layout(seen: Observed) -> None:
 def test_only_adapters_take_memory_beside_the_base(seen: Observed) -> None:
     ours = seen.facts["adapter bytes"]
     assert ours <= seen.facts["snapshot bytes"] < 1.1 * ours + 4096, "rounded up, and the routers' buffers"
+    assert seen.facts["base bytes"] < 4096, "of the base the routers' buffers alone"
     assert ours <= seen.facts["gradient bytes"] < 1.2 * ours + 4096
     assert seen.facts["state bytes"] <= 3 * ours
 
