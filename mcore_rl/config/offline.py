@@ -1,4 +1,4 @@
-"""What the configurations of ``mcore-rl sft`` and ``prefer`` share: trainers that learn from files and draw nothing."""
+"""What the configurations of ``mcore-rl sft``, ``prefer`` and ``reward`` share: they learn from files alone."""
 
 from __future__ import annotations
 
@@ -97,6 +97,13 @@ def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
         if value:
             key = f"trainer.{name}"
             yield Violation(key, value, f"{config.command} draws no rollouts", f"Leave {key} out")
+
+
+def pairs_violations(config: OfflineConfig) -> Iterator[Violation]:
+    """Microbatches that no pair fits into."""
+    if config.actor.microbatch_sequences == 1:
+        problem = "parts the two sequences of a pair"
+        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")
 
 
 def _missing(config: OfflineConfig) -> Iterator[Violation]:
