@@ -133,7 +133,7 @@ def pair_calibration_error(difference_P: Tensor) -> float:
     Nothing says which answer of a pair is the first, so each pair counts in both orders.
     """
     both = torch.cat([difference_P, -difference_P])
-    return calibration_error(torch.sigmoid(both), torch.arange(len(both)) < len(difference_P))
+    return calibration_error(torch.sigmoid(both), (torch.arange(len(both)) < len(difference_P)).double())
 
 
 def correlation(score_N: Tensor, label_N: Tensor) -> float:

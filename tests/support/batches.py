@@ -55,6 +55,14 @@ def paired(batch: TrainBatch) -> TrainBatch:
     )
 
 
+def scored(batch: TrainBatch) -> TrainBatch:
+    """``batch`` with each sequence trained at its last token alone, where anything of it is: its value is a score."""
+    starts = zip(batch.offsets_S, batch.lengths_S, strict=True)
+    mask_T = torch.zeros_like(batch.mask_T)
+    mask_T[[start + size - 1 for start, size in starts if batch.mask_T[start : start + size].any()]] = True
+    return replace(batch, mask_T=mask_T)
+
+
 def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:
     """Settings at which a pair has much to say."""
     smoothing = 0.1 if "label_smoothing" in ROWS[loss].reads else 0.0

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.reward_loss import ScoresLoss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.data.pairs import units_of
@@ -99,8 +101,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         # The log-probs of these weights are about those of an even choice; so some responses weigh more than 1.
         noise_T = torch.randn(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10))
         batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
-    if problem.preference is not None:
-        batch = batches.paired(batch)
+    if problem.paired:
+        batch = batches.paired(batch if problem.scores is None else batches.scored(batch))
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -186,6 +188,10 @@ def _run_in_groups(
     counts = batches.denominators(batch)
     if problem.preference is not None:
         loss, counts = batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
+    if problem.scores is not None:
+        centering = 0.1 if problem.scores is RewardLoss.bradley_terry else 0.0
+        loss = ScoresLoss(RewardLossConfig(loss=problem.scores, centering_coef=centering))
+        counts = replace(counts, loss=batches.NUM_PAIRS)
     for number in range(STEPS):
         step = engine.train_step(
             mine,
