@@ -48,12 +48,12 @@ ROWS: dict[RewardLoss, RewardLossRow] = {
     ),
     RewardLoss.regression: RewardLossRow(
         formula="`(r - y)^2`",
-        paper="arXiv:2406.08673, section 3",
+        paper="arXiv:2406.08673",
         probabilities=False,
     ),
     RewardLoss.bce: RewardLossRow(
         formula="`-y log sigma(r) - (1 - y) log sigma(-r)`",
-        paper="arXiv:2110.14168, section 4",
+        paper="arXiv:2312.08935, eq. 1",
         labels=(0.0, 1.0),
     ),
 }
