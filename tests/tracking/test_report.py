@@ -130,7 +130,8 @@ def test_reward_models_are_judged_by_held_out_pairs_and_calibration(tmp_path: Pa
     (path / "config.yaml").write_text("actor: {reward: {loss: bradley_terry}}\n")
     root = parsed(write_report(path))
     assert [words(each) for each in of_class(root, "verdict")] == [
-        "Validation loss: went from 0.750 a pair or answer at step 0 to 0.125 at step 2; the lowest was 0.125 at step 2.",
+        "Validation loss: went from 0.750 a pair or answer at step 0 to 0.125 at step 2; the lowest was 0.125 at step "
+        "2.",
         "Held-out pairs or outcomes: scores agree with the labels of 50.0% of them at step 0, and of 93.8% at step 2.",
         "Calibration: the probabilities that scores stand for are 3.1% from what is so at step 2, in the mean.",
     ]
