@@ -48,6 +48,11 @@ class OfflineConfig(RoleGroups):
         """The most sequences that a row of the data is trained as."""
         return 1
 
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens that a sequence is trained with."""
+        return self.data.max_length
+
     def rules(self) -> list[CrossCheck[OfflineConfig]]:
         """Contradictions that this command alone may have."""
         return []

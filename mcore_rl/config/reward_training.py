@@ -63,6 +63,11 @@ class RewardTrainingConfig(OfflineConfig):
         """Both of a pair."""
         return 2 if self.actor.reward.row.pairs else 1
 
+    @property
+    def longest_sequence(self) -> int:
+        """With the token behind an answer (``data/scored_answers.py``)."""
+        return self.data.max_length + 1
+
     def rules(self) -> list[CrossCheck[OfflineConfig]]:
         """See ``OfflineConfig.rules``."""
         rules: list[CrossCheck[OfflineConfig]] = [partial(_column_violations, training=self)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import mcore_rl
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.controller.programs.reward import REWARD
 from mcore_rl.data.arithmetic import Split, generate
@@ -196,15 +198,23 @@ def test_a_reward_model_goes_on_from_its_own_head(task: Path, pairs: Observed, t
     for name in ("loss", "accuracy", "ece", "chosen_score"):
         key = f"reward/val_{name}"
         assert seen.metrics[0][key] == pytest.approx(pairs.metrics[STEPS][key], rel=TOLERANCE), name
-    seen = run(task, tmp_path / "outcomes", *labels_of(task, "bce", "outcome"), f"model.path={exported}", only)
-    model, rows = Classifier(exported), labelled(rows_of(Split.validation, 5))
-    score_N = torch.tensor([model.of(row["prompt"], row["completion"]) for row in rows], dtype=torch.float64)
-    sign_N = torch.tensor([1.0 if row["outcome"] else -1.0 for row in rows])
-    assert seen.metrics[0]["reward/val_loss"] == pytest.approx(
-        -float(logsigmoid(sign_N * score_N).mean()), rel=TOLERANCE
-    )
-    assert seen.metrics[0]["reward/val_accuracy"] == pytest.approx(float((sign_N * score_N > 0).double().mean()))
-    assert seen.metrics[0]["reward/val_score"] == pytest.approx(float(score_N.mean()), abs=TOLERANCE)
+    words = overrides(task, tmp_path / "outcomes", *labels_of(task, "bce", "outcome"), f"model.path={exported}", only)
+    result = mcore_rl.reward(words)
+    assert result.finished
+    (first,), model, rows = result.metrics, Classifier(exported), labelled(rows_of(Split.validation, 5))
+    scores = [model.of(row["prompt"], row["completion"]) for row in rows]
+    said = [1 / (1 + math.exp(-score)) for score in scores]
+    outcomes = [float(row["outcome"]) for row in rows]
+    likelihood = [p if y else 1 - p for p, y in zip(said, outcomes, strict=True)]
+    gaps = [abs(sum(p - y for p, y in zip(said, outcomes, strict=True) if int(p * 10) == bin)) for bin in range(10)]
+    expected = {
+        "loss": -sum(math.log(p) for p in likelihood) / 10,
+        "accuracy": sum(p > 0.5 for p in likelihood) / 10,
+        "score": sum(scores) / 10,
+        "ece": sum(gaps) / 10,
+    }
+    for name, value in expected.items():
+        assert first[f"reward/val_{name}"] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
 
 
 def test_numbers_are_fitted_with_adapters(task: Path, tmp_path: Path, fast_ray: None) -> None:
