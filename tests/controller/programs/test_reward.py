@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import mcore_rl
 from mcore_rl.config.reward_training import RewardTrainingConfig
+from mcore_rl.config.role import Head
+from mcore_rl.controller.lifecycle.model_checks import demand_weights
 from mcore_rl.controller.programs.reward import REWARD
 from mcore_rl.data.arithmetic import Split, generate
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError
 from tests.support import prompt_files
 from tests.support.composed import composed
+from tests.support.crash_runs import launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
 BATCH, STEPS, CENTRE = 4, 2, 0.05
@@ -111,6 +115,10 @@ def settings(task: Path, directory: Path, *more: str) -> RewardTrainingConfig:
 def run(task: Path, directory: Path, *more: str) -> Observed:
     with nothing_left():
         assert asyncio.run(REWARD.train(settings(task, directory, *more))) == 0
+    return observed(directory)
+
+
+def observed(directory: Path) -> Observed:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return Observed(directory, {line.pop("step"): line for line in lines})
 
@@ -192,12 +200,17 @@ def test_a_run_of_one_step_goes_on_with_the_same_bits(
 
 
 def test_a_reward_model_goes_on_from_its_own_head(task: Path, pairs: Observed, tmp_path: Path, fast_ray: None) -> None:
-    """By validation alone: the export, read again, says what it said; and on outcomes, as log-odds."""
+    """By validation alone: the export, read again, says what it said; and on outcomes, as log-odds.
+
+    It is no policy: there are no logits.
+    """
     exported, only = pairs.directory / "hf" / "final", "trainer.val_only=true"
     seen = run(task, tmp_path / "pairs", *PAIRS, f"model.path={exported}", only)
     for name in ("loss", "accuracy", "ece", "chosen_score"):
         key = f"reward/val_{name}"
         assert seen.metrics[0][key] == pytest.approx(pairs.metrics[STEPS][key], rel=TOLERANCE), name
+    with pytest.raises(CheckpointError, match=r"tensor score\.weight of shape \(1, 64\) has no place in the model"):
+        demand_weights(exported, Head.lm)
     words = overrides(task, tmp_path / "outcomes", *labels_of(task, "bce", "outcome"), f"model.path={exported}", only)
     result = mcore_rl.reward(words)
     assert result.finished
@@ -215,6 +228,27 @@ def test_a_reward_model_goes_on_from_its_own_head(task: Path, pairs: Observed, t
     }
     for name, value in expected.items():
         assert first[f"reward/val_{name}"] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
+
+
+@pytest.mark.tier("full")
+def test_a_killed_run_goes_on_with_the_same_bits(task: Path, pairs: Observed, tmp_path: Path, fast_ray: None) -> None:
+    """Its controller dies within the second step, after the first one's checkpoint."""
+    directory = tmp_path / "struck" / "run"
+    directory.parent.mkdir()
+    words = ["reward", *overrides(task, directory, *PAIRS)]
+    with nothing_survives(directory.parent) as traces:
+        started = launch(words, directory, traces)
+        started.until(lambda run: run.num_logged == 2 and (directory / "checkpoints" / "step_1").is_dir())
+        started.strike("controller", signal.SIGKILL)
+        assert started.finish() != 0
+        assert launch(words, directory, traces).finish() == 0
+    again = observed(directory)
+    assert list(again.metrics) == [0, 1, 2]
+    for key, value in pairs.metrics[2].items():
+        if not key.startswith(("time/", "perf/")):
+            assert again.metrics[2][key] == value, key
+    first, other = (load_file(each.directory / "hf" / "final" / "model.safetensors") for each in (pairs, again))
+    assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_numbers_are_fitted_with_adapters(task: Path, tmp_path: Path, fast_ray: None) -> None:
