@@ -93,7 +93,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
 def test_it_tells_right_from_wrong_on_held_out_questions(learned: Learned) -> None:
     metrics = read_metrics(learned.folder / "reward" / "metrics.jsonl")
     first, last = metrics[0], metrics[-1]
-    assert first["reward/val_accuracy"] < 0.75 and first["reward/val_loss"] == pytest.approx(math.log(2), abs=0.02)
+    assert first["reward/val_accuracy"] < 0.75 and first["reward/val_loss"] == pytest.approx(math.log(2), abs=0.05)
     assert last["reward/val_accuracy"] >= TOLD and last["reward/val_ece"] < 0.1
     report = (learned.folder / "reward" / "report.html").read_text()
     assert f"and of {last['reward/val_accuracy']:.1%} at step {STEPS}" in report
