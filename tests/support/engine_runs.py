@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.policy import policy_loss
-from mcore_rl.algorithms.reward_loss import ScoresLoss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
-from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.data.pairs import units_of
@@ -182,15 +180,10 @@ def _run_in_groups(
         assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss: Loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
+    loss, counts = _loss_of(problem), batches.denominators(batch)
     if problem.weighed is not None:
-        mine, loss = batches.weighed(mine, scores, problem.weighed), policy_loss(ActorConfig())
-    counts = batches.denominators(batch)
-    if problem.preference is not None:
-        loss, counts = batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
-    if problem.scores is not None:
-        centering = 0.1 if problem.scores is RewardLoss.bradley_terry else 0.0
-        loss = ScoresLoss(RewardLossConfig(loss=problem.scores, centering_coef=centering))
+        mine = batches.weighed(mine, scores, problem.weighed)
+    if problem.paired:
         counts = replace(counts, loss=batches.NUM_PAIRS)
     for number in range(STEPS):
         step = engine.train_step(
@@ -217,6 +210,16 @@ def _run_in_groups(
     if table is not None:
         result.weights |= {name: each for name, each in adapters.gather(engine, table).items() if name in start}
     return result
+
+
+def _loss_of(problem: Problem) -> Loss:
+    if problem.preference is not None:
+        return batches.preference_loss(problem.preference)
+    if problem.scores is not None:
+        return batches.scores_loss(problem.scores)
+    if problem.weighed is not None:
+        return policy_loss(ActorConfig())
+    return batches.value_loss if problem.head is Head.value else batches.policy_loss
 
 
 def _leave_and_return(engine: Engine) -> None:
