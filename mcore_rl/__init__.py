@@ -1,13 +1,13 @@
 """RL post-training for large MoE and dense language models, on Megatron-core.
 
-``mcore_rl.train``, ``sft`` and ``prefer`` run what the commands of these names run (``api.py``).
+``mcore_rl.train``, ``sft``, ``prefer`` and ``reward`` run what the commands of these names run (``api.py``).
 """
 
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_API = ("RunResult", "prefer", "sft", "train")
+_API = ("RunResult", "prefer", "reward", "sft", "train")
 
 
 def __getattr__(name: str) -> Any:

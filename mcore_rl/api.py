@@ -1,4 +1,4 @@
-"""Training from Python, for notebooks and scripts: ``mcore_rl.train``, ``sft`` and ``prefer``.
+"""Training from Python, for notebooks and scripts: ``mcore_rl.train``, ``sft``, ``prefer`` and ``reward``.
 
 They compose, check and run what the commands of these names do, by the same functions.  Where an event loop
 runs already, as in a notebook, the run has one in a thread of its own; there, SIGTERM and SIGUSR1 are the notebook's.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.tracking.jsonl import read_metrics
@@ -109,6 +110,20 @@ def prefer(
     from mcore_rl.controller.programs.prefer import PREFER
 
     return _result(run, PREFER.train(run, callbacks))
+
+
+def reward(
+    config: RunSettings | RewardTrainingConfig = (),
+    *,
+    callbacks: Sequence[Callback] = (),
+    config_dir: Path | str | None = None,
+    config_name: str | None = None,
+) -> RunResult:
+    """Training a reward model, as ``mcore-rl reward`` does it; arguments and errors are those of ``train``."""
+    run = _composed("reward", config, config_dir, config_name)
+    from mcore_rl.controller.programs.reward import REWARD
+
+    return _result(run, REWARD.train(run, callbacks))
 
 
 def overrides_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

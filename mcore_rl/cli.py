@@ -18,11 +18,12 @@ from mcore_rl.config.resources import PAGES
 from mcore_rl.errors import McoreRLError
 
 ABOUT = "Reinforcement learning for large language models, on Megatron-core: from the first plan to the report."
-PROGRAMS = ("train", "sft", "prefer", "generate", "evaluate")
+PROGRAMS = ("train", "sft", "prefer", "reward", "generate", "evaluate")
 COMMANDS = {
     "train": "reinforcement learning: PPO, GRPO, RLOO and their relatives",
     "sft": "supervised fine-tuning on conversations",
     "prefer": "learning from preferred answers: DPO, IPO, SimPO, ORPO, KTO",
+    "reward": "training a reward model on pairs of answers, numbers or outcomes",
     "generate": "responses to the prompts of parquet files",
     "evaluate": "grade generated responses: score, accuracy, pass@k, maj@k",
     "plan": "does a run fit, where does each byte go, how long is a step",

@@ -30,6 +30,7 @@ from mcore_rl.config.key_readers import readers_text
 from mcore_rl.config.meanings import about, entries, meaning
 from mcore_rl.config.names import key_of
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 
@@ -38,6 +39,7 @@ COMMANDS: dict[str, type[Any]] = {
     "train": RunConfig,
     "sft": SftConfig,
     "prefer": PreferConfig,
+    "reward": RewardTrainingConfig,
     "generate": GenerateConfig,
     "evaluate": EvaluateConfig,
     "cluster": ClusterConfig,

@@ -1,4 +1,4 @@
-"""``mcore-rl train|sft|prefer|generate|evaluate``: overrides to a typed configuration, which is checked and run."""
+"""``mcore-rl train|sft|prefer|reward|generate|evaluate``: overrides to a typed configuration, checked and run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -118,6 +119,13 @@ def _prefer(config: PreferConfig, check: bool) -> int:
     return PREFER.check(config) if check else asyncio.run(PREFER.train(config))
 
 
+def _reward(config: RewardTrainingConfig, check: bool) -> int:
+    _begin("reward")
+    from mcore_rl.controller.programs.reward import REWARD
+
+    return REWARD.check(config) if check else asyncio.run(REWARD.train(config))
+
+
 def _generate(config: GenerateConfig, check: bool) -> int:
     _begin("generate")
     from mcore_rl.controller.programs.generate import check_generate, run_generate
@@ -155,6 +163,10 @@ _ALL = (
     Program(
         "prefer", "Learning from answers of which some are preferred: DPO and its relatives.", PreferConfig, _prefer,
         violations=PreferConfig.violations,
+    ),
+    Program(
+        "reward", "Training a reward model: on pairs of answers, on numbers, or on outcomes.", RewardTrainingConfig,
+        _reward, violations=RewardTrainingConfig.violations,
     ),
     Program(
         "generate", "Responses to the prompts of parquet files.", GenerateConfig, _generate,

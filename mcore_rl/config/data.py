@@ -100,11 +100,13 @@ class SftDataConfig(AnswersConfig):
 
 @dataclass(kw_only=True)
 class PreferenceDataConfig(AnswersConfig):
-    """Rows of a prompt with an answer that is preferred and one that is not; with kto also single answers.
+    """Rows of a prompt with an answer that is preferred and one that is not, or of single answers and their labels.
 
     chosen_key, rejected_key: the columns of the two answers: texts, messages that follow the prompt, or whole
     conversations that begin with it.
-    completion_key, label_key: with kto, and without those columns, those of an answer and whether it is desirable.
+    completion_key, label_key: of a single answer: its column, and that of its label.  Of prefer with kto, in a file
+    without the two columns above, the label is whether it is desirable; of reward with regression a number, with bce
+    the probability that it is right.
     margin_key: the column of the margin by which the preferred answer's reward must be the higher; None: there is none.
     weight_key: the column of what a row's loss is multiplied by; None: there is none.
     """

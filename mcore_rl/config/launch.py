@@ -1,6 +1,6 @@
 """Loads recipes and clusters by name: ``launch/recipes/NAME.yaml`` and ``launch/clusters/NAME.yaml``.
 
-A recipe is a yaml file that ``mcore-rl train``, ``sft`` or ``prefer`` takes with ``--config-dir`` and
+A recipe is a yaml file that ``mcore-rl train``, ``sft``, ``prefer`` or ``reward`` takes with ``--config-dir`` and
 ``--config-name``; its defaults say which.  A cluster's yaml holds values of ``ClusterConfig``.  Both may also be named
 by a path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the nearest known key.
 """
@@ -21,6 +21,7 @@ from mcore_rl.config.names import meant
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.resources import CLUSTERS, RECIPES
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.yaml_files import parse_yaml, read_yaml
@@ -30,6 +31,7 @@ SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
     "train": RunConfig,
     "sft": SftConfig,
     "prefer": PreferConfig,
+    "reward": RewardTrainingConfig,
 }
 
 

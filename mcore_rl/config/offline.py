@@ -1,4 +1,4 @@
-"""What the configurations of ``mcore-rl sft`` and ``prefer`` share: trainers that learn from files and draw nothing."""
+"""What the configurations of ``mcore-rl sft``, ``prefer`` and ``reward`` share: they learn from files alone."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class OfflineConfig(RoleGroups):
     def sequences_per_row(self) -> int:
         """The most sequences that a row of the data is trained as."""
         return 1
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens that a sequence is trained with."""
+        return self.data.max_length
 
     def rules(self) -> list[CrossCheck[OfflineConfig]]:
         """Contradictions that this command alone may have."""
@@ -97,6 +102,13 @@ def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
         if value:
             key = f"trainer.{name}"
             yield Violation(key, value, f"{config.command} draws no rollouts", f"Leave {key} out")
+
+
+def pairs_violations(config: OfflineConfig) -> Iterator[Violation]:
+    """Microbatches that no pair fits into."""
+    if config.actor.microbatch_sequences == 1:
+        problem = "parts the two sequences of a pair"
+        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")
 
 
 def _missing(config: OfflineConfig) -> Iterator[Violation]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.config.bounds import CrossCheck
 from mcore_rl.config.data import PreferenceDataConfig
-from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.offline import OfflineConfig, pairs_violations
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss, preference_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import AdaptedConfig
@@ -66,7 +66,8 @@ class PreferConfig(OfflineConfig):
 
     def rules(self) -> list[CrossCheck[OfflineConfig]]:
         """See ``OfflineConfig.rules``."""
-        return [partial(_data_violations, prefer=self)]
+        rules: list[CrossCheck[OfflineConfig]] = [partial(_data_violations, prefer=self)]
+        return [*rules, pairs_violations] if self.actor.preference.row.pairs else rules
 
 
 def _data_violations(config: OfflineConfig, prefer: PreferConfig) -> Iterator[Violation]:
@@ -78,6 +79,3 @@ def _data_violations(config: OfflineConfig, prefer: PreferConfig) -> Iterator[Vi
     if prefer.actor.preference.loss is PreferenceLoss.kto and data.train_batch_size < 2:
         problem = "is too few: kto estimates the KL by the answers of other rows"
         yield Violation("data.train_batch_size", data.train_batch_size, problem, "Write 2 or more")
-    if prefer.actor.microbatch_sequences == 1 and row.pairs:
-        problem = "parts the two sequences of a pair"
-        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")

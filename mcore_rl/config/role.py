@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Head(Enum):
     """The output of a model.  ``lm``: logits over the vocabulary.  ``value``: one number per token, the value head's.
 
-    There is no scalar head (one number per sequence), because nothing trains one: the reward model of
-    ``reward_model.*`` runs in vLLM.
+    There is no scalar head (one number per sequence): a reward model's score is the value at the last token
+    (``data/scored_answers.py``).
     """
 
     lm = "lm"

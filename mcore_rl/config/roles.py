@@ -191,7 +191,8 @@ def _covariance_violations(actor: ActorConfig, key: str) -> list[Violation]:
 class CriticConfig(TrainedModelConfig):
     """The value model of PPO: a worker group of its own, in a layout of its own.
 
-    The value head starts at 0.
+    The value head starts as the checkpoint has it (``score.weight``); if it has none, at random, normal with a standard
+    deviation of 0.02.
 
     cliprange_value: the value loss clips values to within this distance of the old ones; 0 is no clipping.
     """

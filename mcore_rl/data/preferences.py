@@ -1,26 +1,26 @@
 """Prompts with answers of which some are preferred: tokens of both conversations, and which of them are the answer.
 
 A row has a prompt and two answers.  An answer is a text, messages that follow the prompt, or a whole conversation that
-begins with it; without a prompt, what both conversations begin with is the prompt.  Of an answer the assistant's turns
-are trained, as ``conversations.py`` says, and of the prompt nothing.  A file without the columns of answers has rows of
-one answer and its label, which only kto reads.
+begins with it; without a prompt, what both conversations begin with is the prompt.  Who reads a file says how messages
+are encoded: for a policy as ``conversations.py`` does, the assistant's turns of an answer trained, and of the prompt
+nothing.  Rows of one answer have a label; ``RowForm`` says which of the two forms are read.
 
 Invariant: every answer here has a trained token, and no conversation has more than ``max_length`` tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite, isinf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import pyarrow as pa
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
-from mcore_rl.data.conversations import ASSISTANT, Conversation, Turns
+from mcore_rl.data.conversations import ASSISTANT, Conversation
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.rows import (
     MESSAGES,
@@ -37,22 +37,35 @@ from mcore_rl.data.rows import (
 )
 from mcore_rl.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 MessageList = list[dict[str, Any]]
+Answer = tuple[str, MessageList, MessageList, float]  # its column, the prompt, the answer, its label
+# (messages, the first of the answer) -> (tokens, which are trained); ValueError with the remedy
+Encode = Callable[[MessageList, int], tuple[list[int], list[bool]]]
 NOTHING = "is null or has no text. Write the answer, or leave the row out"
 
 
 @dataclass(frozen=True)
+class RowForm:
+    """Which rows are read.  pairs: of two answers.  labels: of one answer and its label; with pairs, in files without.
+
+    least, most: of a label.
+    """
+
+    pairs: bool = True
+    labels: bool = False
+    least: float = -inf
+    most: float = inf
+
+
+@dataclass(frozen=True)
 class PreferredAnswers:
-    """A row.  answers: its conversations, the preferred one first.  labels: whether each is desirable.
+    """A row.  answers: its conversations, the preferred one first.  labels: of each; those of a pair are 1 and 0.
 
     margin, weight: of the row, 0 and 1 where the data says nothing.
     """
 
     answers: tuple[Conversation, ...]
-    labels: tuple[bool, ...]
+    labels: tuple[float, ...]
     margin: float
     weight: float
 
@@ -68,7 +81,7 @@ class _Reading:
 
     tokens: Ragged = field(default_factory=Ragged)
     mask: Ragged = field(default_factory=Ragged)
-    labels: list[bool] = field(default_factory=list)
+    labels: list[float] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -98,31 +111,31 @@ class PreferenceSet:
         cls,
         files: Sequence[str | Path],
         config: PreferenceDataConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        encode: Encode,
         *,
         max_samples: int | None,
         title: str,
-        labels: bool,
-    ) -> PreferenceSet:
-        """The rows of ``files``, in file order; arguments as ``ConversationSet.load``.
+        form: RowForm,
+    ) -> Self:
+        """The rows of ``files``, in file order; the other arguments are those of ``ConversationSet.load``.
 
-        labels: whether rows of one answer and its label are read too.
-
-        Raises DataError with every violation: those of ``ConversationSet.load``, of either answer; and a margin or a
-        weight that is no number, or a weight below 0.
+        Raises DataError with every violation: those of ``ConversationSet.load``, of either answer; a margin, a weight
+        or a label that is no number, a weight below 0, or a label that is not between those of ``form``.
         """
-        reading, turns = _Reading(), Turns.of(tokenizer, config.chat_template_kwargs)
+        reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
             for file in sources:
-                type_problems = list(_type_problems(file, config, labels=labels))
+                single = form.labels and not (form.pairs and _has_pairs(file, config))
+                type_problems = list(_type_problems(file, config, single=single))
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
                     for row, record in enumerate(records, start):
                         for column in wants_more_than_text(record or {}):
                             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-                        _take(reading, file.row_id(row), record, config, turns)
+                        read = _conversations(record, config, form, single=single)
+                        _take(reading, file.row_id(row), record or {}, read, config, encode)
                     bar.advance(task, len(records))
         reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and config.truncation is Truncation.error:
@@ -161,11 +174,15 @@ class PreferenceSet:
 
 
 def _take(
-    reading: _Reading, row_id: str, record: dict[str, Any] | None, config: PreferenceDataConfig, turns: Turns
+    reading: _Reading,
+    row_id: str,
+    record: dict[str, Any],
+    read: list[Answer] | str,
+    config: PreferenceDataConfig,
+    encode: Encode,
 ) -> None:
-    """Add one row to ``reading``."""
-    read = _conversations(record, config)
-    numbers = _numbers(record or {}, config)
+    """Add one row to ``reading``.  read: as ``_conversations`` has it."""
+    numbers = _numbers(record, config)
     for said in (read, numbers):
         if isinstance(said, str):
             reading.problems.append(f"{row_id}: {said}")
@@ -174,7 +191,7 @@ def _take(
     sides = list[tuple[list[int], list[bool]]]()
     for name, prompt, answer, _ in read:
         try:
-            tokens, mask = turns.encode([*prompt, *answer], begin=len(prompt))
+            tokens, mask = encode([*prompt, *answer], len(prompt))
         except ValueError as error:
             reading.problems.append(f"{row_id}: {name}: {error}")
             return
@@ -225,17 +242,19 @@ def _numbers(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[floa
 
 
 def _conversations(
-    record: dict[str, Any] | None, config: PreferenceDataConfig
-) -> list[tuple[str, MessageList, MessageList, bool]] | str:
-    """(column, prompt, answer, label) of each answer of a row, the preferred first; or the row's problem in words."""
+    record: dict[str, Any] | None, config: PreferenceDataConfig, form: RowForm, *, single: bool
+) -> list[Answer] | str:
+    """Each answer of a row, the preferred first; or the row's problem in words.  single: there is one, with a label."""
     if record is None:
         return "has text that is no UTF-8. Write the file again from text decoded as what it is"
-    columns = [(config.chosen_key, True), (config.rejected_key, False)]
-    if config.chosen_key not in record:
+    columns = [(config.chosen_key, 1.0), (config.rejected_key, 0.0)]
+    if single:
         label = record[config.label_key]
-        if label is None:
-            return f"{config.label_key} is null. Write true or false, or leave the row out"
-        columns = [(config.completion_key, bool(label))]
+        if label is None or not isfinite(label) or not form.least <= label <= form.most:
+            said = "null" if label is None else str(label)
+            bounds = "" if isinf(form.most) else f" from {form.least:g} to {form.most:g}"
+            return f"{config.label_key} is {said}. Write a number{bounds}, true or false, or leave the row out"
+        columns = [(config.completion_key, float(label))]
     answers = []
     for key, _ in columns:
         answer = _messages(record[key], ASSISTANT)
@@ -283,12 +302,15 @@ def _messages(value: Any, role: str) -> MessageList | str:
     return f"{messages}. Write {MESSAGES} or a text, or leave the row out" if isinstance(messages, str) else messages
 
 
-def _type_problems(file: SourceFile, config: PreferenceDataConfig, *, labels: bool) -> Iterator[str]:
-    """Problems of the columns, which make every row of ``file`` unusable."""
+def _has_pairs(file: SourceFile, config: PreferenceDataConfig) -> bool:
+    return any(key in file.table.schema.names for key in (config.chosen_key, config.rejected_key))
+
+
+def _type_problems(file: SourceFile, config: PreferenceDataConfig, *, single: bool) -> Iterator[str]:
+    """Problems of the columns, which make every row of ``file`` unusable.  single: its rows have one answer."""
     schema, form = file.table.schema, f"{MESSAGES} or text"
     has = f"it has {', '.join(schema.names) or 'none'}"
     pair = [("data.chosen_key", config.chosen_key), ("data.rejected_key", config.rejected_key)]
-    single = labels and not any(key in schema.names for _, key in pair)
     wanted = [("data.completion_key", config.completion_key)] if single else pair
     prompt = [("data.prompt_key", config.prompt_key)]
     for option, key in [*(prompt if config.prompt_key in schema.names or single else []), *wanted]:

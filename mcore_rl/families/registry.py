@@ -131,18 +131,18 @@ _WRITTEN = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
 
+    A sequence classifier is of the family of its decoder; who asks for logits misses their tensor (``demand_weights``).
+
     Raises ConfigError if no family has them, if the two disagree, or if an installed family is wrong.
     """
     refuse_if_any(_WRONG)
     names = config.get("architectures")
     known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
     value = names[0] if isinstance(names, list) and len(names) == 1 else None
-    family = known.get(value) if isinstance(value, str) else None
+    family = known.get(value.replace("ForSequenceClassification", "ForCausalLM")) if isinstance(value, str) else None
     if family is None:
         problem, remedy = "is not supported", f"Choose a checkpoint of one of {', '.join(known)}"
-        if isinstance(value, str) and value.endswith("ForSequenceClassification"):
-            remedy = "Start a critic from the checkpoint of a causal language model: it gets a value head of its own"
-        elif isinstance(value, str):
+        if isinstance(value, str):
             remedy = f"{advice(value, config, tuple(known))}{remedy}"
         raise ConfigError([Violation("config.json: architectures", names, problem, remedy)])
     model_type = config.get("model_type")

@@ -191,7 +191,7 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: Pro
 
 def offline_work(config: OfflineConfig) -> Work:
     """The work of an optimizer step of a trainer without engines."""
-    longest, sequences = config.data.max_length, config.data.train_batch_size * config.sequences_per_row
+    longest, sequences = config.longest_sequence, config.data.train_batch_size * config.sequences_per_row
     return Work(sequences=sequences, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
 
 

@@ -12,6 +12,7 @@ from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.samples import sample_files
 
 SampleRow = Mapping[str, Any]
+OFFLINE_LOSSES = ("sft/loss", "prefer/loss", "reward/loss")  # of runs that draw nothing
 
 # (right before, right after), name, and how many to show: those with the highest score in the end, in the order of the
 # file, so that nobody picks them.  A reward tells more than right and wrong: of right answers, those with a sound way.
@@ -46,7 +47,7 @@ def before_after(run: RecordedRun) -> str:
     steps = list(sample_files(run.path, "validation"))
     first_step, first = _readable(run, steps)
     last_step, last = _readable(run, steps[::-1])
-    if not last and any(run.values(key) for key in ("sft/loss", "prefer/loss")):
+    if not last and any(run.values(key) for key in OFFLINE_LOSSES):
         return ""  # such training draws nothing
     if not last:
         return '<h2>Samples</h2><p class="soft">No validation samples were found in validation/.</p>'

@@ -63,13 +63,32 @@ PREFERENCE_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
+SCORE_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("loss", 8, ("reward/loss",)),
+    ("acc", 6, ("reward/train_accuracy",)),
+    ("margin", 8, ("reward/margin",)),
+    ("val loss", 8, ("reward/val_loss",)),
+    ("val", 6, ("reward/val_accuracy",)),
+    ("val ECE", 7, ("reward/val_ece",)),
+    ("grad", 8, ("actor/grad_norm",)),
+    ("lr", 8, ("actor/lr",)),
+    ("tok/s", 7, ("perf/trained_tokens_per_s",)),
+    ("MFU", 5, ("perf/mfu",)),
+    ("seconds", 7, ("time/step",)),
+)
+# Of runs without rollouts, by what some of their metrics begin with.
+OFFLINE_COLUMNS = (
+    (("sft/",), SUPERVISED_COLUMNS),
+    (("prefer/",), PREFERENCE_COLUMNS),
+    (("reward/loss", "reward/val_"), SCORE_COLUMNS),
+)
 IDLE = (("engines", APART), ("trainer", "perf/trainer_idle_share"))
 AHEAD = (("buffer", "rollout/buffer"), ("staleness", "rollout/staleness_max"))
 MAX_WIDTH = 100
 # What a narrow terminal does without, the first named first; metrics.jsonl has all of it.
 LEFT_OUT = (
     "MFU", "logp diff", "grad", "lr", "entropy", "length", "buffer", "stale", "tok/s", "trn idle", "eng idle", "KL",
-    "acc", "val", "val loss", "seconds",
+    "acc", "val ECE", "val", "val loss", "seconds",
 )  # fmt: skip
 ROWS_PER_HEADER = 25
 Cell = tuple[str, int, str]  # head, width, text
@@ -94,8 +113,8 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's row."""
         self._line.finished(step, metrics)
-        kinds = {"sft": SUPERVISED_COLUMNS, "prefer": PREFERENCE_COLUMNS}
-        columns = next((kinds[first] for key in metrics if (first := key.partition("/")[0]) in kinds), COLUMNS)
+        kinds = (each for marks, each in OFFLINE_COLUMNS if any(key.startswith(marks) for key in metrics))
+        columns = next(kinds, COLUMNS)
         cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
         if APART in metrics:
             apart = [(header, width, _cell(keys, metrics)) for header, width, keys in APART_COLUMNS]

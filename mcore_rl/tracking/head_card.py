@@ -18,6 +18,12 @@ from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
 from mcore_rl.tracking.verdict import gain
 
+# What runs that draw nothing are judged by, the first that there is: a share with its title and note, or a loss.
+SHARES = {
+    "prefer/val_accuracy": ("Held-out pairs", "the preferred answer has the higher reward"),
+    "reward/val_accuracy": ("Held-out pairs or outcomes", "scores agree with the labels"),
+}
+LOSSES = {"sft/val_loss": "nats per trained token", "reward/val_loss": "an answer"}
 RECENT = 20  # steps, of which the mean tells how long the rest will take
 
 
@@ -78,15 +84,19 @@ def _result(run: RecordedRun) -> Fact | None:
         kind = ("good" if change.points > 0 else "bad") if change.significant and run.complete else ""
         name = "Validation" if run.complete else "Validation so far"
         return Fact(name, f"{100 * change.points:+.1f} points", notes, kind, wide=True)
-    if shares := [value for _, value in run.values("prefer/val_accuracy") if value is not None]:
+    for key, (title, note) in SHARES.items():
+        shares = [value for _, value in run.values(key) if value is not None]
+        if not shares:
+            continue
         kind = ("good" if shares[-1] > shares[0] else "bad") if len(shares) > 1 and run.complete else ""
-        notes = [f"from {shares[0]:.1%}: the preferred answer has the higher reward"]
-        return Fact("Held-out pairs", f"{shares[-1]:.1%}", notes, kind, wide=True)
-    losses = [value for _, value in run.values("sft/val_loss") if value is not None]
+        notes = [f"from {shares[0]:.1%}: {note}"]
+        return Fact(title, f"{shares[-1]:.1%}", notes, kind, wide=True)
+    losses = [value for key in LOSSES for _, value in run.values(key) if value is not None]
     if not losses:
         return None
+    unit = next(unit for key, unit in LOSSES.items() if run.values(key))
     kind = ("good" if losses[-1] < losses[0] else "bad") if len(losses) > 1 and run.complete else ""
-    notes = [f"from {number(losses[0])} nats per trained token"]
+    notes = [f"from {number(losses[0])} {unit}"]
     return Fact("Validation loss", number(losses[-1]), notes, kind, wide=True)
 
 
@@ -104,7 +114,9 @@ def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
 
 def _offline(config: Mapping[str, Any], notes: list[str]) -> str:
     """What a run without an estimator trains by; adds its settings to ``notes``."""
-    preference = _at(config, "actor.preference.loss")
+    preference, reward = _at(config, "actor.preference.loss"), _at(config, "actor.reward.loss")
+    if reward is not None:
+        return f"Reward model by {reward}"
     if preference is None:
         return "Supervised fine-tuning"
     if (beta := _at(config, "actor.preference.beta")) is not None:

@@ -204,6 +204,25 @@ _PREFERRED = (
     Metric("prefer/val_rejected_logprob", "nats", "mean", "as prefer/rejected_logprob, validation files", "val other"),
 )
 
+_SCORES = (
+    Metric("reward/loss", "1", "mean", "of mcore-rl reward: loss of a pair, or of a labelled answer", "loss", "down"),
+    Metric(
+        "reward/train_accuracy", "share", "mean", "pairs or outcomes of the batch that scores tell", "accuracy", "up"
+    ),
+    Metric("reward/margin", "1", "mean", "score of preferred answers less that of others", "margin", "up"),
+    Metric("reward/chosen_score", "1", "mean", "of a preferred answer", "chosen"),
+    Metric("reward/rejected_score", "1", "mean", "of an answer that is not preferred", "rejected"),
+    Metric("reward/score", "1", "mean", "of a labelled answer", "score"),
+    Metric("reward/val_loss", "1", "mean", "as reward/loss, validation files", "val loss", "down"),
+    Metric("reward/val_accuracy", "share", "mean", "as reward/train_accuracy, validation files", "val accuracy", "up"),
+    Metric("reward/val_ece", "share", "mean", "expected calibration error, validation files", "val ECE", "down"),
+    Metric("reward/val_correlation", "1", "mean", "of scores and labels (Pearson), validation files", "val r", "up"),
+    Metric("reward/val_margin", "1", "mean", "as reward/margin, validation files", "val margin", "up"),
+    Metric("reward/val_chosen_score", "1", "mean", "as reward/chosen_score, validation files", "val chosen"),
+    Metric("reward/val_rejected_score", "1", "mean", "as reward/rejected_score, validation files", "val rejected"),
+    Metric("reward/val_score", "1", "mean", "as reward/score, validation files", "val score"),
+)
+
 _VALIDATION = (
     Metric("val/{data_source}/accuracy", "share", "mean", "validation samples whose answer is right", "val", "up"),
     Metric("val/{data_source}/reward", "reward", "mean", "of a validation sample", "val reward", "up"),
@@ -271,8 +290,8 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_SUPERVISED, *_PREFERRED, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES, *_UPDATES,
-    *_PERFORMANCE, *_TIME,
+    *_REWARD, *_SUPERVISED, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES,
+    *_UPDATES, *_PERFORMANCE, *_TIME,
 )  # fmt: skip
 
 

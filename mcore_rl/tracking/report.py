@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.tracking.atomic import replaced
-from mcore_rl.tracking.before_after import before_after
+from mcore_rl.tracking.before_after import OFFLINE_LOSSES, before_after
 from mcore_rl.tracking.console import duration, number
 from mcore_rl.tracking.curves import curves, names_of
 from mcore_rl.tracking.head_card import head_card
@@ -23,8 +23,16 @@ from mcore_rl.tracking.time_section import time_section
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
 # What runs without samples are judged by: the metric, and what is said of it.
-SUPERVISED = {"sft/val_loss": "nats per trained token", "prefer/val_loss": "a pair or answer"}
-VAL_ACCURACY = "prefer/val_accuracy"
+SUPERVISED = {
+    "sft/val_loss": "nats per trained token",
+    "prefer/val_loss": "a pair or answer",
+    "reward/val_loss": "a pair or answer",
+}
+# The shares by which they are judged: what is held out, and the sentence about a share of it.
+HELD_OUT = {
+    "prefer/val_accuracy": ("Held-out pairs", "the preferred answer of {} of the pairs has the higher reward"),
+    "reward/val_accuracy": ("Held-out pairs or outcomes", "scores agree with the labels of {} of them"),
+}
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -77,7 +85,8 @@ def _heading(run: RecordedRun) -> str:
     elif not run.accuracies and any(run.values(key) for key in SUPERVISED):
         judged = [(_numbers(run, key), unit) for key, unit in SUPERVISED.items()]
         sections += [_loss_verdict(losses, unit) for losses, unit in judged if losses]
-        sections += [_pair_verdict(shares)] if (shares := _numbers(run, VAL_ACCURACY)) else []
+        sections += [_share_verdict(*said, shares) for key, said in HELD_OUT.items() if (shares := _numbers(run, key))]
+        sections += [_calibration(errors)] if (errors := _numbers(run, "reward/val_ece")) else []
     elif not run.accuracies:
         sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
     else:
@@ -85,14 +94,21 @@ def _heading(run: RecordedRun) -> str:
     return "".join(sections)
 
 
-def _pair_verdict(shares: Sequence[tuple[int, float]]) -> str:
-    """Of which share of held-out pairs the preferred answer has the higher reward.  shares: (step, it), one or more."""
+def _share_verdict(title: str, said: str, shares: Sequence[tuple[int, float]]) -> str:
+    """What ``said`` says of the first and the last of ``shares``: (step, share) of each validation, one or more."""
     (first, before), (last, after) = shares[0], shares[-1]
-    sentence = f"the preferred answer of {before:.1%} of the pairs has the higher reward at step {first}"
+    sentence = f"{said.format(f'{before:.1%}')} at step {first}"
     if last > first:
         sentence += f", and of {after:.1%} at step {last}"
     kind = "" if last == first else "good" if after > before else "bad"
-    return f'<div class="verdict {kind}"><p><b>Held-out pairs:</b> {text(sentence)}.</p></div>'
+    return f'<div class="verdict {kind}"><p><b>{title}:</b> {text(sentence)}.</p></div>'
+
+
+def _calibration(errors: Sequence[tuple[int, float]]) -> str:
+    """How far the probabilities that scores stand for are from what is so.  errors: (step, ECE), one or more."""
+    step, error = errors[-1]
+    sentence = f"the probabilities that scores stand for are {error:.1%} from what is so at step {step}, in the mean"
+    return f'<div class="verdict"><p><b>Calibration:</b> {text(sentence)}.</p></div>'
 
 
 def _loss_verdict(losses: Sequence[tuple[int, float]], unit: str) -> str:
@@ -155,7 +171,7 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
             first, top, last = validations[0], best(validations), validations[-1]
             cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
             rows.append([name, source, last.num_prompts, *cells, _change(gain(first, last), run.complete)])
-    if not rows and any(run.values(key) for run in runs for key in ("sft/loss", "prefer/loss")):
+    if not rows and any(run.values(key) for run in runs for key in OFFLINE_LOSSES):
         return ""  # such training is judged by its loss
     if not rows:
         return "<h2>Validation accuracy</h2><p class='soft'>No validation samples were found in validation/.</p>"

@@ -34,6 +34,7 @@ from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.names import field_of
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
@@ -45,6 +46,7 @@ SOUND = {
     "train": ("algorithm=ppo", "model.path=m", "data.train_files=[t]", "data.val_files=[v]"),
     "sft": ("model.path=m", "data.train_files=[t]"),
     "prefer": ("model.path=m", "data.train_files=[t]"),
+    "reward": ("model.path=m", "data.train_files=[t]"),
     "generate": ("model.path=m", "data.files=[t]", "out=o.parquet"),
     "evaluate": ("path=r.parquet",),
 }
@@ -52,6 +54,7 @@ PROGRAMS: dict[str, tuple[type[Any], Refusals]] = {
     "train": (RunConfig, run_violations),
     "sft": (SftConfig, SftConfig.violations),
     "prefer": (PreferConfig, PreferConfig.violations),
+    "reward": (RewardTrainingConfig, RewardTrainingConfig.violations),
     "generate": (GenerateConfig, generate_violations),
     "evaluate": (EvaluateConfig, evaluate_violations),
 }

@@ -87,10 +87,10 @@ def test_recipes_that_are_not_there(name: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: {path: m}\n", "defaults=[]: name neither train, sft nor prefer. Begin the file with"),
-        ("defaults: [_self_]\n", "name neither train, sft nor prefer"),
-        ("defaults: [mine, _self_]\n", "name neither train, sft nor prefer"),  # itself
-        ("", "name neither train, sft nor prefer"),
+        ("model: {path: m}\n", "defaults=[]: name neither train, sft, prefer nor reward. Begin the file with"),
+        ("defaults: [_self_]\n", "name neither train, sft, prefer nor reward"),
+        ("defaults: [mine, _self_]\n", "name neither train, sft, prefer nor reward"),  # itself
+        ("", "name neither train, sft, prefer nor reward"),
         ("just words\n", "holds no keys"),
         ("a: [1\n", "mine.yaml=: "),
     ],
@@ -103,7 +103,9 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str, said: str) -> None:
 
 def test_recipes_that_stand_on_each_other(tmp_path: Path) -> None:
     recipe(tmp_path, "defaults: [mine, _self_]\n", "other")
-    assert "name neither train, sft nor prefer" in refusal(load_recipe, recipe(tmp_path, "defaults: [other, _self_]\n"))
+    assert "name neither train, sft, prefer nor reward" in refusal(
+        load_recipe, recipe(tmp_path, "defaults: [other, _self_]\n")
+    )
 
 
 def test_clusters_are_found_by_name_and_by_path(tmp_path: Path) -> None:

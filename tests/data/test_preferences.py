@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
-from mcore_rl.data.preferences import PreferenceSet
+from mcore_rl.data.conversations import Turns
+from mcore_rl.data.preferences import PreferenceSet, RowForm
 from mcore_rl.errors import DataError
 from tests.support import prompt_files
 
@@ -24,7 +25,8 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], *, labels: bool = False, **
     prompt_files.write(path, rows)
     config = PreferenceDataConfig(**changes)
     tokenizer = prompt_files.tokenizer()
-    return PreferenceSet.load([path], config, tokenizer, max_samples=None, title="data.train_files", labels=labels)
+    encode, form = Turns.of(tokenizer, config.chat_template_kwargs).encode, RowForm(labels=labels)
+    return PreferenceSet.load([path], config, encode, max_samples=None, title="data.train_files", form=form)
 
 
 def texts(rows: PreferenceSet, index: int = 0) -> list[tuple[str, str]]:

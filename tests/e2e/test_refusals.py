@@ -63,6 +63,7 @@ def base(program: str, files: Path) -> dict[str, str]:
         "train": {"model.path": model, "data.train_files": file, "trainer.default_local_dir": str(files / "run")},
         "sft": {"model.path": model, "data.train_files": file, "trainer.default_local_dir": str(files / "run")},
         "prefer": {"model.path": model, "data.train_files": file, "trainer.default_local_dir": str(files / "run")},
+        "reward": {"model.path": model, "data.train_files": file, "trainer.default_local_dir": str(files / "run")},
         "generate": {"model.path": model, "data.files": file, "out": str(files / "out.parquet")},
         "evaluate": {"path": file, "out": str(files / "out.json")},
     }[program]
@@ -87,7 +88,7 @@ def test_what_is_sound_reaches_the_program(
 
 
 PLACES = [
-    *((program, "model.path", True) for program in ("train", "sft", "prefer", "generate")),
+    *((program, "model.path", True) for program in ("train", "sft", "prefer", "reward", "generate")),
     *((program, key, False) for program, key in (("train", "data.train_files"), ("sft", "data.train_files"))),
     ("generate", "data.files", False),
     ("evaluate", "path", False),

@@ -364,9 +364,13 @@ def test_an_unsupported_architecture_lists_the_supported(architectures: object) 
     assert all(family.architectures[0] in violation.remedy for family in FAMILIES.values())
 
 
-def test_a_classifier_and_a_contradiction_have_remedies_of_their_own() -> None:
-    classifier = refused({**TINY["llama"], "architectures": ["LlamaForSequenceClassification"]})
-    assert "critic" in classifier["architectures"].remedy
+def test_a_classifier_has_the_decoder_of_its_family() -> None:
+    classifier = {**TINY["llama"], "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    assert model_of(classifier) == model_of(TINY["llama"])
+    assert "architectures" in refused({**TINY["llama"], "architectures": ["BertForSequenceClassification"]})
+
+
+def test_a_contradiction_has_a_remedy_of_its_own() -> None:
     contradiction = refused({**TINY["llama"], "model_type": "mistral"})
     assert "llama" in contradiction["model_type"].remedy
 

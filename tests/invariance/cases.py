@@ -7,6 +7,7 @@ from dataclasses import replace
 from mcore_rl.config.algorithm import CorrectionLevel
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.preference import PreferenceLoss
+from mcore_rl.config.reward_loss import RewardLoss
 from mcore_rl.config.role import Head
 from tests.invariance.problems import WHOLE, Case, Problem
 
@@ -248,6 +249,29 @@ def _preference_cases() -> list[Case]:
     return [*cases, Case(problem=adapted, layout="cp=2", world_size=2)]
 
 
+QUICK_SCORES = {
+    ("tied", "", "bradley_terry"), ("tied", "cp=2", "bradley_terry"), ("tied", "tp=2,cp=2", "bradley_terry"),
+    ("tied", "cp=2", "bce"), ("moe", "pp=2,ep=2", "bradley_terry"),
+}  # fmt: skip
+
+
+def _score_cases() -> list[Case]:
+    """Losses of scores, each of which one context rank alone has."""
+    pairs = Problem(model="tied", head=Head.value, scores=RewardLoss.bradley_terry)
+    layouts = (("", 1), ("", 2), ("tp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("tp=2,cp=2", 4),
+               ("cp=2,pp=2", 4), ("cp=2", 4))  # fmt: skip
+    cases = [Case(problem=pairs, layout=layout, world_size=size) for layout, size in layouts]
+    cases += [replace(cases[5], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full)]
+    cases += [replace(cases[5], microbatch_tokens=WHOLE), replace(cases[1], overlap=True)]
+    moe = replace(pairs, model="moe")
+    for layout, size in (("ep=2", 2), ("tp=2,etp=1", 2), ("cp=2,ep=2", 4), ("pp=2,ep=2", 4)):
+        cases.append(Case(problem=moe, layout=layout, world_size=size))
+    for loss in (RewardLoss.regression, RewardLoss.bce):
+        labels = replace(pairs, scores=loss)
+        cases += [Case(problem=labels, layout=layout, world_size=2) for layout in ("", "cp=2")]
+    return [*cases, Case(problem=replace(pairs, lora=True), layout="cp=2", world_size=2)]
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -298,6 +322,7 @@ def all_cases() -> list[Case]:
     cases += _adapter_cases()
     cases += _weighed_cases()
     cases += _preference_cases()
+    cases += _score_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -322,6 +347,9 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
         preference = case.problem.preference
         if preference is not None and (case.problem.model, case.layout, preference.value) not in QUICK_PREFERENCES:
             continue
+        scores = case.problem.scores
+        if scores is not None and (case.problem.model, case.layout, scores.value) not in QUICK_SCORES:
+            continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
         packed = case.microbatch_sequences is None
@@ -333,7 +361,7 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
 
 def single_process(problem: Problem) -> Case:
     """The reference: one process, one sequence or pair at a time, no packing, no recompute."""
-    return Case(problem=problem, microbatch_tokens=None, microbatch_sequences=1 if problem.preference is None else 2)
+    return Case(problem=problem, microbatch_tokens=None, microbatch_sequences=2 if problem.paired else 1)
 
 
 SABOTAGED = [

@@ -9,6 +9,7 @@ from mcore_rl.config.algorithm import CorrectionLevel
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.preference import PreferenceLoss
+from mcore_rl.config.reward_loss import RewardLoss
 from mcore_rl.config.role import Head
 from tests.support import models
 
@@ -22,6 +23,7 @@ class Problem:
     lora: adapters on all linear layers are trained, and nothing else.
     weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
     preference: a loss of pairs, or of responses and their labels.
+    scores: a reward model's loss, of pairs of answers or of labelled ones; with ``Head.value``.
     """
 
     model: str
@@ -33,6 +35,12 @@ class Problem:
     lora: bool = False
     weighed: CorrectionLevel | None = None
     preference: PreferenceLoss | None = None
+    scores: RewardLoss | None = None
+
+    @property
+    def paired(self) -> bool:
+        """Whether sequences have pairs."""
+        return self.preference is not None or self.scores is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,7 @@ class Case:
         parts += ["lora"] if problem.lora else []
         parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
         parts += [problem.preference.value] if problem.preference is not None else []
+        parts += [problem.scores.value] if problem.scores is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")

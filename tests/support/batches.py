@@ -8,10 +8,12 @@ from dataclasses import replace
 import torch
 
 from mcore_rl.algorithms.preference import PreferencesLoss
+from mcore_rl.algorithms.reward_loss import ScoresLoss
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss
+from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
@@ -55,10 +57,24 @@ def paired(batch: TrainBatch) -> TrainBatch:
     )
 
 
+def scored(batch: TrainBatch) -> TrainBatch:
+    """``batch`` with each sequence trained at its last token alone, where anything of it is: its value is a score."""
+    starts = zip(batch.offsets_S, batch.lengths_S, strict=True)
+    mask_T = torch.zeros_like(batch.mask_T)
+    mask_T[[start + size - 1 for start, size in starts if batch.mask_T[start : start + size].any()]] = True
+    return replace(batch, mask_T=mask_T)
+
+
 def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:
     """Settings at which a pair has much to say."""
     smoothing = 0.1 if "label_smoothing" in ROWS[loss].reads else 0.0
     return PreferencesLoss(PreferenceConfig(loss=loss, label_smoothing=smoothing), kl=0.3)
+
+
+def scores_loss(loss: RewardLoss) -> ScoresLoss:
+    """With scores held near 0, where pairs are compared."""
+    centering = 0.1 if loss is RewardLoss.bradley_terry else 0.0
+    return ScoresLoss(RewardLossConfig(loss=loss, centering_coef=centering))
 
 
 def routes(batch: TrainBatch, model: ModelConfig, seed: int = 9) -> torch.Tensor:

@@ -24,7 +24,7 @@ COMMANDS = ("bash", "console")  # of a console: lines after "$ " are typed, the 
 SHORTCUTS = """
 mcore-rl() {
     case $1 in
-        train | sft | prefer | generate | evaluate) command mcore-rl "$@" --cfg ;;
+        train | sft | prefer | reward | generate | evaluate) command mcore-rl "$@" --cfg ;;
         submit) command mcore-rl "$@" --dry-run ;;
         *) command mcore-rl "$@" ;;
     esac

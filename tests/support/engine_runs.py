@@ -99,8 +99,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         # The log-probs of these weights are about those of an even choice; so some responses weigh more than 1.
         noise_T = torch.randn(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10))
         batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
-    if problem.preference is not None:
-        batch = batches.paired(batch)
+    if problem.paired:
+        batch = batches.paired(batch if problem.scores is None else batches.scored(batch))
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -180,12 +180,11 @@ def _run_in_groups(
         assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss: Loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
+    loss, counts = _loss_of(problem), batches.denominators(batch)
     if problem.weighed is not None:
-        mine, loss = batches.weighed(mine, scores, problem.weighed), policy_loss(ActorConfig())
-    counts = batches.denominators(batch)
-    if problem.preference is not None:
-        loss, counts = batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
+        mine = batches.weighed(mine, scores, problem.weighed)
+    if problem.paired:
+        counts = replace(counts, loss=batches.NUM_PAIRS)
     for number in range(STEPS):
         step = engine.train_step(
             mine,
@@ -211,6 +210,16 @@ def _run_in_groups(
     if table is not None:
         result.weights |= {name: each for name, each in adapters.gather(engine, table).items() if name in start}
     return result
+
+
+def _loss_of(problem: Problem) -> Loss:
+    if problem.preference is not None:
+        return batches.preference_loss(problem.preference)
+    if problem.scores is not None:
+        return batches.scores_loss(problem.scores)
+    if problem.weighed is not None:
+        return policy_loss(ActorConfig())
+    return batches.value_loss if problem.head is Head.value else batches.policy_loss
 
 
 def _leave_and_return(engine: Engine) -> None:

@@ -188,6 +188,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.watchdog.limit_s": SECONDS_OR_0,
     **{f"{role}.{key}": values for role in ("actor", "critic") for key, values in (ROLE | TRAINED).items()},
     **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
+    "actor.reward.centering_coef": COEFFICIENT,
     **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},
 }
 CLUSTER = {

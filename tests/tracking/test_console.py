@@ -100,6 +100,13 @@ def test_on_a_terminal_a_step_is_a_row_under_its_heads() -> None:
     assert ends == [match.end() for match in re.finditer(r"\S+", rows[0])]
 
 
+def test_a_reward_model_has_columns_of_its_own() -> None:
+    trained = {"reward/loss": 0.25, "reward/train_accuracy": 0.875, "reward/margin": 1.5, "reward/val_ece": 0.0625}
+    text = written(False, [1], trained)
+    assert "loss 0.250 | acc 87.5% | margin 1.500 | val ECE 6.2%" in text
+    assert "reward" not in text and "reward 1.5" in written(False, [1], {"reward/mean": 1.5})
+
+
 @pytest.mark.parametrize("width", [120, 100, 90, 80, 60, 40])
 @pytest.mark.parametrize("metrics", [STEP, {"sft/loss": 1.5, "sft/val_loss": 2.5, "actor/lr": 1e-6, "time/step": 2.0}])
 def test_a_narrow_terminal_has_fewer_columns_and_none_of_them_is_cut(width: int, metrics: dict[str, float]) -> None:

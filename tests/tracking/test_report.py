@@ -118,6 +118,31 @@ def test_fine_tuning_is_judged_by_its_loss(tmp_path: Path) -> None:
     assert "No validation samples" not in words(root)
 
 
+def test_reward_models_are_judged_by_held_out_pairs_and_calibration(tmp_path: Path) -> None:
+    path = tmp_path / "scores"
+    path.mkdir()
+    held_out = [{"loss": 0.75, "accuracy": 0.5, "ece": 0.25}, {"loss": 0.125, "accuracy": 0.9375, "ece": 0.031}]
+    steps = [{f"reward/val_{name}": value for name, value in each.items()} for each in held_out]
+    steps[1] |= {"reward/loss": 0.25, "reward/train_accuracy": 0.875, "actor/lr": 1e-5}
+    lines = [json.dumps({"step": 2 * step, **each}) for step, each in enumerate(steps)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "environment.json").write_text('{"total_steps": 2}')
+    (path / "config.yaml").write_text("actor: {reward: {loss: bradley_terry}}\n")
+    root = parsed(write_report(path))
+    assert [words(each) for each in of_class(root, "verdict")] == [
+        "Validation loss: went from 0.750 a pair or answer at step 0 to 0.125 at step 2; the lowest was 0.125 at step "
+        "2.",
+        "Held-out pairs or outcomes: scores agree with the labels of 50.0% of them at step 0, and of 93.8% at step 2.",
+        "Calibration: the probabilities that scores stand for are 3.1% from what is so at step 2, in the mean.",
+    ]
+    text = words(root)
+    assert "93.8%" in text and "from 50.0%: scores agree with the labels" in text
+    assert "Reward model by bradley_terry" in text
+    titles = [each.get("aria-label") for each in root.iter("svg")]
+    assert {"Loss of scores", "Pairs or outcomes that scores tell", "Expected calibration error"} <= set(titles)
+    assert "No validation samples" not in text and "Accuracy on training prompts" not in titles
+
+
 def test_a_killed_run_has_curves_and_no_verdict(tmp_path: Path) -> None:
     path = record(tmp_path / "killed", total_steps=20, until=7)
     with (path / "metrics.jsonl").open("a") as file:

@@ -21,9 +21,9 @@ from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.programs.sft import batch_of, result_metrics
 from mcore_rl.controller.step import updates
-from mcore_rl.data.conversations import Conversation
+from mcore_rl.data.conversations import Conversation, Turns
 from mcore_rl.data.pairs import MEMBERS
-from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers
+from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers, RowForm
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.types import SequenceScores, TrainBatch
 
@@ -91,11 +91,11 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
 
 def loader(config: PreferConfig, tokenizer: PreTrainedTokenizerBase) -> Load[PreferenceSet]:
     """Reads rows of preferences."""
-    labels = not config.actor.preference.row.pairs
+    data, form = config.data, RowForm(labels=not config.actor.preference.row.pairs)
+    encode = Turns.of(tokenizer, data.chat_template_kwargs).encode
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> PreferenceSet:
-        data = config.data
-        return PreferenceSet.load(files, data, tokenizer, max_samples=max_samples, title=title, labels=labels)
+        return PreferenceSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
 
     return load
 
@@ -132,7 +132,7 @@ def preference_batch(rows: Sequence[PreferredAnswers]) -> TrainBatch:
         extra_S={
             MARGIN: torch.tensor([row.margin for _, row in whole]),
             WEIGHT: torch.tensor([row.weight for _, row in whole]),
-            LABEL: torch.tensor([float(label) for label in labels]),
+            LABEL: torch.tensor([float(label != 0) for label in labels]),  # desirable or not,
         },
     )
 

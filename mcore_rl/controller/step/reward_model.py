@@ -19,6 +19,7 @@ from mcore_rl.config.data import Truncation
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.data.prompts import truncated
+from mcore_rl.data.scored_answers import conversation_tokens
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
@@ -59,11 +60,8 @@ class Encoder:
 
         ValueError: there is no token, or there are more than ``max_length`` and truncation is error.
         """
-        tokens = list(self.tokenizer(self.text(conversation), add_special_tokens=False)["input_ids"])
-        while len(tokens) > 1 and tokens[-1] == self.pad_token_id:
-            tokens.pop()
-        if not tokens:
-            raise ValueError("the reward model's chat template makes no token of the conversation")
+        said = [dict(message) for message in conversation]
+        tokens = conversation_tokens(self.tokenizer, said, self.pad_token_id)
         if len(tokens) > self.max_length and self.truncation is Truncation.error:
             problem = f"the conversation has {len(tokens)} tokens, more than reward_model.max_length={self.max_length}"
             raise ValueError(f"{problem}. Raise it, or write reward_model.truncation=left")

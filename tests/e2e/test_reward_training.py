@@ -1,0 +1,114 @@
+"""A reward model learns to tell right sums from wrong ones, by the commands of the pages, and engines serve it.
+
+The tiny mixture of ``make train``, after its fine-tuning; held-out questions, one wrong answer for each right one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import run
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoTokenizer
+
+from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.tracking.jsonl import read_metrics
+from tests.support import prompt_files, reward_models
+from tests.support.forked import start_engine
+
+pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1800), pytest.mark.usefixtures("processes")]
+TOLD = 0.95  # of held-out pairs, at least
+ATOL = 1e-4  # of an engine's scores, as in tests/rollout/engine/test_vllm_engine_classifier.py
+SFT_STEPS, STEPS = 200, 400
+TUNING = (
+    "recipe=arithmetic_sft", "model.path=model", "data.train_files=[data/train.parquet]",
+    "data.val_files=[data/val.parquet]", f"trainer.total_training_steps={SFT_STEPS}", "trainer.test_freq=0",
+    "actor.optim.lr_schedule=cosine", "trainer.default_local_dir=sft", "trainer.device=cpu",
+)  # fmt: skip
+SCORING = (
+    "model.path=sft/hf/final", "data.train_files=[pairs.parquet]", "data.val_files=[held_out.parquet]",
+    "data.train_batch_size=64", "data.max_length=64", "actor.precision=float32", "actor.microbatch_tokens=8192",
+    "actor.parallel.ep=2", "actor.optim.lr=2e-3", "actor.optim.lr_schedule=cosine", "actor.optim.weight_decay=0.0",
+    f"trainer.total_training_steps={STEPS}", "trainer.test_freq=100", "trainer.n_gpus_per_node=2",
+    "trainer.default_local_dir=reward", "trainer.device=cpu",
+)  # fmt: skip
+
+
+def write_pairs(path: Path, split: Split, count: int) -> None:
+    """Right solutions and the same with another result."""
+    draw, rows = random.Random(split.value), []
+    for each in generate(1, count, 1, split):
+        wrong = draw.choice([str(number) for number in range(1, 25) if str(number) != each.answer])
+        begin, sign, _ = each.solution.partition("= ")
+        rows.append({"prompt": each.question, "chosen": each.solution})
+        rows[-1]["rejected"] = f"{begin}{sign}{wrong}\n#### {wrong}"
+    prompt_files.write(path, rows)
+
+
+def command(folder: Path, *words: str) -> None:
+    done = run([sys.executable, "-m", "mcore_rl.cli", *words], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@dataclass
+class Learned:
+    """The folder of the run, ``reward``, and of its data."""
+
+    folder: Path
+
+    @property
+    def exported(self) -> Path:
+        return self.folder / "reward" / "hf" / "final"
+
+    def texts(self) -> list[list[int]]:
+        """The tokens of the held-out answers, those of a pair together."""
+        tokenizer, texts = AutoTokenizer.from_pretrained(self.exported), []
+        for row in pq.read_table(self.folder / "held_out.parquet").to_pylist():
+            for key in ("chosen", "rejected"):
+                told = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}]
+                texts.append(tokenizer.apply_chat_template(told, return_dict=False))
+        return texts
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    folder = tmp_path_factory.mktemp("reward_training")
+    write_pairs(folder / "pairs.parquet", Split.train, 4000)
+    write_pairs(folder / "held_out.parquet", Split.validation, 400)
+    command(folder, "prepare", "arithmetic", "--difficulty", "1", "--train", "4000", "--val", "50", "--out", "data")
+    command(folder, "prepare", "tiny-model", "--data", "data", "--out", "model")
+    command(folder, "sft", *TUNING)
+    command(folder, "reward", *SCORING)
+    return Learned(folder)
+
+
+def test_it_tells_right_from_wrong_on_held_out_questions(learned: Learned) -> None:
+    metrics = read_metrics(learned.folder / "reward" / "metrics.jsonl")
+    first, last = metrics[0], metrics[-1]
+    assert first["reward/val_accuracy"] < 0.75 and first["reward/val_loss"] == pytest.approx(math.log(2), abs=0.05)
+    assert last["reward/val_accuracy"] >= TOLD and last["reward/val_ece"] < 0.1
+    report = (learned.folder / "reward" / "report.html").read_text()
+    assert f"and of {last['reward/val_accuracy']:.1%} at step {STEPS}" in report
+
+
+def test_engines_score_as_transformers_does(learned: Learned) -> None:
+    """And as the run did: its last validation is that of transformers' scores."""
+    texts, settings = learned.texts(), reward_models.config(learned.exported)
+    expected = torch.tensor(reward_models.reference(reward_models.load(learned.exported), texts))
+    assert float(expected.max() - expected.min()) > 1, "scores differ: agreement says something"
+    log = learned.folder / "engine.log"
+    with start_engine("reward engine 0", learned.exported, settings, wait=True, log=log) as engine:
+        scores = asyncio.run(engine.classify(texts))
+    assert torch.tensor([float(score) for score in scores]) == pytest.approx(expected, abs=ATOL)
+    margin_P = expected.view(-1, 2) @ torch.tensor([1.0, -1.0])
+    last = read_metrics(learned.folder / "reward" / "metrics.jsonl")[-1]
+    assert last["reward/val_accuracy"] == pytest.approx(float((margin_P > 0).double().mean()))
+    assert last["reward/val_loss"] == pytest.approx(-float(logsigmoid(margin_P).mean()), abs=1e-5)
