@@ -76,6 +76,12 @@ class Correction:
     sums: CorrectionSums
 
 
+def drawn_tokens(trained: Trained, rollout_logprobs_T: Tensor) -> Trained:
+    """Those of ``trained`` that the sampler drew: the log-probs of others, such as a data set's answer, are NaN."""
+    strange_T = rollout_logprobs_T.isnan() & trained.mask_T
+    return Trained(trained.mask_T & ~strange_T) if bool(strange_T.any()) else trained
+
+
 def correct(
     old_logprobs_T: Tensor,
     rollout_logprobs_T: Tensor,
