@@ -96,9 +96,9 @@ class ActorLoss(RoleLoss):
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
         """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where ``p / old`` must be 1."""
-        means = {key: sums.mean(name) for name, key in REPORTED.items()}
-        means["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
-        metrics = {key: value for key, value in means.items() if value is not None}
+        of_tokens = {key: sums.mean(name) for name, key in REPORTED.items()}
+        of_tokens["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
+        metrics = {key: value for key, value in of_tokens.items() if value is not None}
         rise, fall = sums.largest("actor/log_ratio_rise"), sums.largest("actor/log_ratio_fall")
         if rise is not None and fall is not None:
             metrics |= {"actor/ratio_max": exp(rise), "actor/ratio_min": exp(-fall)}

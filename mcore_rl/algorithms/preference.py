@@ -75,9 +75,7 @@ def preferences_loss(config: PreferredConfig) -> PreferencesLoss:
     return PreferencesLoss(config.preference)
 
 
-def losses_of_pairs(
-    inputs: LossInputs, config: PreferenceConfig, share_S: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+def losses_of_pairs(inputs: LossInputs, config: PreferenceConfig, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(the loss of each pair, weighed, [P] with gradient; the metrics of the module).
 
     share_S: this rank's share of each sequence, by which its metrics are multiplied.

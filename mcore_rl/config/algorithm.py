@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from mcore_rl.config.bounds import CrossCheck, Interval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, check
+from mcore_rl.config.bounds import (
+    CrossCheck,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    check,
+)
 from mcore_rl.errors import Violation
 
 

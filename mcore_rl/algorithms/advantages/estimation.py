@@ -1,9 +1,10 @@
 """Computes a step's advantages by the estimator that ``algorithm.adv_estimator`` names.
 
-Tokens are spread over many ranks, while groups and whitening span all of them.  So an estimator has one of two scopes,
-and runs where its inputs are: ``Scope.sequence`` on the controller, which has one score per sequence; ``Scope.token``
-on the ranks, each for its own sequences (``token_advantages``); ``Scope.pair`` makes none (controller/step/pairing.py).  ``estimate`` runs on the controller in both cases; the
-controller sends its result to the ranks, which apply it (``final_advantages``).
+Tokens are spread over many ranks, while groups and whitening span all of them.  So an estimator has a scope, and runs
+where its inputs are: ``Scope.sequence`` on the controller, which has one score per sequence; ``Scope.token`` on the
+ranks, each for its own sequences (``token_advantages``).  ``Scope.pair`` makes no advantages (``pairs.py``).
+``estimate`` runs on the controller in all cases; the controller sends its result to the ranks, which apply it
+(``final_advantages``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Which response of a prompt is preferred to which; ``Scope.pair``.  The loss compares the two, so no token has an
-advantage."""
+"""Which response of a prompt is preferred to which (``Scope.pair``); the loss compares them, and no advantage is made."""
 
 from __future__ import annotations
 

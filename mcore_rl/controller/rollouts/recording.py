@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.run import RunConfig

@@ -25,6 +25,7 @@ from mcore_rl.config.algorithm_object import Estimator, Scope
 from mcore_rl.config.algorithm_registry import estimator
 from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rewards.score import Score
+from mcore_rl.types import NOT_DRAWN
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,11 @@ def _is_usable(episode: Episode, algorithm: AlgorithmConfig) -> bool:
 
 
 def _own_answer(episode: Episode) -> Episode:
-    """The answer that the data has for the prompt of ``episode``, as if the model had said it.
-
-    Its log-probs are NaN: nobody drew it.
-    """
+    """The answer that the data has for the prompt of ``episode``, as if the model had said it."""
     row = episode.row
     assert row.answer, f"{row.id} has no answer of its own"
     tokens = np.asarray(row.answer, dtype=np.int32)
-    logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+    logprobs = np.full(len(tokens), NOT_DRAWN, dtype=np.float32)
     said = Segment(author=Author.model, tokens=tokens, trained=True, logprobs=logprobs)
     return Episode(
         row=row,
