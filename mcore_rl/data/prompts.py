@@ -221,11 +221,11 @@ class PromptSet:
         limit = self._config.max_prompt_length
         longer = f"{limit} tokens"
         if len(self._answers):
-            longer += f", or with an answer of more than {self._config.max_response_length}"
+            longer += f", or {self._config.max_response_length} of the answer"
         if self.num_left_out:
             line += f"; {self.num_left_out:,} of {self.num_rows:,} left out, longer than {longer}"
         if self.num_truncated:
-            line += f"; {self.num_truncated:,} longer than {longer} are cut ({self._config.truncation.value})"
+            line += f"; {self.num_truncated:,} cut to {longer} ({self._config.truncation.value})"
         return line
 
 

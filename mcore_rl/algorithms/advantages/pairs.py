@@ -1,4 +1,4 @@
-"""Which response of a prompt is preferred to which (``Scope.pair``); the loss compares them, and no advantage is made."""
+"""Which response of a prompt is preferred to which (``Scope.pair``); the loss compares them, and has no advantages."""
 
 from __future__ import annotations
 
