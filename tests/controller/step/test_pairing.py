@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -127,7 +126,7 @@ def test_each_response_stands_behind_the_row_s_own_answer() -> None:
     assert batch.tokens_T[:5].tolist() == [1, 2, *OWN] and batch.mask_T[:5].int().tolist() == [0, 0, 1, 1, 1]
     assert batch.rollout_logprobs_T is not None
     assert batch.rollout_logprobs_T[:5].tolist() == [0, 0, NOT_DRAWN, NOT_DRAWN, NOT_DRAWN]
-    assert np.isfinite(batch.rollout_logprobs_T[5:8]).all()
+    assert batch.rollout_logprobs_T[5:8].isfinite().all()
 
 
 def test_a_response_that_is_paired_with_no_answer_stands_there_untrained() -> None:
