@@ -111,13 +111,13 @@ SWITCHES = (
         ("actor.preference.",),
         trains_pairs,
         f"{LOSS_KEY} looks at no pairs",
-        "algorithm=online_dpo",
+        f"{LOSS_KEY}=preference",
     ),
     Switch(
         ("data.answer_key",),
         needs_answers,
         "the rows' own answers are not trained",
-        "algorithm=spin",
+        f"{ESTIMATOR_KEY}=true_answer",
     ),
     Switch(
         ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.full_kl_gib"),

@@ -68,9 +68,9 @@ REFUSED = {
         "algorithm.rollout_correction.reject=token_k1: leaves tokens or single responses out"
     ),
     f"{ONLINE} actor.loss_agg_mode=token_mean": "actor.loss_agg_mode=token_mean: .*Write actor.loss_agg_mode=seq_mean",
-    SPIN: "data.answer_key=None: .*no column is named.*data.answer_key=extra_info.answer",
+    f"{SPIN} data.answer_key=null": "data.answer_key=None: .*no column is named.*data.answer_key=extra_info.answer",
     f"{SPIN} {ANSWER} actor.router_replay=r3": "actor.router_replay=r3: .*through no engine.*r2 or off",
-    f"{ONLINE} {ANSWER}": "data.answer_key=extra_info.answer: is not read.*algorithm=spin",
+    f"{ONLINE} {ANSWER}": "data.answer_key=extra_info.answer: is not read.*adv_estimator=true_answer",
     "algorithm=dapo algorithm.ref_update_freq=2": "algorithm.ref_update_freq=2: is not read: there is no reference",
     "algorithm=grpo actor.preference.beta=1": "actor.preference.beta=1.0: is not read.*looks at no pairs",
     f"{ONLINE} algorithm.mask_truncated=true algorithm.masked_in_baseline=false algorithm.filter_groups.enable=true": (

@@ -27,6 +27,9 @@ SPIN = Algorithm(
     aggregation=Sourced(LossAggregation.seq_mean_token_sum, "arXiv:2401.01335, eq. 4.7: a mean over rows"),
     samples=Sourced(1, "arXiv:2401.01335, algorithm 1"),
     settings={
+        "data.answer_key": Sourced(
+            "extra_info.answer", "where mcore-rl prepare writes it, as verl's preprocessing does"
+        ),
         "algorithm.ref_update_freq": Sourced(1, "verl's recipe/spin; the paper's opponent, of a step per iteration"),
         "actor.preference.loss": Sourced(PreferenceLoss.dpo, "arXiv:2401.01335, section 4.1: the logistic loss"),
         "actor.preference.beta": Sourced(0.1, "arXiv:2401.01335, appendix B: lambda"),
