@@ -107,7 +107,7 @@ def pairs_of(name: str, episodes: Sequence[Episode], task: Path) -> list[tuple[l
     for group in groups.values():
         if name == "spin":
             text = group[0].row.extra_info["answer"]
-            answer = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+            answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
             made += [(responses(each)[0], answer, responses(each)[1]) for each in group]
             continue
         ranked = sorted(group, key=lambda each: each.reward)
@@ -143,13 +143,11 @@ def test_the_loss_of_a_step_is_that_of_transformers(task: Path, name: str) -> No
     logged = {row["step"]: row for row in read_metrics(directory / "metrics.jsonl")}[CHECKED]
     losses = {}
     for which, reference in (("first", first), ("moved", moved)):
-        margins = torch.tensor(
-            [
-                BETA * (policy.of(asked, w) - reference.of(asked, w) - policy.of(asked, l) + reference.of(asked, l))
-                for asked, w, l in pairs
-            ],
-            dtype=torch.float64,
-        )
+        gains = [
+            [policy.of(asked, said) - reference.of(asked, said) for said in (preferred, other)]
+            for asked, preferred, other in pairs
+        ]
+        margins = BETA * torch.tensor([mine - other for mine, other in gains], dtype=torch.float64)
         losses[which] = float(-logsigmoid(margins).mean())
     right, wrong = ("moved", "first") if name == "spin" else ("first", "moved")
     assert logged["pairs/count"] == len(pairs)
