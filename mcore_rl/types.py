@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NOT_DRAWN = float("inf")  # as a sampler's log-prob: what no sampler says, not even one that breaks down
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
@@ -29,7 +31,8 @@ class TrainBatch:
     lengths_S: tokens of each sequence, all positive.
     tokens_T: int64 for an engine; int32, half the memory, on the controller, which only counts and sends them.
     mask_T: bool, tokens that are trained; the first of a sequence never is.
-    old_logprobs_T, ref_logprobs_T, rollout_logprobs_T: of the policy before the step, the reference and the sampler.
+    old_logprobs_T, ref_logprobs_T, rollout_logprobs_T: of the policy before the step, the reference and the sampler;
+        the sampler's are ``NOT_DRAWN`` at trained tokens that it did not draw.
     turn_rewards_T: what a turn earned by itself, at its last token and 0 elsewhere; None where no turn did.
     advantages_T, returns_T, old_values_T: what the actor and the critic are trained with, and what the critic said.
     weights_T: what the policy loss of each token is multiplied by (importance correction).

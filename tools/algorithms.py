@@ -28,7 +28,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def needs(row: Estimator) -> str:
     """What an estimator cannot do without."""
     group = [f"{row.min_group} samples of a prompt or more"] if row.min_group > 1 else []
-    return ", ".join([*row.roles, *group, *(["a greedy response"] if row.greedy else [])])
+    rest = {"a greedy response": row.greedy, "the rows' own answers": row.answers}
+    return ", ".join([*row.roles, *group, *(what for what, needed in rest.items() if needed)])
 
 
 def override(key: str, value: object) -> str:

@@ -22,7 +22,7 @@ from mcore_rl.algorithms.kl import kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
 from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
-from mcore_rl.types import SentAsArrays
+from mcore_rl.types import NOT_DRAWN, SentAsArrays
 
 MEASURE = RolloutCorrectionConfig()  # ratios of tokens
 
@@ -74,6 +74,12 @@ class Correction:
     weights_T: Tensor | None
     mask_T: Tensor
     sums: CorrectionSums
+
+
+def drawn_tokens(trained: Trained, rollout_logprobs_T: Tensor) -> Trained:
+    """Those of ``trained`` that the sampler drew, and not those of a data set's answer (``NOT_DRAWN``)."""
+    strange_T = (rollout_logprobs_T == NOT_DRAWN) & trained.mask_T
+    return Trained(trained.mask_T & ~strange_T) if bool(strange_T.any()) else trained
 
 
 def correct(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_rl.algorithms.correction import MEASURE, CorrectionSums, correct
+from mcore_rl.algorithms.correction import MEASURE, CorrectionSums, correct, drawn_tokens
 from mcore_rl.algorithms.ragged import Trained, sequence_sums
 from mcore_rl.types import SequenceScores, TokenScores, TrainBatch
 
@@ -25,7 +25,7 @@ class OwnScores:
 def own_scores(batch: TrainBatch, scores: TokenScores) -> OwnScores:
     """From the scores of ``batch`` before its update.  Nothing is corrected: that would need them before the update."""
     assert scores.logprobs_T is not None and batch.rollout_logprobs_T is not None
-    trained = Trained(batch.mask_T)
+    trained = drawn_tokens(Trained(batch.mask_T), batch.rollout_logprobs_T)
     correction = correct(scores.logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, MEASURE, weighs=False)
     return OwnScores(sums_per_sequence(batch, scores.logprobs_T, scores.entropy_T), correction.sums)
 

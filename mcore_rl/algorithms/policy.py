@@ -10,6 +10,8 @@ tokens, whatever the loss's own aggregation:
   largest ``log r`` and ``-log r``, nats
 - ``actor/entropy``: if entropies are computed
 - ``actor/kl_loss``: the KL to the reference, before its coefficient
+
+Those of pairs, ``pairs/*``, are sums and means over responses (``preference.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch import Tensor
 
 from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
+from mcore_rl.algorithms.losses.preference import PREFIX
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum, trained_rows
+from mcore_rl.algorithms.preference import means
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
 from mcore_rl.config.algorithm import KlPenalty
@@ -52,6 +56,11 @@ class ActorLoss(RoleLoss):
     def with_entropy(self) -> bool:
         """Whether the engine must compute entropies with gradient, which only the entropy bonus needs."""
         return self.config.entropy_coeff != 0
+
+    @property
+    def with_pairs(self) -> bool:
+        """Whether the policy loss looks at both sequences of a pair."""
+        return algorithm_registry.policy_loss(self.config.loss_mode).pairs
 
     @property
     def with_full_kl(self) -> bool:
@@ -87,12 +96,15 @@ class ActorLoss(RoleLoss):
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
         """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where ``p / old`` must be 1."""
-        means = {key: sums.mean(name) for name, key in REPORTED.items()}
-        means["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
-        metrics = {key: value for key, value in means.items() if value is not None}
+        of_tokens = {key: sums.mean(name) for name, key in REPORTED.items()}
+        of_tokens["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
+        metrics = {key: value for key, value in of_tokens.items() if value is not None}
         rise, fall = sums.largest("actor/log_ratio_rise"), sums.largest("actor/log_ratio_fall")
         if rise is not None and fall is not None:
             metrics |= {"actor/ratio_max": exp(rise), "actor/ratio_min": exp(-fall)}
+        if self.with_pairs:
+            totals = {name.removeprefix(PREFIX): x for name, x in sums.totals().items() if name.startswith(PREFIX)}
+            metrics |= {f"{PREFIX}{name}": value for name, value in means(totals).items()} if totals else {}
         return metrics | ({"kl/coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {})
 
     def _kl(self, inputs: LossInputs) -> Tensor:

@@ -10,6 +10,7 @@ whole response), and ``accuracy``: pairs whose preferred response has the higher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,17 +55,8 @@ class PreferencesLoss(RoleLoss):
 
     def _of_pairs(self, inputs: LossInputs, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
-        responses, (first_P, second_P) = responses_of(inputs), inputs.pairs_P2.unbind(1)
-        chosen, rejected, share_P = responses.chosen(first_P), responses.chosen(second_P), share_S[first_P]
-        margin_S, weight_S = inputs.extra_S.get(MARGIN), inputs.extra_S.get(WEIGHT)
-        margin_P = torch.zeros_like(share_P) if margin_S is None else margin_S[first_P].to(share_P.dtype)
-        loss_P = pair_losses(chosen, rejected, margin_P, self.config)
-        weighed_P = loss_P if weight_S is None else loss_P * weight_S[first_P].to(share_P.dtype)
-        metrics = self._metrics("chosen", chosen, share_P) | self._metrics("rejected", rejected, share_S[second_P])
-        with torch.no_grad():
-            right_P = wins(rewards(chosen, self.config), rewards(rejected, self.config))
-            metrics["accuracy"] = (right_P * share_P).sum()
-        return (weighed_P * share_P).sum(), metrics
+        loss_P, metrics = losses_of_pairs(inputs, self.config, share_S)
+        return (loss_P * share_S[inputs.pairs_P2[:, 0]]).sum(), metrics
 
     def _of_responses(self, inputs: LossInputs, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         label_S, weight_S = inputs.extra_S[LABEL].to(share_S.dtype), inputs.extra_S.get(WEIGHT)
@@ -72,22 +64,57 @@ class PreferencesLoss(RoleLoss):
         responses, share_S = responses_of(inputs).chosen(there_S), share_S[there_S]
         loss_S = kto(responses, label_S, self.kl, self.config)
         weighed_S = loss_S if weight_S is None else loss_S * weight_S.to(share_S.dtype)
-        metrics = self._metrics("chosen", responses, share_S * label_S)
-        return (weighed_S * share_S).sum(), metrics | self._metrics("rejected", responses, share_S * (1 - label_S))
-
-    @torch.no_grad()
-    def _metrics(self, side: str, responses: Responses, share_R: Tensor) -> dict[str, Tensor]:
-        """share_R: of each of ``responses``, 0 of those that are of another side."""
-        return {
-            f"{side}_reward": (rewards(responses, self.config) * share_R).sum(),
-            f"{side}_logprob": (responses.logprobs_R * share_R).sum(),
-            f"{side}_count": share_R.sum(),
-        }
+        metrics = _metrics("chosen", responses, share_S * label_S, self.config)
+        return (weighed_S * share_S).sum(), metrics | _metrics(
+            "rejected", responses, share_S * (1 - label_S), self.config
+        )
 
 
 def preferences_loss(config: PreferredConfig) -> PreferencesLoss:
     """The loss of a policy that learns from preferences."""
     return PreferencesLoss(config.preference)
+
+
+def losses_of_pairs(inputs: LossInputs, config: PreferenceConfig, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the loss of each pair, weighed, [P] with gradient; the metrics of the module).
+
+    share_S: this rank's share of each sequence, by which its metrics are multiplied.
+    """
+    assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
+    responses, (first_P, second_P) = responses_of(inputs), inputs.pairs_P2.unbind(1)
+    chosen, rejected, share_P = responses.chosen(first_P), responses.chosen(second_P), share_S[first_P]
+    margin_S, weight_S = inputs.extra_S.get(MARGIN), inputs.extra_S.get(WEIGHT)
+    margin_P = torch.zeros_like(share_P) if margin_S is None else margin_S[first_P].to(share_P.dtype)
+    loss_P = pair_losses(chosen, rejected, margin_P, config)
+    weighed_P = loss_P if weight_S is None else loss_P * weight_S[first_P].to(share_P.dtype)
+    metrics = _metrics("chosen", chosen, share_P, config) | _metrics("rejected", rejected, share_S[second_P], config)
+    with torch.no_grad():
+        right_P = wins(rewards(chosen, config), rewards(rejected, config))
+        metrics["accuracy"] = (right_P * share_P).sum()
+    return weighed_P, metrics
+
+
+@torch.no_grad()
+def _metrics(side: str, responses: Responses, share_R: Tensor, config: PreferenceConfig) -> dict[str, Tensor]:
+    """share_R: of each of ``responses``, 0 of those that are of another side."""
+    return {
+        f"{side}_reward": (rewards(responses, config) * share_R).sum(),
+        f"{side}_logprob": (responses.logprobs_R * share_R).sum(),
+        f"{side}_count": share_R.sum(),
+    }
+
+
+def means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Of the loss's sums over the responses, as the module has them, the means that are metrics."""
+    metrics = dict[str, float]()
+    for side in ("chosen", "rejected"):
+        if count := sums[f"{side}_count"]:
+            metrics |= {f"{side}_{name}": sums[f"{side}_{name}"] / count for name in ("reward", "logprob")}
+    if "accuracy" in sums and sums["chosen_count"]:
+        metrics["accuracy"] = sums["accuracy"] / sums["chosen_count"]
+    if {"chosen_reward", "rejected_reward"} <= metrics.keys():
+        metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
+    return metrics
 
 
 def wins(first_P: Tensor, second_P: Tensor) -> Tensor:

@@ -8,10 +8,14 @@ from torch import Tensor
 
 from mcore_rl.algorithms.ragged import at_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm_object import Scope
+from mcore_rl.config.algorithm_registry import estimator
 
 
 def has_signal(scores: Sequence[float], truncated: Sequence[bool], config: AlgorithmConfig) -> bool:
     """Whether an estimator that compares groups gives any trained response of this group an advantage other than 0.
+
+    Or makes a pair of two of them, which then are trained.
 
     Args:
         scores: ``filter_groups.metric`` of each response to one prompt.
@@ -19,7 +23,9 @@ def has_signal(scores: Sequence[float], truncated: Sequence[bool], config: Algor
         config: says whether such responses are trained, and whether their scores stay in the baseline.
     """
     trained = [not (cut and config.mask_truncated) for cut in truncated]
-    compared = [x for x, kept in zip(scores, trained, strict=True) if kept or config.masked_in_baseline]
+    pairs = estimator(config.adv_estimator).scope is Scope.pair
+    masked_too = config.masked_in_baseline and not pairs
+    compared = [x for x, kept in zip(scores, trained, strict=True) if kept or masked_too]
     return any(trained) and min(compared) < max(compared)
 
 

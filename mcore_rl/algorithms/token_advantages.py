@@ -7,13 +7,13 @@ to the controller (``SequenceStats``), which computes everything that spans sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
-from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct
+from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
 from mcore_rl.algorithms.kl import penalty
 from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
@@ -162,4 +162,8 @@ def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) 
     old_T, drawn_T, config = batch.old_logprobs_T, batch.rollout_logprobs_T, algorithm.rollout_correction
     if old_T is None or drawn_T is None:
         return None
-    return correct(old_T, drawn_T, trained, batch.lengths_S, config, weighs=algorithm.weighs)
+    drawn = drawn_tokens(trained, drawn_T)
+    correction = correct(old_T, drawn_T, drawn, batch.lengths_S, config, weighs=algorithm.weighs)
+    if drawn is trained:
+        return correction
+    return replace(correction, mask_T=correction.mask_T | (trained.mask_T & ~drawn.mask_T))

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from mcore_rl.config.bounds import CrossCheck, Interval, NonNegativeFloat, PositiveFloat, PositiveInt, Share, check
+from mcore_rl.config.bounds import (
+    CrossCheck,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    check,
+)
 from mcore_rl.errors import Violation
 
 
@@ -189,6 +198,7 @@ class AlgorithmConfig:
     gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
     pass_k: for ``pass_at_k``: the k of pass@k, at most ``rollout.n``.
     sppo_eta: for ``win_rate`` and ``softmean``: nats of log-ratio that a whole win, or a score of 1, is worth.
+    ref_update_freq: the reference becomes the policy after every so many steps; 0: it stays the policy of the start.
     """
 
     adv_estimator: str = "grpo"
@@ -207,6 +217,7 @@ class AlgorithmConfig:
     gdpo_reward_weights: list[float] | None = None
     pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
     sppo_eta: PositiveFloat = 1.0
+    ref_update_freq: NonNegativeInt = 0
 
     @property
     def reads_sampler(self) -> tuple[str, object] | None:

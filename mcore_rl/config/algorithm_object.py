@@ -34,16 +34,20 @@ class Sourced(Generic[T]):
 
 
 class Scope(Enum):
-    """Whether an estimator gives one advantage per response or per token, and therefore in which process it runs.
+    """Of what an estimator gives an advantage, and therefore in which process it runs.
 
     ``sequence``: all tokens of a response share one.  The function is ``(PromptGroups, AlgorithmConfig) -> Tensor [S]``
     and runs on the controller, which sees the score of every response.
     ``token``: each token has its own, and no response depends on another.  The function is ``(AdvantageInputs,
     AlgorithmConfig) -> Advantages`` and runs on the ranks, each for its own sequences.
+    ``pair``: of nothing; it says which of two responses is preferred, and the loss compares them.  The function is
+    ``(scores of a prompt's responses, list of float) -> list[Pair]`` (algorithms/advantages/pairs.py), at most one pair
+    of a prompt, or of a response with ``answers``; it runs on the controller before anything is scored.
     """
 
     sequence = "response"
     token = "token"
+    pair = "pair"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class Estimator:
 
     name: the value of ``algorithm.adv_estimator`` that chooses it.
     function: what computes it, with the signature that ``Scope`` gives.
-    scope: one advantage per response, or per token.
+    scope: one advantage per response, or per token, or pairs of responses.
     formula: for docs/algorithms.md, in its notation.
     paper: the source of the formula.
     roles: the roles that it needs beside the actor.
@@ -62,6 +66,7 @@ class Estimator:
     parts: True if it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
     refuses_kl: why ``algorithm.use_kl_in_reward`` is refused with it, to follow its name; empty: it is not.
     whitens: True if it always whitens advantages over the batch, whatever ``algorithm.whiten_advantages`` says.
+    answers: True if its pairs have the row's own answer (``data.answer_key``).
     reads: the keys that it reads and that some other estimators do not.
     """
 
@@ -77,12 +82,13 @@ class Estimator:
     parts: bool = False
     refuses_kl: str = ""
     whitens: bool = False
+    answers: bool = False
     reads: frozenset[str] = frozenset()
 
     @property
     def compares(self) -> bool:
         """Whether the scores of other responses are in the baseline of one."""
-        return self.min_group > 1 or self.over_step
+        return self.scope is not Scope.pair and (self.min_group > 1 or self.over_step)
 
     def load(self) -> Callable[..., Any]:
         """Imports ``function`` if it is a name, and returns it."""
@@ -116,6 +122,7 @@ class PolicyLoss:
     updates_per_batch: the most optimizer steps that it may take on samples of one policy; None is any number.
     aggregation: the only ``actor.loss_agg_mode`` with which it is the paper's loss; None is any.
     selection: how it selects tokens over the whole step; None if it treats all tokens alike.
+    pairs: True if it looks at both responses of a pair (``actor.preference.*``).
     reads: the keys that it reads and that some other losses do not.
     """
 
@@ -127,6 +134,7 @@ class PolicyLoss:
     updates_per_batch: int | None = None
     aggregation: LossAggregation | None = None
     selection: TokenSelection | None = None
+    pairs: bool = False
     reads: frozenset[str] = frozenset()
 
     def load(self) -> Callable[..., Any]:
@@ -197,7 +205,7 @@ class Algorithm:
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles that a run of it builds, by name."""
-        return (ACTOR, *self.advantages.roles, *([REFERENCE] if self.kl else []))
+        return (ACTOR, *self.advantages.roles, *([REFERENCE] if self.kl or self.loss.pairs else []))
 
     def all_settings(self) -> dict[str, Sourced[Any]]:
         """Every dotted key that the algorithm sets; a value may be an interpolation of another key."""

@@ -34,8 +34,11 @@ class DataConfig:
     max_prompt_length: the most tokens of a prompt.
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
     prompt_key: the column of the messages.
-    filter_overlong_prompts: leave out prompts that are too long; ``truncation`` then never applies.
-    truncation: how prompts that are too long are treated otherwise.
+    answer_key: the column, or field of a column, of the row's own answer, a text, for algorithms that train it
+    (``spin``): ``extra_info.answer``, say.
+    filter_overlong_prompts: leave out prompts that are too long, and rows whose own answer is; ``truncation`` then
+    never applies.
+    truncation: how prompts that are too long are treated otherwise; an answer is then cut at its end, as a response is.
     shuffle, seed: whether the training prompts are shuffled anew each epoch, and the seed.
     train_max_samples, val_max_samples: take only so many rows, the first of a seeded shuffle; None is all.
     chat_template_kwargs: given to the tokenizer's chat template.
@@ -49,6 +52,7 @@ class DataConfig:
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
     prompt_key: str = "prompt"
+    answer_key: str | None = None
     filter_overlong_prompts: bool = False
     truncation: Truncation = Truncation.error
     shuffle: bool = True

@@ -23,6 +23,7 @@ from mcore_rl.config.engine import EngineConfig, engine_rules
 from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.errors import Violation
 
 
@@ -101,7 +102,7 @@ def _lora_violations(config: AdaptedConfig, key: str) -> Iterator[Violation]:
 class TrainedConfig(AdaptedConfig):
     """A role that is trained.
 
-    ppo_mini_batch_size: prompts per optimizer step; each has ``rollout.n`` sequences.
+    ppo_mini_batch_size: prompts per optimizer step, with all of their samples.
     ppo_epochs: passes over the samples of a step.
     shuffle: shuffle the samples before the second and later passes.
     loss_agg_mode: see ``LossAggregation``.
@@ -143,6 +144,7 @@ class ActorConfig(TrainedConfig):
     full_kl_gib: the most host memory that a process takes for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
     router_replay: see ``RouterReplay``; of a mixture of experts alone.
+    preference: the loss of pairs, with ``loss_mode=preference``; see ``PreferenceConfig``.
     """
 
     allow_stale_updates: bool = False
@@ -164,6 +166,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_type: KlPenalty = KlPenalty.k3
     full_kl_gib: NonNegativeFloat = 8.0
     router_replay: RouterReplay = RouterReplay.off
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
     @property
     def clip_low(self) -> float:

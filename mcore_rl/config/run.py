@@ -17,10 +17,11 @@ from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.asynchrony import AsyncConfig, mode_violations, trains_stale
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
+from mcore_rl.config.pairs import pair_violations, trains_pairs
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.role import Role
+from mcore_rl.config.role import Every, Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, RouterReplay
@@ -58,7 +59,8 @@ class RunConfig(RoleGroups, Composed):
         These are the roles that the algorithm needs, and roles on request whose weights are named.
         Raises ConfigError if there is no such estimator.
         """
-        refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        in_loss = trains_pairs(self) and self.actor.preference.row.reference
+        refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or in_loss
         needed = {ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else [])}
         return tuple(
             name for name, role in ROLES.items() if name in needed or (role.on_request and self.has_weights(role))
@@ -66,8 +68,9 @@ class RunConfig(RoleGroups, Composed):
 
     @property
     def role_rows(self) -> tuple[Role, ...]:
-        """The roles that the run builds, in the order of the table."""
-        return tuple(ROLES[name] for name in self.roles)
+        """The roles that the run builds, in the order of the table; the reference moves as ``ref_update_freq`` says."""
+        steps, rows = self.algorithm.ref_update_freq, [ROLES[name] for name in self.roles]
+        return tuple(replace(row, moves=Every(steps)) if steps and row.name == REFERENCE else row for row in rows)
 
     @property
     def served_rollout(self) -> RolloutConfig:
@@ -102,6 +105,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _gen_batch_violations,
         _length_violations,
         _group_violations,
+        pair_violations,
         _distribution_violations,
         _parts_violations,
         _kl_in_reward_violations,

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
-from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
+from mcore_rl.config.algorithm_object import REFERENCE, Estimator, PolicyLoss, Scope
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
     LOSS_KEY,
@@ -25,6 +25,7 @@ from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.names import value_at
+from mcore_rl.config.pairs import needs_answers, trains_pairs
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig, LossAggregation
@@ -99,6 +100,24 @@ SWITCHES = (
         lambda run: run.algorithm.kl_ctrl.type is KlControl.adaptive,
         "the coefficient is fixed",
         "algorithm.kl_ctrl.type=adaptive",
+    ),
+    Switch(
+        ("algorithm.ref_update_freq",),
+        lambda run: REFERENCE in run.roles,
+        "there is no reference",
+        "actor.use_kl_loss=true",
+    ),
+    Switch(
+        ("actor.preference.",),
+        trains_pairs,
+        f"{LOSS_KEY} looks at no pairs",
+        f"{LOSS_KEY}=preference",
+    ),
+    Switch(
+        ("data.answer_key",),
+        needs_answers,
+        "the rows' own answers are not trained",
+        f"{ESTIMATOR_KEY}=true_answer",
     ),
     Switch(
         ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.full_kl_gib"),
@@ -183,6 +202,12 @@ SWITCHES = (
         lambda run: estimator(run.algorithm.adv_estimator).compares or run.algorithm.filter_groups.enable,
         "neither the estimator nor a filter compares responses",
         "algorithm.filter_groups.enable=true",
+    ),
+    Switch(
+        ("algorithm.masked_in_baseline", "algorithm.whiten_advantages"),
+        lambda run: estimator(run.algorithm.adv_estimator).scope is not Scope.pair,
+        "pairs have no baseline, and no advantages",
+        "another estimator",
     ),
     Switch(
         ("reward.overlong.length", "reward.overlong.penalty_factor"),

@@ -19,6 +19,7 @@ from mcore_rl.controller.step.metrics import (
     staleness_metrics,
     update_metrics,
 )
+from mcore_rl.controller.step.pairing import in_pairs
 from mcore_rl.controller.step.utilization import tflop
 from mcore_rl.controller.training_run import every_step
 
@@ -37,14 +38,15 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
-    groups = assemble(rollouts.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
-    place = run.keep_rollouts(step, rollouts)
+    trained = in_pairs(rollouts.episodes, config.algorithm)
+    groups = assemble(trained.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
+    place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 
     with clock("sync"):
         await run.devices.to_trainer()
     run.tracker.now("log-probs")
     parts = run.minibatches(groups.group_S, step)
-    metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step)
+    metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step) | trained.metrics
     with clock(config.policy.phase):
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
     for role in config.role_rows:
@@ -79,7 +81,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     with clock("generate"):
         await run.rollouts.settle(run.preemption)
-    await run.keep_order(step, rollouts, place, advantages, updated)
+    counts = trained.of_drawn(advantages.trained_S, len(rollouts.episodes))
+    await run.keep_order(step, rollouts, place, counts, updated)
     run.tracker.now("weights to the engines")
     with clock("sync"):
         await run.devices.to_engines(step)

@@ -73,7 +73,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
-        self.num_sequences = 0  # of the last step
+        self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
@@ -206,12 +206,14 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """A callback that shows how many episodes are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
 
-    def keep_rollouts(self, step: int, rollouts: RolloutBatch) -> dict[str, Any]:
-        """Counts the step's sequences, and begins to write down what it got; returns the place in the data after it.
+    def keep_rollouts(self, step: int, rollouts: RolloutBatch, num_tokens: int) -> dict[str, Any]:
+        """Counts what the step got, and begins to write it down; returns the place in the data after it.
 
         For people to read, if ``trainer.save_rollouts``; to the last bit, if ``trainer.record_rollouts``.
+        num_tokens: of the sequences that it trains.
         """
-        place, trainer, self.num_sequences = self.place, self.config.trainer, len(rollouts.episodes)
+        place, trainer = self.place, self.config.trainer
+        self.num_drawn, self.num_tokens = len(rollouts.episodes), num_tokens
         if trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", partial(sample_rows, step, rollouts.episodes, self.tokenizer))
         if trainer.record_rollouts:
@@ -223,15 +225,16 @@ class Run(TrainingRun[RunConfig, Prepared]):
         step: int,
         rollouts: RolloutBatch,
         place: Mapping[str, Any],
-        advantages: StepAdvantages,
+        trained: Sequence[int],
         updated: Mapping[str, updates.Updated],
     ) -> None:
-        """Writes the step's line of the ledger, once its rollouts are recorded.  place: of ``keep_rollouts``."""
+        """Writes the step's line of the ledger, once its rollouts are recorded.
+
+        place: of ``keep_rollouts``.  trained: the trained tokens of each response.
+        """
         await self.recorder.end(step)
         counts = {name: len(each.results) for name, each in updated.items()}
-        line = scheduled_step(
-            self.config, step, rollouts, place, advantages.trained_S, counts, self.prepared.settings_sum
-        )
+        line = scheduled_step(self.config, step, rollouts, place, trained, counts, self.prepared.settings_sum)
         self.tracker.schedule(line)
 
     async def validate(self, step: int) -> dict[str, float]:
@@ -265,7 +268,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
     def rates(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
         """Tokens and samples a second, of generation and of training."""
         epochs = self.config.trained_config(self.config.policy).ppo_epochs
-        return rates(metrics, seconds, self.num_sequences, epochs)
+        return rates(metrics, seconds, self.num_drawn, self.num_tokens * epochs)
 
     @property
     def validates_first(self) -> bool:

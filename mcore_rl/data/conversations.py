@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from mcore_rl.config.data import SftDataConfig, Truncation
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.rows import (
@@ -27,6 +25,8 @@ from mcore_rl.data.rows import (
     Ragged,
     SourceFile,
     clean_messages,
+    field_type,
+    field_value,
     is_messages,
     is_text,
     more_than_text,
@@ -281,13 +281,13 @@ def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict
     if record is None:
         return "has text that is no UTF-8. Write the file again from text decoded as what it is"
     if config.messages_key is not None:
-        messages = clean_messages(_value(record, config.messages_key))
+        messages = clean_messages(field_value(record, config.messages_key))
         if isinstance(messages, str):
             return f"{config.messages_key} {messages}. Write {MESSAGES}, or leave the row out"
         if all(message["role"] != ASSISTANT for message in messages):
             return f"{config.messages_key} has no message of the assistant. Write one, or leave the row out"
         return messages
-    prompt, response = _value(record, config.prompt_key), _value(record, config.response_key)
+    prompt, response = field_value(record, config.prompt_key), field_value(record, config.response_key)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else clean_messages(prompt)
     if isinstance(messages, str):
         return f"{config.prompt_key} {messages}. Write {MESSAGES} or a text, or leave the row out"
@@ -326,28 +326,6 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _value(record: dict[str, Any], key: str) -> Any:
-    """The value of ``key``: a column of that name, else a field, as ``extra_info.answer``."""
-    if key in record:
-        return record[key]
-    value: Any = record
-    for part in key.split("."):
-        value = None if value is None else value[part]
-    return value
-
-
-def _type(schema: pa.Schema, key: str) -> pa.DataType | None:
-    """The type of ``_value``; None if there is no such column or field."""
-    if key in schema.names:
-        return schema.field(key).type
-    kind = pa.struct(list(schema))
-    for part in key.split("."):
-        if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
-            return None
-        kind = kind.field(part).type
-    return kind
-
-
 def _type_problems(file: SourceFile, config: SftDataConfig) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable."""
     wanted = [("data.messages_key", config.messages_key, MESSAGES)]
@@ -356,7 +334,7 @@ def _type_problems(file: SourceFile, config: SftDataConfig) -> Iterator[str]:
         wanted.append(("data.response_key", config.response_key, "text"))
     for option, key, form in wanted:
         assert key is not None
-        kind = _type(file.table.schema, key)
+        kind = field_type(file.table.schema, key)
         if kind is None:
             has = f"it has {', '.join(file.table.schema.names) or 'none'}"
             yield f"{file.name}: no column {key}; {has}. Write {form} there, or name it as {option}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
@@ -37,6 +37,19 @@ from mcore_rl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+class AnswerReader(Protocol):
+    """Reads rows' own answers (``answers.py``)."""
+
+    def column_problem(self, file: SourceFile) -> str:
+        """Why no row of ``file`` has one; "" if they may."""
+        ...
+
+    def read(self, record: dict[str, Any], prompt: Sequence[int]) -> list[int] | str:
+        """The tokens that follow ``prompt``, those of the row's; or what is wrong, in words."""
+        ...
+
+
 UNKNOWN = "unknown"  # data source of rows without one, if none is needed
 GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
@@ -49,7 +62,8 @@ class PromptRow:
     messages: as in the file.  data_source: selects the reward, and groups rows in validation.  ground_truth: text, a
     list or whatever the file holds; None if nothing is graded.  extra_info: {} if the file has none.  columns: all
     others, ``reward_model`` among them.  number: its number in its ``PromptSet``.  epoch: the pass over the training
-    data in which it was drawn, from 0.
+    data in which it was drawn, from 0.  answer: tokens of the row's own answer, up to the one that ends the turn; ()
+    where it was not asked for.
     """
 
     id: str
@@ -61,6 +75,7 @@ class PromptRow:
     columns: dict[str, Any]
     number: int = 0
     epoch: int = 0
+    answer: tuple[int, ...] = ()
 
     @property
     def scored_by_model(self) -> bool:
@@ -73,28 +88,34 @@ class _Reading:
     """The state of reading files: usable rows, and problems."""
 
     tokens: Ragged = field(default_factory=Ragged)
+    answers: Ragged = field(default_factory=Ragged)  # of each prompt, where they are read
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
     problems: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)  # ids
     more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
     longest: int = 0
+    long_answers: list[str] = field(default_factory=list)  # ids
+    longest_answer: int = 0
 
 
 class PromptSet:
     """Prompts by number, from 0.
 
-    num_rows: rows read.  num_left_out, num_truncated: prompts left out, or cut, for exceeding ``max_prompt_length``.
+    num_rows: rows read.  num_left_out, num_truncated: rows left out, or cut, since their prompt exceeds
+    ``max_prompt_length``, or their own answer ``max_response_length``.
     """
 
     def __init__(self, files: list[SourceFile], reading: _Reading, config: DataConfig, title: str) -> None:
         reading.tokens.close()
+        reading.answers.close()
         self.title = title
         self.num_rows = sum(len(file.numbers) for file in files)
-        self.num_left_out = len(reading.too_long) if config.filter_overlong_prompts else 0
-        self.num_truncated = 0 if config.filter_overlong_prompts else len(reading.too_long)
+        too_long = len({*reading.too_long, *reading.long_answers})
+        self.num_left_out = too_long if config.filter_overlong_prompts else 0
+        self.num_truncated = 0 if config.filter_overlong_prompts else too_long
         self._files = files
         self._config = config
-        self._tokens = reading.tokens
+        self._tokens, self._answers = reading.tokens, reading.answers
         self._places = reading.places
 
     @classmethod
@@ -108,17 +129,19 @@ class PromptSet:
         title: str,
         graded: bool = True,
         agents: AgentRows | None = None,
+        answers: AnswerReader | None = None,
     ) -> PromptSet:
         """The prompts of ``files``, in file order.
 
         max_samples: take only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
         title: the key that names the files, as ``data.train_files``.  graded: require a data source for every row, and
         a ground truth unless a reward model scores it.  agents: read the columns of agents; None: they are refused.
+        answers: reads each row's own answer; None: they are not read.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without ground truth, refused by the chat template or meant
-        for images, videos or agents that are not there, prompts that are too long if ``truncation`` is error, no prompt
-        left.
+        for images, videos or agents that are not there, prompts or answers that are too long if ``truncation`` is
+        error, no prompt left.
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
@@ -126,13 +149,17 @@ class PromptSet:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
             for number, file in enumerate(sources):
                 type_problems = list(_type_problems(file, config.prompt_key, graded))
+                if answers is not None and (problem := answers.column_problem(file)):
+                    type_problems.append(problem)
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
-                    _take(reading, number, file, start, records, config, tokenizer, graded, agents)
+                    _take(reading, number, file, start, records, config, tokenizer, graded, agents, answers)
                     bar.advance(task, len(records))
         reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))
+        if reading.long_answers and not config.filter_overlong_prompts and config.truncation is Truncation.error:
+            reading.problems.append(_long_answers(reading, config))
         if not reading.problems and not reading.places:
             reading.problems.append(_nothing_left(reading, config))
         if reading.problems:
@@ -157,6 +184,7 @@ class PromptSet:
             extra_info=record.pop("extra_info", None) or {},
             columns=record,
             number=index,
+            answer=tuple(self._answers[index].tolist()) if len(self._answers) else (),
         )
 
     @property
@@ -191,10 +219,13 @@ class PromptSet:
             f"{self.title}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens, mean {mean:.0f}"
         )
         limit = self._config.max_prompt_length
+        longer = f"{limit} tokens"
+        if len(self._answers):
+            longer += f", or {self._config.max_response_length} of the answer"
         if self.num_left_out:
-            line += f"; {self.num_left_out:,} of {self.num_rows:,} left out, longer than {limit} tokens"
+            line += f"; {self.num_left_out:,} of {self.num_rows:,} left out, longer than {longer}"
         if self.num_truncated:
-            line += f"; {self.num_truncated:,} cut to {limit} tokens ({self._config.truncation.value})"
+            line += f"; {self.num_truncated:,} cut to {longer} ({self._config.truncation.value})"
         return line
 
 
@@ -246,6 +277,7 @@ def _take(
     tokenizer: PreTrainedTokenizerBase,
     graded: bool,
     agents: AgentRows | None,
+    answers: AnswerReader | None,
 ) -> None:
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
     rows, texts = [], []
@@ -265,13 +297,25 @@ def _take(
         if not tokens:
             reading.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
             continue
+        answer: list[int] | str | None = None
+        if answers is not None and isinstance(answer := answers.read(records[row - start] or {}, tokens), str):
+            reading.problems.append(f"{file.row_id(row)}: {answer}")
+            continue
+        fits = not answer or len(answer) <= config.max_response_length
+        if answer and not fits:
+            reading.long_answers.append(file.row_id(row))
+            reading.longest_answer = max(reading.longest_answer, len(answer))
         if len(tokens) > config.max_prompt_length:
             reading.too_long.append(file.row_id(row))
             reading.longest = max(reading.longest, len(tokens))
+            fits = False
+        if not fits:
             if config.filter_overlong_prompts or config.truncation is Truncation.error:
                 continue
             tokens = truncated(tokens, config.max_prompt_length, config.truncation)
         reading.tokens.append(tokens)
+        if answer:
+            reading.answers.append(answer[: config.max_response_length])
         reading.places.append((number, row))
 
 
@@ -315,7 +359,18 @@ def _too_long(reading: _Reading, config: DataConfig) -> str:
     return f"{count} more than {limit} tokens, the longest {reading.longest}: {named(reading.too_long)}. {remedy}"
 
 
+def _long_answers(reading: _Reading, config: DataConfig) -> str:
+    limit = f"data.max_response_length={config.max_response_length}"
+    count = f"{len(reading.long_answers)} answers have" if len(reading.long_answers) > 1 else "1 answer has"
+    remedy = f"Write data.filter_overlong_prompts=true, data.truncation=right, or {reading.longest_answer} tokens"
+    longest = f"the longest {reading.longest_answer}: {named(reading.long_answers)}"
+    return f"{count} more than {limit} tokens, {longest}. {remedy}"
+
+
 def _nothing_left(reading: _Reading, config: DataConfig) -> str:
+    if reading.long_answers and not reading.too_long:
+        limit = f"data.max_response_length={config.max_response_length}"
+        return f"no prompt is left: the answers of all have more than {limit} tokens. Write {reading.longest_answer}"
     if not reading.too_long:
         return "the files have no rows. Name files with prompts"
     limit = f"data.max_prompt_length={config.max_prompt_length}"

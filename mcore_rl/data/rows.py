@@ -206,6 +206,28 @@ def progress_bar(total: int) -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=total < LONG_ROWS)
 
 
+def field_value(record: dict[str, Any], key: str) -> Any:
+    """The value of ``key``: a column of that name, else a field, as ``extra_info.answer``."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        value = None if value is None else value[part]
+    return value
+
+
+def field_type(schema: pa.Schema, key: str) -> pa.DataType | None:
+    """The type of ``field_value``; None if there is no such column or field."""
+    if key in schema.names:
+        return schema.field(key).type
+    kind = pa.struct(list(schema))
+    for part in key.split("."):
+        if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
+            return None
+        kind = kind.field(part).type
+    return kind
+
+
 class Ragged:
     """Many short integer sequences in one array: 4 bytes a token, where tuples take 40."""
 

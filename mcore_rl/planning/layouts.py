@@ -24,7 +24,7 @@ MAX_VPP = 4
 MAX_CP = 16
 SHORTEST_CP = 4096  # the fewest tokens of a sequence per context rank with which its work hides the communication
 MAX_EP_NODES = 4  # nodes that the experts of a layer may be spread over
-MICROBATCH_FACTORS = (1, 2, 4)  # sizes of microbatches, in longest sequences
+MICROBATCH_FACTORS = (1, 2, 4)  # sizes of microbatches, in longest sequences or pairs
 LEAST_MICROBATCH = 4096  # tokens of a microbatch at least, for short sequences
 
 
@@ -85,7 +85,8 @@ def trainings(
         if floor > (site.device_bytes or 0):
             refused["weights, gradients and optimizer alone exceed a device"] += 1
             continue
-        for tokens in microbatches(work.longest, work.sequences // layout.dp * work.longest, layout.cp):
+        most = work.sequences // layout.dp * work.longest
+        for tokens in microbatches(work.together * work.longest, most, layout.cp):
             for recompute in Recompute:
                 trained = [
                     RolePlan(row.name, model, replace(engines[row.name], recompute=recompute, microbatch_tokens=tokens,
@@ -132,9 +133,10 @@ def _placed(model: ModelConfig, layout: ParallelConfig) -> Iterator[ParallelConf
 
 
 def microbatches(longest: int, most: int, cp: int) -> list[int]:
-    """Sizes of microbatches worth trying, tokens: multiples of the longest sequence, up to the size of a minibatch.
+    """Sizes of microbatches worth trying, tokens: multiples of the longest, up to the size of a minibatch.
 
-    most: tokens of a data-parallel rank in a minibatch.  cp: context ranks.
+    longest: tokens of the longest sequence or pair.  most: tokens of a data-parallel rank in a minibatch.
+    cp: context ranks.
     """
     least = max(-(-longest // 1024) * 1024, LEAST_MICROBATCH * cp)
     return sorted({min(least * factor, max(least, -(-most // 1024) * 1024)) for factor in MICROBATCH_FACTORS})

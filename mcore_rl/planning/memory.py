@@ -14,6 +14,7 @@ from math import ceil
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.pairs import sequences_per_prompt
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
@@ -80,7 +81,7 @@ def route_bytes(run: RunConfig, model: ModelConfig, per_node: int) -> int:
     mode = run.actor.router_replay
     if mode is RouterReplay.off or model.moe is None:
         return 0
-    sequences = run.data.train_batch_size * run.rollout.n
+    sequences = run.data.train_batch_size * max(run.rollout.n, sequences_per_prompt(run))
     of_step = sequences * run.rollout.max_model_len * model.num_layers * model.moe.top_k * model.moe.choice_bytes
     dp = Layout.of(run.actor.parallel, run.trainer.world_size).dp
     copies = 3 if mode is RouterReplay.r3 else 1 / run.trainer.nnodes

@@ -16,6 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.old_logprobs import why_scored
+from mcore_rl.config.pairs import sequences_per_prompt, trains_pairs
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
 from mcore_rl.config.role import Role
@@ -90,7 +91,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
     seconds, tokens, between = _seconds(run, roles, room, cluster, per_node, behind=behind)
-    notes = _notes(run.actor, run.data.max_prompt_length + run.data.max_response_length, "actor")
+    notes = _notes(run.actor, roles[0].work, "actor")
     if between:
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
@@ -145,7 +146,7 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
         seconds=seconds,
         violations=_too_large(all_peaks),
         tokens={"trained": role.work.sequences * role.work.mean},
-        notes=_notes(config.actor, role.work.longest, "actor"),
+        notes=_notes(config.actor, role.work, "actor"),
     )
 
 
@@ -192,7 +193,8 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: Pro
 def offline_work(config: OfflineConfig) -> Work:
     """The work of an optimizer step of a trainer without engines."""
     longest, sequences = config.longest_sequence, config.data.train_batch_size * config.sequences_per_row
-    return Work(sequences=sequences, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
+    mean, together = longest * MEAN_RESPONSE_SHARE, config.sequences_per_row
+    return Work(sequences=sequences, longest=longest, mean=mean, together=together)
 
 
 def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict[str, float]:
@@ -208,7 +210,8 @@ def rl_work(run: RunConfig, mini: int) -> Work:
     """The work of a role in an optimizer step of ``mini`` prompts."""
     prompt, response = run.data.max_prompt_length, run.data.max_response_length
     mean = MEAN_PROMPT_SHARE * prompt + MEAN_RESPONSE_SHARE * response
-    return Work(sequences=mini * run.rollout.n, longest=prompt + response, mean=mean)
+    sequences, together = mini * sequences_per_prompt(run), 1 + trains_pairs(run)
+    return Work(sequences=sequences, longest=prompt + response, mean=mean, together=together)
 
 
 def _seconds(
@@ -226,7 +229,7 @@ def _seconds(
         MEAN_PROMPT_SHARE * run.data.max_prompt_length,
         MEAN_RESPONSE_SHARE * run.data.max_response_length,
     )
-    sequences = prompts * n
+    sequences = prompts * sequences_per_prompt(run)
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
     by_part = {"generate": inside + between}
@@ -385,10 +388,11 @@ def _idle(run: RunConfig, seconds: Mapping[str, float]) -> str:
     return f"{world - run.rollout.layout.world_size} of {world} GPUs idle in {share:.0%} of a step, in generate{remedy}"
 
 
-def _notes(engine: EngineConfig, longest: int, role: str) -> tuple[str, ...]:
+def _notes(engine: EngineConfig, work: Work, role: str) -> tuple[str, ...]:
+    longest, what = work.longest * work.together, "pairs" if work.together > 1 else "sequences"
     if engine.microbatch_tokens is not None and longest > engine.microbatch_tokens:
         return (
-            f"the longest sequences, of {longest} tokens, do not fit {role}.microbatch_tokens="
+            f"the longest {what}, of {longest} tokens, do not fit {role}.microbatch_tokens="
             f"{engine.microbatch_tokens}: a run that meets one is refused",
         )
     return ()

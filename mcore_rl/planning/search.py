@@ -19,6 +19,7 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.old_logprobs import why_scored
+from mcore_rl.config.pairs import sequences_per_prompt
 from mcore_rl.config.parallel import AXES
 from mcore_rl.config.placement import engine_place_violations, with_replicas
 from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
@@ -220,7 +221,7 @@ def _run_options(
 
 
 def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> float:
-    sequences, seconds = run.data.train_batch_size * run.rollout.n, 0.0
+    sequences, seconds = run.data.train_batch_size * sequences_per_prompt(run), 0.0
     by_name = {role.name: role for role in roles}
     for row in run.group_rows:
         role = by_name[row.name]

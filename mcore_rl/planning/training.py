@@ -27,11 +27,13 @@ class Work:
     """What a role processes in one optimizer step.
 
     sequences: over all ranks.  longest: tokens of the longest sequence.  mean: mean tokens of a sequence.
+    together: sequences that one microbatch must hold, two with pairs.
     """
 
     sequences: int
     longest: int
     mean: float
+    together: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,6 +187,16 @@ _SUPERVISED = (
 )
 
 _PREFERRED = (
+    Metric("pairs/count", "pairs", "sum", "pairs of a step that are trained", "pairs"),
+    Metric("pairs/missing_share", "share", "mean", "of what could be pairs: scores were equal, say", "missing"),
+    Metric("pairs/same_share", "share", "mean", "pairs of twice the same response, which teach nothing", "same"),
+    Metric("pairs/score_gap", "1", "mean", "score of the preferred response less that of the other", "score gap"),
+    Metric("pairs/accuracy", "share", "mean", "as prefer/accuracy, of a step's pairs", "accuracy", "up"),
+    Metric("pairs/margin", "1", "mean", "as prefer/margin, of a step's pairs", "margin", "up"),
+    Metric("pairs/chosen_reward", "1", "mean", "beta times the log-ratio of a preferred response", "chosen"),
+    Metric("pairs/rejected_reward", "1", "mean", "the same of the other response", "rejected"),
+    Metric("pairs/chosen_logprob", "nats", "mean", "log-prob of a whole preferred response", "chosen log-prob"),
+    Metric("pairs/rejected_logprob", "nats", "mean", "the same of the other response", "other log-prob"),
     Metric("prefer/loss", "1", "mean", "loss of a pair, or with kto of a response", "loss", "down"),
     Metric("prefer/accuracy", "share", "mean", "pairs whose preferred answer has the higher reward", "accuracy", "up"),
     Metric("prefer/margin", "1", "mean", "reward of preferred answers less that of others", "margin", "up"),

@@ -31,6 +31,7 @@ LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
 TAU_POS, TAU_NEG, PAID = 1.1, 1.7, 0.6
 SELECTING = ("clip_cov", "kl_cov")
 WITHOUT_CLIPS = ("gpg", "policy_gradient", "sapo", "kl_cov", "sppo")
+LOSSES = [name for name, row in policy_losses().items() if not row.pairs]  # the other: losses/test_preference.py
 OF_SEQUENCES = ("gspo", "geo_mean", "sppo")
 EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
 
@@ -157,7 +158,7 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
 
 
 @pytest.mark.parametrize("aggregation", list(LossAggregation))
-@pytest.mark.parametrize("mode", list(policy_losses()))
+@pytest.mark.parametrize("mode", LOSSES)
 def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregation: LossAggregation) -> None:
     met: dict[str, float] = {}
     for seed, kind in enumerate(KlPenalty):
@@ -253,7 +254,7 @@ def test_sppo_has_value_and_gradient_of_the_sequence_form() -> None:
         assert float(mine_T[t]) == pytest.approx(slope, abs=1e-7)
 
 
-@pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(LOSSES, LossAggregation)))
 def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> None:
     loss = policy_loss(actor(mode, aggregation, **EVERYTHING))
     batch = drawn(7)
@@ -264,7 +265,7 @@ def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> Non
         assert_same(batch, over_context(loss, batch, seed), reference)
 
 
-@pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(LOSSES, LossAggregation)))
 @pytest.mark.parametrize("members", [[], [3], [1, 3]])
 def test_nothing_trained_is_a_connected_zero(mode: str, aggregation: LossAggregation, members: list[int]) -> None:
     batch = drawn(7)
@@ -274,7 +275,7 @@ def test_nothing_trained_is_a_connected_zero(mode: str, aggregation: LossAggrega
     assert not any(value.any() for value in sums.metrics.values())
 
 
-@pytest.mark.parametrize("mode", list(policy_losses()))
+@pytest.mark.parametrize("mode", LOSSES)
 @pytest.mark.parametrize("kind", list(KlPenalty))
 def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalty) -> None:
     clean = drawn(8)
@@ -292,7 +293,7 @@ def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalt
             torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("mode", list(policy_losses()))
+@pytest.mark.parametrize("mode", LOSSES)
 def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) -> None:
     batch = drawn(9)
     fields = batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()}
@@ -350,7 +351,7 @@ def test_the_loss_travels_to_workers() -> None:
     assert_same(batch, travelled(whole(batch)), loss(whole(batch)))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in policy_losses() if mode not in WITHOUT_CLIPS])
+@pytest.mark.parametrize("mode", [mode for mode in LOSSES if mode not in WITHOUT_CLIPS])
 def test_a_clip_fraction_does_not_count_rounding(mode: str) -> None:
     """The policy of before in other kernels, clip ranges of 0; and ratios that are the bounds themselves."""
     batch = drawn(13, lengths=(40, 50), dtype=torch.float32)

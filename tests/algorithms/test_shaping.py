@@ -36,6 +36,14 @@ def test_a_group_has_a_signal_where_training_sees_one(
     assert has_signal(scores, truncated, config) is expected
 
 
+def test_a_group_has_a_signal_if_two_that_are_trained_make_a_pair() -> None:
+    """Whatever stays in a baseline, which pairs do not have."""
+    config = AlgorithmConfig(adv_estimator="best_worst", mask_truncated=True, masked_in_baseline=True)
+    assert has_signal([RIGHT, WRONG, RIGHT], [False, False, True], config)
+    assert not has_signal([RIGHT, WRONG, RIGHT], [False, True, False], config)
+    assert not has_signal([RIGHT, WRONG], [True, True], config)
+
+
 @pytest.mark.parametrize("in_baseline", [False, True])
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_group_has_a_signal_if_any_of_its_trained_advantages_is_not_0(masks: bool, in_baseline: bool) -> None:

@@ -14,6 +14,8 @@ from itertools import product
 import pytest
 import torch
 
+from mcore_rl.algorithms.correction import MEASURE, correction_metrics
+from mcore_rl.algorithms.own_scores import own_scores
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.token_advantages import Outcomes, TokenAdvantages, compute_advantages
 from mcore_rl.config.algorithm import (
@@ -25,7 +27,7 @@ from mcore_rl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import NOT_DRAWN, TokenScores, TrainBatch
 from tests.algorithms.cases import ALL, Case
 from tests.algorithms.loss_cases import Minibatch, over_context, whole
 
@@ -214,3 +216,34 @@ def test_context_ranks_add_up_to_the_whole(level: CorrectionLevel) -> None:
     for seed in range(3):
         split = over_context(LOSS, batch, seed)
         assert float(split.total.detach()) == pytest.approx(float(expected.total.detach()), rel=1e-12)
+
+
+def test_what_no_sampler_drew_is_trained_and_not_measured() -> None:
+    """A data set's answer beside two that were drawn: the agreement is that of the two, as if they were alone."""
+    lengths, mask_T = (3, 4, 3), torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1]).bool()
+    old_T = torch.linspace(-2, -1, 10)
+    drawn_T = old_T + torch.linspace(-0.2, 0.3, 10)
+    drawn_T[5:7] = NOT_DRAWN
+
+    def measured(members: list[int]) -> tuple[TokenAdvantages, dict[str, float]]:
+        whole = TrainBatch(
+            lengths_S=lengths,
+            tokens_T=torch.arange(10),
+            mask_T=mask_T,
+            rollout_logprobs_T=drawn_T,
+            old_logprobs_T=old_T,
+        ).select(members)
+        outcomes = Outcomes(scores_S=torch.zeros(len(members)), truncated_S=torch.zeros(len(members)).bool())
+        config = AlgorithmConfig(adv_estimator="true_answer")
+        tokens, stats = compute_advantages(whole, outcomes, config, 0.0)
+        own = own_scores(whole, TokenScores(logprobs_T=whole.old_logprobs_T))
+        assert stats.correction is not None
+        metrics = [correction_metrics(each, MEASURE, weighs=False) for each in (stats.correction, own.correction)]
+        assert metrics[0] == metrics[1]
+        assert stats.trained_S.tolist() == [2] * len(members)
+        return tokens, metrics[0]
+
+    tokens, whole = measured([0, 1, 2])
+    _, alone = measured([0, 2])
+    assert torch.equal(tokens.mask_T, mask_T), "it is trained all the same"
+    assert whole == pytest.approx(alone) and all(math.isfinite(x) for x in whole.values())

@@ -34,6 +34,7 @@ READ = {
     "gspo": ("grpo", "gspo", "seq_mean_token_mean", "", ""),
     "kl_cov": ("grpo", "kl_cov", "token_mean", "", ""),
     "lite_ppo": ("lite_ppo", "ppo_clip", "token_mean", "", ""),
+    "online_dpo": ("best_worst", "preference", "seq_mean_token_sum", "", ""),
     "opo": ("opo", "policy_gradient", "seq_mean_token_sum", "", ""),
     "pkpo": ("pass_at_k", "policy_gradient", "seq_mean_token_sum", "", ""),
     "ppo": ("gae", "ppo_clip", "token_mean", "", ""),
@@ -44,6 +45,7 @@ READ = {
     "remax": ("remax", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),
     "rloo": ("rloo", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),
     "sapo": ("grpo", "sapo", "seq_mean_token_mean", "", ""),
+    "spin": ("true_answer", "preference", "seq_mean_token_sum", "", ""),
     "sppo": ("win_rate", "sppo", "seq_mean_token_sum", "", ""),
     "sppo_softmean": ("softmean", "sppo", "seq_mean_token_sum", "", ""),
 }

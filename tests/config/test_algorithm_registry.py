@@ -42,8 +42,9 @@ def test_no_two_parts_share_a_name() -> None:
 
 def test_every_part_names_a_function_of_its_kind() -> None:
     for row in estimators().values():
-        first, _ = signature(row.load()).parameters.values()
-        assert first.annotation == {"sequence": "PromptGroups", "token": "AdvantageInputs"}[row.scope.name]
+        first, *rest = signature(row.load()).parameters.values()
+        kinds = {"sequence": "PromptGroups", "token": "AdvantageInputs", "pair": "Sequence[float]"}
+        assert first.annotation == kinds[row.scope.name] and len(rest) == (row.scope.name != "pair")
     for loss in policy_losses().values():
         first, _ = signature(loss.load()).parameters.values()
         assert first.annotation == "LossInputs"
@@ -74,7 +75,9 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest() -> None:
         ConfigError, match=r"algorithm.adv_estimator=rlo: there is none of that name. Did you mean rloo"
     ):
         estimator("rlo")
-    with pytest.raises(ConfigError, match=r"Choose one of cispo, clip_cov, .*, ppo_clip, sapo, sppo, or write FILE"):
+    with pytest.raises(
+        ConfigError, match=r"Choose one of cispo, clip_cov, .*, ppo_clip, preference, sapo, sppo, or write FILE"
+    ):
         policy_loss("zebra")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, reduce
 from typing import Any
 
@@ -63,6 +64,10 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "actor.kl_cov_ratio": (0.3,),
     "actor.ppo_kl_coef": (7.0,),
     "actor.entropy_coeff": (0.3,),
+    "actor.preference.beta": (0.9,),
+    "actor.preference.label_smoothing": (0.2,),
+    "actor.preference.length_normalized": (True,),
+    "actor.preference.sft_coef": (0.5,),
     "actor.kl_loss_coef": (0.9,),
     "actor.kl_loss_type": (KlPenalty.k2, KlPenalty.k3),
     "critic.cliprange_value": (0.01,),
@@ -112,9 +117,11 @@ def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
         GROUP_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,
         members_S=stats.members_S, parts_SK=outcomes.parts_SK,
     )  # fmt: skip
-    final_T = final_advantages(
-        tokens.advantages_T, of_step.advantages_S, of_step.whitening, tokens.mask_T, list(LENGTHS)
-    )
+    final_T = None  # pairs have none
+    if tokens.advantages_T is not None or of_step.advantages_S is not None:
+        final_T = final_advantages(
+            tokens.advantages_T, of_step.advantages_S, of_step.whitening, tokens.mask_T, list(LENGTHS)
+        )
     returns_T = None if tokens.returns_T is None else tokens.returns_T * tokens.mask_T
     made = [tokens.mask_T, final_T, returns_T, tokens.old_logprobs_T]
     if tokens.weights_T is not None and stats.correction is not None:
@@ -125,6 +132,8 @@ def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
 def numbers(run: RunConfig) -> list[list[float]]:
     """Everything that the settings of an algorithm can change in two steps."""
     kl, minibatch = KlController(run.algorithm.kl_ctrl), drawn(1, lengths=(9, 6, 8, 5))
+    if policy_loss(run.actor.loss_mode).pairs:
+        minibatch = replace(minibatch, pairs=((0, 2),))
     made = advantages(run, kl.coef)
     kl.update(per_token=0.09, per_response=0.115, num_samples=5000)
     made += advantages(run, kl.coef)
@@ -173,7 +182,7 @@ def test_an_algorithm_reads_what_changes_its_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", list(algorithms()))
 def test_a_key_is_read_with_what_is_said_and_with_nothing_less(name: str) -> None:
     asked = {key: reading(key)[name] for key in OTHER if reading(key).get(name)}
-    assert len(asked) > 5
+    assert len(asked) > 5 or policy_loss(runs()[name].actor.loss_mode).pairs  # which refuse what the others may add
     unread = [key for key, needed in asked.items() if not matters(key, name, *needed)]
     needless = [
         (key, left_out)
@@ -189,8 +198,10 @@ def test_the_words_for_it() -> None:
     assert readers_text("algorithm.gdpo_reward_keys") == "`gdpo`"
     assert readers_text("critic.optim.lr") == "`ppo`"
     assert readers_text("critic.shuffle") == "`ppo` with `critic.ppo_epochs=2`, say"
-    assert readers_text("actor.kl_loss_coef").endswith("; the others with `actor.use_kl_loss=true`")
-    assert readers_text("algorithm.rollout_correction.lower").startswith("all with `algorithm.off_policy=decoupled`")
+    pairs = "but `online_dpo`, `spin` with"
+    assert readers_text("actor.kl_loss_coef").endswith(f"; the others {pairs} `actor.use_kl_loss=true`")
+    lower = readers_text("algorithm.rollout_correction.lower")
+    assert lower.startswith(f"all {pairs} `algorithm.off_policy=decoupled`")
     assert "gdpo" not in readers("algorithm.kl_penalty"), "it refuses a KL in the reward"
     assert readers("algorithm.masked_in_baseline")["remax"] == (
         "algorithm.mask_truncated=true", "algorithm.filter_groups.enable=true",

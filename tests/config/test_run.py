@@ -37,12 +37,14 @@ def test_the_roles_that_an_algorithm_needs() -> None:
     assert {name for name, run in needs.items() if run.needs_greedy} == {"remax"}
     referring = {
         "grpo",
+        "online_dpo",
         "raft",
         "raft_plus_plus",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
         "remax",
         "rloo",
+        "spin",
     }
     assert {name for name, run in needs.items() if "reference" in run.roles} == referring
     assert {name: run.roles for name, run in needs.items()} == {each.name: each.roles for each in algorithms().values()}
@@ -322,7 +324,7 @@ def test_partial_rollouts_are_refused_where_they_mean_nothing() -> None:
     ("key", "name", "said"),
     [
         ("algorithm.adv_estimator", "drgrpo", "Did you mean dr_grpo"),
-        ("algorithm.adv_estimator", "zebra", "Choose one of best_of_n, dr_grpo, gae, gdpo"),
+        ("algorithm.adv_estimator", "zebra", "Choose one of best_of_n, best_worst, dr_grpo, gae, gdpo"),
         ("actor.loss_mode", "ppo_clap", "Did you mean ppo_clip?"),
         ("actor.loss_mode", "own.py:loss", "is a relative path"),
         ("actor.loss_mode", "/nowhere/own.py:loss", "there is no such file"),

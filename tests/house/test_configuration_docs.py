@@ -70,7 +70,7 @@ def test_a_row_in_full() -> None:
         "number in (0, inf), or `null`",
         "`null`",
         "the divisor of `sum_over_constant`; `null` is `data.max_response_length`.",
-        "train<br>`dr_grpo`; the others but `gmpo`, `gspo`, `sppo`, `sppo_softmean` with "
+        "train<br>`dr_grpo`; the others but `gmpo`, `gspo`, `online_dpo`, `spin`, `sppo`, `sppo_softmean` with "
         "`actor.loss_agg_mode=sum_over_constant`",
     ]
 

@@ -50,7 +50,8 @@ FOLDERS = {name: name for name in DATASETS} | {"dapo-math": "dapo"}
 class Row:
     """What was published, read from its log or script.
 
-    kl: where it is: "reward", "loss" or both.  warmup: updates; verl counts steps, of 16 updates where it is not 0.
+    kl: where it is: "reward", "loss" or both.  warmup: updates; verl counts steps.  aggregation: where the loss
+    says it.
     """
 
     estimator: str
@@ -66,6 +67,7 @@ class Row:
     clip: tuple[float, float, float] = (0.2, 0.2, 3.0)
     weight_decay: float = 0.01
     warmup: int = 0
+    aggregation: LossAggregation = LossAggregation.token_mean
 
 
 ADAPTERS = tuple(f"qwen25_{size}_grpo_lora" for size in ("05b", "15b", "3b", "7b", "14b", "32b", "72b"))
@@ -79,6 +81,7 @@ ASYNC_OWN = {
     "mixtral_8x22b_grpo_async": ("algorithm.adv_estimator", "algorithm.use_kl_in_reward", "actor.entropy_coeff"),
 }
 OWN = ("qwen3_30b_a3b_grpo_lora", "mixtral_8x22b_grpo_lora", "qwen25_7b_sft_lora")  # adapters that nobody published
+SEQUENCES = LossAggregation.seq_mean_token_sum
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
     "qwen25_05b_ppo": Row("gae", 256, 64, 1, (1024, 512), 1e-6, "reward", 0.001, 435, 1e-5),
@@ -87,6 +90,10 @@ PUBLISHED = {
     "deepseek_7b_grpo_mi300x": Row("grpo", 1024, 256, 5, (512, 1024), 1e-6, "loss", 0.001, 1120),
     "qwen2_7b_grpo": Row("grpo", 1024, 256, 5, (1024, 1024), 1e-6, "loss", 0.001, 210),
     "qwen25_7b_remax": Row("remax", 1024, 256, 4, (512, 1024), 1e-6, "reward", 0.001, 70),
+    "qwen25_7b_spin": Row("best_worst", 32, 8, 2, (1024, 1024), 1e-6, "", 0.0, 1165, aggregation=SEQUENCES),
+    "qwen25_7b_sppo": Row(
+        "softmean", 1024, 256, 1, (1024, 512), 1e-6, "", 0.0, 140, warmup=15 * 4, aggregation=SEQUENCES
+    ),
     "mixtral_8x22b_rloo": Row("rloo", 128, 128, 4, (512, 4096), 1e-6, "reward and loss", 0.001, 870),
     "mixtral_8x7b_rloo": Row("rloo", 128, 128, 4, (512, 4096), 1e-6, "reward and loss", 0.001, 870),
     "qwen2_7b_gpg": Row("gpg", 1024, 256, 5, (1024, 1024), 1e-6, "", 0.0, 105),
@@ -227,7 +234,7 @@ def test_hyperparameters_are_those_published(name: str) -> None:
     assert (optim.lr, optim.weight_decay, optim.lr_warmup_steps) == (row.lr, row.weight_decay, row.warmup)
     assert (optim.clip_grad, optim.lr_schedule.value, run.actor.ppo_epochs) == (1.0, "constant", 1)
     assert (run.actor.clip_low, run.actor.clip_high, run.actor.clip_ratio_c) == row.clip
-    assert run.actor.loss_agg_mode is LossAggregation.token_mean
+    assert run.actor.loss_agg_mode is row.aggregation
     assert run.actor.entropy_coeff == row.entropy
     assert run.algorithm.use_kl_in_reward is ("reward" in row.kl) and run.actor.use_kl_loss is ("loss" in row.kl)
     assert run.algorithm.kl_ctrl.kl_coef == run.actor.kl_loss_coef == 0.001

@@ -95,6 +95,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "algorithm.kl_ctrl.target_kl": COEFFICIENT,
     "algorithm.lam": SHARE,
     "algorithm.pass_k": (("-1", "0", "1"), ("2", "5")),
+    "algorithm.ref_update_freq": (("-1", "0.5"), ("0", "1", "500")),
     "algorithm.sppo_eta": (("-1", "0"), ("0.5", "1000")),
     "algorithm.rollout_correction.lower": (("-0.1", "1.5"), ("0", "0.5", "1")),
     "algorithm.rollout_correction.reject_lower": (("0", "-1"), ("0.5", "1")),

@@ -1,9 +1,10 @@
 """Computes a step's advantages by the estimator that ``algorithm.adv_estimator`` names.
 
-Tokens are spread over many ranks, while groups and whitening span all of them.  So an estimator has one of two scopes,
-and runs where its inputs are: ``Scope.sequence`` on the controller, which has one score per sequence; ``Scope.token``
-on the ranks, each for its own sequences (``token_advantages``).  ``estimate`` runs on the controller in both cases; the
-controller sends its result to the ranks, which apply it (``final_advantages``).
+Tokens are spread over many ranks, while groups and whitening span all of them.  So an estimator has a scope, and runs
+where its inputs are: ``Scope.sequence`` on the controller, which has one score per sequence; ``Scope.token`` on the
+ranks, each for its own sequences (``token_advantages``).  ``Scope.pair`` makes no advantages (``pairs.py``).
+``estimate`` runs on the controller in all cases; the controller sends its result to the ranks, which apply it
+(``final_advantages``).
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class BatchAdvantages:
     """What the controller estimates for a whole step; ``final_advantages`` applies it.
 
     advantages_S: one advantage per sequence, final, for each of its trained tokens; None with an estimator of
-    ``Scope.token``, whose advantages the ranks have.
+    ``Scope.token``, whose advantages the ranks have, or of ``Scope.pair``.
     whitening: how the ranks whiten these; None: not at all.
-    spread: statistics of all final advantages of the step; None if no token is trained.
+    spread: statistics of all final advantages of the step; None if no token is trained, or there are none.
     """
 
     advantages_S: Tensor | None
@@ -75,6 +76,8 @@ def estimate(
     says why).
     """
     chosen = estimator(config.adv_estimator)
+    if chosen.scope is Scope.pair:
+        return BatchAdvantages(advantages_S=None, whitening=None, spread=None)
     whitens = chosen.whitens or config.whiten_advantages
     if chosen.scope is Scope.token:
         assert of_tokens is not None, f"{config.adv_estimator} is made of tokens"

@@ -54,6 +54,9 @@ DATA_ROWS = [
     gone("data.continuous_token.model_family", "read with continuous_token.enable alone"),
 ]
 
+SPIN = "of verl's recipe/spin, which is algorithm=online_dpo with a reference that moves"
+PAIR_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge"}
+
 ALGORITHM_ROWS = [
     part(
         "algorithm.{adv_estimator,norm_adv_by_std_in_grpo}",
@@ -92,6 +95,14 @@ ALGORITHM_ROWS = [
         "0, verl's no limit, is not here",
     ),
     gone("algorithm.filter_groups.max_inflight_gen_batches", "batches follow one another"),
+    to("algorithm.dpo_beta", "actor.preference.beta", note=SPIN),
+    to("algorithm.dpo_label_smoothing", "actor.preference.label_smoothing", note=SPIN),
+    to(
+        "algorithm.dpo_loss_type",
+        "actor.preference.loss",
+        of_names(PAIR_LOSSES, "there is no loss of pairs of that name"),
+        f"`sigmoid` is `dpo`; {SPIN}",
+    ),
     to("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_keys", listed),
     to(
         "algorithm.gdpo_reward_weights",
@@ -160,6 +171,7 @@ TRAINER_ROWS = [
     to("trainer.max_actor_ckpt_to_keep", "trainer.max_to_keep", note="and the best is always kept"),
     gone("trainer.max_critic_ckpt_to_keep", "trainer.max_to_keep, of all"),
     to("trainer.critic_warmup", "trainer.critic_warmup"),
+    to("trainer.ref_update_freq", "algorithm.ref_update_freq", or_never, f"steps; never is 0, verl's -1; {SPIN}"),
     to("trainer.log_val_generations", "trainer.log_val_generations", keeps=True),
     to("trainer.device", "trainer.device", DEVICE, "by itself the accelerator"),
     part(

@@ -10,9 +10,11 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import open_peft
 from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.algorithm_object import ACTOR
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.pairs import sequences_per_prompt, trains_pairs, units_per_prompt
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import AdaptedConfig, RoleConfig
@@ -83,6 +85,9 @@ def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> l
         for role in run.trained_rows:
             violations += _share_violations(run, role)
         violations += _full_kl_violations(run, policy)
+        if trains_pairs(run):
+            pair = [run.data.max_prompt_length + run.data.max_response_length] * 2
+            violations += unit_violations(ACTOR, run.actor, [pair], "longest pair")
     return violations
 
 
@@ -105,11 +110,11 @@ def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, poli
 def _share_violations(run: RunConfig, role: Role) -> list[Violation]:
     config = run.trained_config(role)
     dp, size = Layout.of(config.parallel, run.trainer.world_size).dp, config.ppo_mini_batch_size
-    sequences = size * run.rollout.n
-    if sequences >= dp:
+    of_prompt, what = units_per_prompt(run), "pairs" if trains_pairs(run) else "sequences"
+    if size * of_prompt >= dp:
         return []
-    problem = f"makes {sequences} sequences a step, fewer than the {dp} data-parallel ranks of the {role.name}"
-    return [Violation(f"{role.name}.ppo_mini_batch_size", size, problem, f"Write {-(-dp // run.rollout.n)} or more")]
+    problem = f"makes {size * of_prompt} {what} a step, fewer than the {dp} data-parallel ranks of the {role.name}"
+    return [Violation(f"{role.name}.ppo_mini_batch_size", size, problem, f"Write {-(-dp // of_prompt)} or more")]
 
 
 def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
@@ -122,7 +127,7 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
         return []
     layout = Layout.of(actor.parallel, run.trainer.world_size)
     longest = -(-(run.data.max_prompt_length + run.data.max_response_length) // layout.cp)
-    sequences = -(-actor.ppo_mini_batch_size * run.rollout.n // layout.dp)
+    sequences = -(-actor.ppo_mini_batch_size * sequences_per_prompt(run) // layout.dp)
     tokens = sequences * min(run.data.max_response_length, longest)
     columns, size = -(-model.vocab_size // layout.tp), BYTES[actor.precision]
     gib = tokens * columns * size / 2**30
@@ -139,17 +144,19 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
     return [Violation("actor.kl_loss_type", "full", problem, remedy)]
 
 
-def unit_violations(config: OfflineConfig, units: Sequence[Sequence[int]]) -> Iterator[Violation]:
-    """Rows whose sequences, which one microbatch must hold together, do not fit into one.
+def unit_violations(
+    name: str, config: RoleConfig, units: Sequence[Sequence[int]], unit: str = "row"
+) -> Iterator[Violation]:
+    """Sequences that one microbatch must hold together, and that do not fit into one.
 
-    units: of each row, the tokens of its sequences.
+    name: of the role.  units: the tokens of the sequences of each.  unit: what they are of.
     """
-    parallel, tokens = config.actor.parallel, config.actor.microbatch_tokens
+    parallel, tokens = config.parallel, config.microbatch_tokens
     if tokens is None or not units:
         return
     multiple = rows_multiple(parallel.cp, parallel.tp)
-    costs = [padded_length(sum(padded_lengths(unit, parallel.cp)), multiple) for unit in units]
-    yield from budget_violations(costs, tokens, f"{config.trained.name}.microbatch_tokens", "row")
+    costs = [padded_length(sum(padded_lengths(each, parallel.cp)), multiple) for each in units]
+    yield from budget_violations(costs, tokens, f"{name}.microbatch_tokens", unit)
 
 
 def model_offline_violations(config: OfflineConfig, model: ModelConfig) -> list[Violation]:

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.runner import PROGRAM, AgentRunner
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.config.algorithm_registry import LOSS_KEY
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.pairs import needs_answers, trains_pairs
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
@@ -38,7 +40,10 @@ from mcore_rl.controller.lifecycle.resume_check import Identity, note_difference
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
+from mcore_rl.data.answers import OwnAnswers
+from mcore_rl.data.conversations import Turns
 from mcore_rl.data.prompts import PromptRow, PromptSet
+from mcore_rl.data.rows import named
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -252,9 +257,12 @@ def _prompts(
     """
     data, train, validation = config.data, None, None
     if not config.trainer.val_only:
-        files, title = data.train_files, "data.train_files"
+        files, title, answers = data.train_files, "data.train_files", None
         limit = data.train_max_samples
-        train = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
+        if needs_answers(config) and data.answer_key is not None:
+            turns = Turns.of(tokenizer, data.chat_template_kwargs)
+            answers = OwnAnswers(turns, data.answer_key, data.prompt_key)
+        train = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents, answers=answers)
     if data.val_files:
         files, title = data.val_files, "data.val_files"
         limit = data.val_max_samples
@@ -264,6 +272,11 @@ def _prompts(
     if has_agents and config.actor.router_replay is RouterReplay.r3:
         problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
         refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
+    if has_agents and trains_pairs(config) and train is not None:
+        programs = [row.id for row in map(train.__getitem__, range(len(train))) if agents.loop_of_row(row) == PROGRAM]
+        problem = f"compares responses, and a program's run may have several conversations: {named(programs)}"
+        remedy = "Choose an algorithm without pairs, or leave these rows out"
+        refuse_if_any([Violation(LOSS_KEY, config.actor.loss_mode, problem, remedy)] if programs else [])
     for line in notes:
         warn(line)
     return train, validation

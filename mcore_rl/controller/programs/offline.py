@@ -92,7 +92,7 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
     train = load(data.train_files, data.train_max_samples, "data.train_files")
     validation = load(data.val_files, data.val_max_samples, "data.val_files") if data.val_files else None
     for rows in (train, validation):
-        refuse_if_any(list(unit_violations(config, [] if rows is None else rows.units)))
+        refuse_if_any(list(unit_violations(config.trained.name, config.actor, [] if rows is None else rows.units)))
     sampler = PromptSampler(len(train), data.seed, data.shuffle)
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
     num_steps = 0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT, wins
+from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT, means, wins
 from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, rewards
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.prefer import ACTOR, REFERENCE, PreferConfig
@@ -143,19 +143,6 @@ def with_answer_of(own: Conversation, other: Conversation, limit: int) -> Conver
     tokens = (*own.tokens[:prompt], *other.tokens[answer:])
     mask = ((False,) * prompt, other.mask[answer:])
     return Conversation(own.id, tokens[:limit], (*mask[0], *mask[1])[:limit])
-
-
-def means(sums: dict[str, float]) -> dict[str, float]:
-    """Of the loss's sums over the responses (``algorithms/preference.py``), the means that are metrics."""
-    metrics = dict[str, float]()
-    for side in ("chosen", "rejected"):
-        if count := sums[f"{side}_count"]:
-            metrics |= {f"{side}_{name}": sums[f"{side}_{name}"] / count for name in ("reward", "logprob")}
-    if "accuracy" in sums:
-        metrics["accuracy"] = sums["accuracy"] / sums["chosen_count"]
-    if {"chosen_reward", "rejected_reward"} <= metrics.keys():
-        metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
-    return metrics
 
 
 def judged(responses: Responses, numbers: dict[str, Tensor], kl: float, config: PreferenceConfig) -> dict[str, float]:

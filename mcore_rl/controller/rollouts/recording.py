@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.run import RunConfig
@@ -74,17 +72,17 @@ def scheduled_step(
     step: int,
     batch: RolloutBatch,
     place: Mapping[str, Any],
-    trained_S: Tensor,
+    trained: Sequence[int],
     updates: Mapping[str, int],
     settings: str,
 ) -> ScheduledStep:
     """The line of ``step`` in schedule.jsonl.
 
-    place: the sampler's state after its rollouts.  trained_S: tokens of each sequence that are in the loss.
+    place: the sampler's state after its rollouts.  trained: tokens of each episode that are in the loss.
     updates: optimizer steps of each role.  settings: see ``ScheduledStep``.
     """
     groups: dict[int, list[tuple[Episode, int]]] = {}
-    for episode, count in zip(batch.episodes, trained_S.tolist(), strict=True):
+    for episode, count in zip(batch.episodes, trained, strict=True):
         groups.setdefault(episode.group, []).append((episode, count))
     mode = config.trainer.mode
     bound = 0 if not trains_stale(config) else 1 if mode is Mode.one_step_off else config.async_.max_staleness

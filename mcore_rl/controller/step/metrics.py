@@ -164,13 +164,15 @@ def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, f
 
 
 def rates(
-    metrics: Mapping[str, float], seconds: Mapping[str, float], num_sequences: int, epochs: int
+    metrics: Mapping[str, float], seconds: Mapping[str, float], num_drawn: int, num_tokens: int
 ) -> dict[str, float]:
-    """Tokens per second.  seconds: ``time/*`` of the step.  epochs: the policy's passes over the sequences."""
-    per_second, responses = {}, metrics["response/length_mean"] * num_sequences
-    prompts = metrics["prompt/length_mean"] * num_sequences
+    """Tokens per second.
+
+    seconds: ``time/*`` of the step.  num_drawn: its responses.  num_tokens: that the policy's updates process.
+    """
+    per_second = {}
     if metrics["perf/draw_s"]:
-        per_second["perf/generated_tokens_per_s"] = responses / metrics["perf/draw_s"]
+        per_second["perf/generated_tokens_per_s"] = metrics["response/length_mean"] * num_drawn / metrics["perf/draw_s"]
     if seconds.get("time/update_actor"):
-        per_second["perf/trained_tokens_per_s"] = epochs * (prompts + responses) / seconds["time/update_actor"]
+        per_second["perf/trained_tokens_per_s"] = num_tokens / seconds["time/update_actor"]
     return per_second
