@@ -137,7 +137,12 @@ SWITCHES = (
         "another estimator",
     ),
     Switch(
-        ("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric"),
+        (
+            "algorithm.filter_groups.max_num_gen_batches",
+            "algorithm.filter_groups.metric",
+            "algorithm.filter_groups.lower",
+            "algorithm.filter_groups.upper",
+        ),
         lambda run: run.algorithm.filter_groups.enable,
         "no groups are filtered",
         "algorithm.filter_groups.enable=true",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.runner import PROGRAM, AgentRunner
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
@@ -264,6 +264,12 @@ def _prompts(
     if has_agents and config.actor.router_replay is RouterReplay.r3:
         problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
         refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
+    if has_agents and config.outcome_rows and train is not None:
+        programs = [row.id for row in map(train.__getitem__, range(len(train))) if agents.loop_of_row(row) == PROGRAM]
+        problem = "compares process rewards of responses, and a program's run may have several conversations"
+        remedy = f"Choose another algorithm, or leave these rows out: {', '.join(programs[:3])}"
+        name = config.algorithm.adv_estimator
+        refuse_if_any([Violation("algorithm.adv_estimator", name, problem, remedy)] if programs else [])
     for line in notes:
         warn(line)
     return train, validation
