@@ -174,6 +174,13 @@ _UPDATES = (
         "ratio",
     ),
     Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),
+    Metric(
+        "process_reward/accuracy", "share", "mean", "responses whose outcome it told, before its update", "told", "up"
+    ),
+    Metric(
+        "process_reward/pair_accuracy", "share", "mean", "right responses above wrong ones of a prompt", "pairs", "up"
+    ),
+    Metric("process_reward/reward", "reward", "mean", "of a response: the sum of its process rewards", "process"),
     Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
     Metric("router/load_min", "1", "min", "load of an expert over its fair share, over layers", "load min", "up"),
     Metric("router/load_entropy", "nats", "mean", "of the experts' loads, over layers", "load entropy", "up"),

@@ -14,7 +14,7 @@ PROCESS_AND_OUTCOME = Estimator(
     name="prime",
     function="mcore_rl.algorithms.advantages.reinforce_plus_plus:reinforce_plus_plus",
     scope=Scope.token,
-    formula="`A_t = r_t + gamma A_{t+1}`, `r_t` the process reward, and at the end `R`, each less its group's; whitened",
+    formula="`A_t = r_t + gamma A_{t+1}`, `r_t` the process reward, at the end with `R`, both centred; whitened",
     paper="arXiv:2502.01456",
     roles=(PROCESS_REWARD,),
     min_group=2,
