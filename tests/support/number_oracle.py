@@ -87,14 +87,18 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "actor.ppo_kl_coef": COEFFICIENT,
     "actor.tau_neg": POSITIVE,
     "actor.tau_pos": POSITIVE,
+    "algorithm.filter_groups.lower": ANY,
     "algorithm.filter_groups.max_num_gen_batches": COUNT,
+    "algorithm.filter_groups.upper": ANY,
     "algorithm.gamma": SHARE,
     "algorithm.gdpo_reward_weights": (("[nan]", "[inf]"), ("[1,0.5]", "1")),
     "algorithm.kl_ctrl.horizon": COUNT,
     "algorithm.kl_ctrl.kl_coef": COEFFICIENT,
     "algorithm.kl_ctrl.target_kl": COEFFICIENT,
     "algorithm.lam": SHARE,
+    "algorithm.outcome_coef": COEFFICIENT,
     "algorithm.pass_k": (("-1", "0", "1"), ("2", "5")),
+    "algorithm.process_coef": COEFFICIENT,
     "algorithm.sppo_eta": (("-1", "0"), ("0.5", "1000")),
     "algorithm.rollout_correction.lower": (("-0.1", "1.5"), ("0", "0.5", "1")),
     "algorithm.rollout_correction.reject_lower": (("0", "-1"), ("0.5", "1")),
@@ -115,6 +119,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data.val_max_samples": COUNT,
     "k": (("[0]", "[-1]", "[1.5]", "[2,2]", "[99999999999]"), ("[1]", "[1,8]", "[]", "3")),
     "max_response_length": COUNT,
+    "process_reward.beta": POSITIVE,
     "ray_init.num_cpus": COUNT,
     "recipe.published.score": (("-1", "101"), ("0", "43.5", "100")),
     "reward.code.memory_mib": COUNT,
@@ -186,7 +191,11 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.watchdog.factor": (("0", "-1", "0.5"), ("1", "20")),
     "trainer.watchdog.least_s": SECONDS_OR_0,
     "trainer.watchdog.limit_s": SECONDS_OR_0,
-    **{f"{role}.{key}": values for role in ("actor", "critic") for key, values in (ROLE | TRAINED).items()},
+    **{
+        f"{role}.{key}": values
+        for role in ("actor", "critic", "process_reward")
+        for key, values in (ROLE | TRAINED).items()
+    },
     **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
     **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},
 }
