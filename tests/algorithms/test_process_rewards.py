@@ -69,12 +69,12 @@ class Step:
         )
 
 
-def by_hand(step: Step, config: AlgorithmConfig) -> list[list[float | None]]:
+def by_hand(step: Step, config: AlgorithmConfig, beta: float = BETA) -> list[list[float | None]]:
     """The advantage of each token, None where it is not trained: sums over later tokens, one after another."""
     out = [cut and config.mask_truncated for cut in step.truncated]
     count = len(step.groups)
     rewards = [
-        [BETA * x for x, kept in zip(row, mask, strict=True) if kept]
+        [beta * x for x, kept in zip(row, mask, strict=True) if kept]
         for row, mask in zip(step.ratios, step.masks, strict=True)
     ]
     member = [bool(row) and (config.masked_in_baseline or not cut) for row, cut in zip(rewards, out, strict=True)]
