@@ -22,6 +22,7 @@ class Problem:
     lora: adapters on all linear layers are trained, and nothing else.
     weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
     preference: a loss of pairs, or of responses and their labels.
+    outcomes: the loss of a process reward model, of whole responses.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Problem:
     lora: bool = False
     weighed: CorrectionLevel | None = None
     preference: PreferenceLoss | None = None
+    outcomes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Case:
         parts += ["lora"] if problem.lora else []
         parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
         parts += [problem.preference.value] if problem.preference is not None else []
+        parts += ["outcomes"] if problem.outcomes else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")

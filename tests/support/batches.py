@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.preference import PreferencesLoss
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
@@ -16,6 +17,7 @@ from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, Trai
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
 NUM_PAIRS = 4
+NUM_RESPONSES = 7  # of which something is trained
 
 
 def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> TrainBatch:
@@ -53,6 +55,13 @@ def paired(batch: TrainBatch) -> TrainBatch:
         pairs_S=(7, 3, None, 5, 7, 5, 2, 3, None, 2),
         extra_S={"margin_S": drawn_S[0], "weight_S": 0.5 + drawn_S[1], "label_S": (drawn_S[2] > 0.5).float()},
     )
+
+
+def with_outcomes(batch: TrainBatch) -> TrainBatch:
+    """Outcomes of the responses, two of them shares, and log-probs of a reference."""
+    assert batch.old_logprobs_T is not None
+    outcome_S = torch.tensor([1, 0, 1, 1, 0, 0.25, 0, 1, 0.75, 0])
+    return replace(batch, extra_T={"process_ref_logprobs_T": batch.old_logprobs_T}, extra_S={OUTCOME: outcome_S})
 
 
 def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:

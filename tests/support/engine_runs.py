@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.outcome_loss import outcome_loss
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.roles import ActorConfig, ProcessRewardConfig
 from mcore_rl.data.pairs import units_of
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -101,6 +102,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
     if problem.preference is not None:
         batch = batches.paired(batch)
+    if problem.outcomes:
+        batch = batches.with_outcomes(batch)
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -186,6 +189,8 @@ def _run_in_groups(
     counts = batches.denominators(batch)
     if problem.preference is not None:
         loss, counts = batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
+    if problem.outcomes:
+        loss, counts = outcome_loss(ProcessRewardConfig(beta=0.3)), replace(counts, loss=batches.NUM_RESPONSES)
     for number in range(STEPS):
         step = engine.train_step(
             mine,
