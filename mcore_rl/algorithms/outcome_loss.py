@@ -1,4 +1,4 @@
-"""The loss of an implicit process reward model: cross entropy on outcomes of responses (arXiv:2502.01456, eq. 4).
+"""The loss of an implicit process reward model: cross entropy on outcomes of responses (arXiv:2502.01456).
 
 Every number of a response is computed from sums over its whole sequence, which all context ranks have; each rank adds
 its share (``LossInputs.own_shares``), so that the ranks' sum has it once.

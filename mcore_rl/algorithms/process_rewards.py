@@ -1,4 +1,4 @@
-"""Process rewards of an implicit reward model, compared within each group (PRIME, arXiv:2502.01456, section 3).
+"""Process rewards of an implicit reward model, compared within each group (PRIME, arXiv:2502.01456).
 
 The process reward of a token is ``beta (log pi - log pi_ref)`` of the reward model and its frozen reference.  Ranks
 have tokens, and the controller has groups: ranks first summarize each response (``process_stats``), the controller
@@ -84,7 +84,7 @@ def centred(
 
     With n members in the group, the process reward ``r_t`` of a token becomes ``n / (n - 1) (r_t - b)``, where ``b`` is
     the mean over members of their mean process reward: of a response's mean, that is the mean of the others
-    subtracted.  So do PRIME's code and verl's recipe; the paper (eq. 5) subtracts the others' mean from ``r_t`` itself,
+    subtracted.  So do PRIME's code and verl's recipe; the paper subtracts the others' mean from ``r_t`` itself,
     unscaled, which differs by ``(r_t - its response's mean) / (n - 1)``.
 
     stats: of all responses of the step.  group_S: the prompt of each.  outcomes_S: its score.

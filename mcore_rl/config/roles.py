@@ -202,7 +202,7 @@ class CriticConfig(TrainedModelConfig):
 class RewardUpdate(Enum):
     """Whether the process reward model is trained on the responses of a step before or after it rewards them.
 
-    The names are those of PRIME's code (arXiv:2502.01456, section 4.3).
+    The names are those of PRIME's code (arXiv:2502.01456).
     """
 
     before = "before"
