@@ -24,11 +24,13 @@ from mcore_rl.controller.rollouts.recording import record_file
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.ledger import audit
 from tests.algorithms.test_process_rewards import Step, by_hand
+from tests.e2e.test_learning import REWARD, SETTINGS
 from tests.e2e.test_roles import write_dense
 from tests.support.crash_runs import bits_of, doing, nothing_survives, start
-from tests.support.run_task import AGREEMENT, SPEED, write_task
+from tests.support.run_task import AGREEMENT, SPEED, overrides, write_task
 
 STEPS, BETA = 3, 0.05
+LIFT = 0.1  # of the share that the reward is
 CONFIG = AlgorithmConfig(adv_estimator="prime", process_coef=5.0, outcome_coef=5.0)
 
 
@@ -213,3 +215,24 @@ def test_after_rewards_with_the_weights_before_the_update_and_adapters_may_learn
     assert max(map(abs, own)) > 1e-4
     kept = {key for key in metrics[2] if not key.startswith(SPEED) and key not in AGREEMENT}
     assert {"process_reward/accuracy", "process_reward/pair_accuracy"} <= kept
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(900)
+def test_the_policy_learns_from_process_rewards_alone(tmp_path: Path, fast_ray: None) -> None:
+    """The outcome is in no advantage: what the policy learns, the reward model has learned from outcomes.
+
+    The task is that of tests/e2e/test_learning.py.  The reward model begins as the policy does, and tells nothing.
+    """
+    task = write_task(tmp_path)
+    (task / "reward.py").write_text(REWARD)
+    more = [
+        *SETTINGS, "algorithm=prime", "rollout.n=8", "algorithm.outcome_coef=0", "algorithm.filter_groups.enable=false",
+        "process_reward.parallel.ep=2", "process_reward.microbatch_tokens=512", "process_reward.optim.lr=3e-3",
+        "process_reward.ppo_mini_batch_size=8",
+    ]  # fmt: skip
+    assert main(["train", *overrides(task, tmp_path / "run", *more)]) == 0
+    metrics = lines(tmp_path / "run")
+    steps = max(metrics)
+    assert metrics[steps]["val/arithmetic/reward"] > metrics[0]["val/arithmetic/reward"] + LIFT
+    assert metrics[steps]["process_reward/pair_accuracy"] > 0.7
