@@ -190,6 +190,12 @@ SWITCHES = (
         "algorithm.filter_groups.enable=true",
     ),
     Switch(
+        ("reward.code.first_cases",),
+        lambda run: run.reward.code.continuous,
+        "all test cases must pass",
+        "reward.code.continuous=true",
+    ),
+    Switch(
         ("reward.overlong.length", "reward.overlong.penalty_factor"),
         lambda run: run.reward.overlong.enable,
         "long responses are not punished",

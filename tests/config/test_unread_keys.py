@@ -61,6 +61,7 @@ CASES = {
     "critic.optim.lr=1e-5": ("there is no critic", "algorithm=ppo"),
     "process_reward.update=after": ("there is no process_reward", "algorithm=prime"),
     "algorithm.process_coef=2": ("algorithm.adv_estimator=grpo has no use for it", "algorithm.adv_estimator=prime"),
+    "reward.code.first_cases=10": ("all test cases must pass", "reward.code.continuous=true"),
     "algorithm.filter_groups.lower=0.2": ("no groups are filtered", "algorithm.filter_groups.enable=true"),
     "critic.parallel={tp: 2}": ("there is no critic", "algorithm=ppo"),
     "algorithm=ppo critic.loss_agg_constant=9": ("divides by no", "critic.loss_agg_mode=sum_over_constant"),

@@ -122,6 +122,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "process_reward.beta": POSITIVE,
     "ray_init.num_cpus": COUNT,
     "recipe.published.score": (("-1", "101"), ("0", "43.5", "100")),
+    "reward.code.first_cases": COUNT,
     "reward.code.memory_mib": COUNT,
     "reward.code.output_kib": COUNT,
     "reward.code.timeout_s": SECONDS,
