@@ -123,11 +123,7 @@ def compute_advantages(
     if (centred := outcomes.centred) is not None:
         of_model_T, outcome_S = centred_rewards(batch, centred), centred.outcomes_S
         process_T = of_model_T if process_T is None else process_T + of_model_T
-    counted_T = batch.mask_T
-    if algorithm.mask_truncated:
-        counted_T = mask_truncated(batch.mask_T, batch.lengths_S, outcomes.truncated_S)
-    if centred is not None and not bool(centred.compared_S.all()):
-        counted_T = counted_T & at_tokens(centred.compared_S, batch.lengths_S)
+    counted_T = _counted(batch, outcomes, algorithm)
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
         mask_T=batch.mask_T if algorithm.masked_in_baseline else counted_T,
@@ -168,6 +164,16 @@ def compute_advantages(
         old_logprobs_T=bypassed_T,
     )
     return of_tokens, stats
+
+
+def _counted(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig) -> Tensor:
+    """The tokens whose advantages are trained, bool [T]; ``batch.mask_T`` itself if all are."""
+    counted_T = batch.mask_T
+    if algorithm.mask_truncated:
+        counted_T = mask_truncated(counted_T, batch.lengths_S, outcomes.truncated_S)
+    if outcomes.centred is not None and not bool(outcomes.centred.compared_S.all()):
+        counted_T = counted_T & at_tokens(outcomes.centred.compared_S, batch.lengths_S)
+    return counted_T
 
 
 def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) -> Correction | None:

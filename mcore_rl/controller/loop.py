@@ -55,18 +55,15 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     for role in config.role_rows:
         if role.on_outcomes or (role.publishes and not run.scores_first(step)):
             continue
-        group, temperature = run.groups[role.group], run.temperature(role)
         with clock(role.phase):
-            scores = await updates.score_role(role, group, shared, temperature, config.actor.router_replay)
-            await updates.score_copy(role, group, shared, temperature)
+            scores = await run.score(role, shared)
+            await run.score_copy(role, shared)
         metrics |= score_metrics(role, scores, groups.num_trained)
 
     run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
     updated = {role.name: updates.Updated() for role in config.trained_rows}
     for role in config.outcome_rows:
-        run.tracker.now(f"training the {role.name}")
         updated[role.name] = await run.learn_outcomes(role, shared, parts[role.name], groups, step)
-        metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     with clock("advantages"):
         advantages = await estimate_step(run.policy, shared, groups, config.algorithm, run.kl, run.process_reward)
         metrics |= advantages.metrics
@@ -78,6 +75,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         with clock(role.update_phase):
             updated[role.name] = await run.update(role, shared, parts[role.name], advantages, step)
             await run.move_snapshots(role, step)
+    for role in config.trained_rows:
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]
     if of_policy.own is not None:

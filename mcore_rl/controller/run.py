@@ -46,6 +46,7 @@ from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
+from mcore_rl.types import SequenceScores
 
 
 class Run(TrainingRun[RunConfig, Prepared]):
@@ -138,6 +139,15 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """At which ``role`` scores and is trained: that of the sampling, but for roles that make rewards."""
         return 1.0 if role.on_outcomes else self.config.rollout.temperature
 
+    async def score(self, role: Role, shared: SharedBatch) -> SequenceScores | None:
+        """Runs the scoring pass of ``role``, see ``updates.score_role``."""
+        replay = self.config.actor.router_replay
+        return await updates.score_role(role, self.groups[role.group], shared, self.temperature(role), replay)
+
+    async def score_copy(self, role: Role, shared: SharedBatch) -> None:
+        """Runs the scoring pass of the frozen copy of ``role``, if it has one."""
+        await updates.score_copy(role, self.groups[role.group], shared, self.temperature(role))
+
     @property
     def process_reward(self) -> ProcessRewardConfig | None:
         """The settings of the process reward model; None if the run has none."""
@@ -154,19 +164,20 @@ class Run(TrainingRun[RunConfig, Prepared]):
 
         It is trained on all trained tokens of the samples, since nothing has corrected or masked them yet.
         """
-        group, config, temperature = self.groups[role.name], self.process_reward, self.temperature(role)
+        config = self.process_reward
         assert config is not None
         with self.clock(role.phase):
-            await updates.score_copy(role, group, shared, temperature)
+            await self.score_copy(role, shared)
             if config.update is RewardUpdate.after:
-                await updates.score_role(role, group, shared, temperature)
+                await self.score(role, shared)
+        self.tracker.now(f"training the {role.name}")
         with self.clock(role.update_phase):
             updated = await self.update(role, shared, minibatches, StepAdvantages.without(groups), step)
             await self.move_snapshots(role, step)
         if config.update is RewardUpdate.before:
             with self.clock(role.phase):
-                await updates.score_role(role, group, shared, temperature)
-                await group.rest()
+                await self.score(role, shared)
+                await self.groups[role.name].rest()
         return updated
 
     async def update(

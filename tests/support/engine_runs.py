@@ -25,7 +25,7 @@ from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
-from mcore_rl.types import TokenScores, TrainBatch
+from mcore_rl.types import Denominators, TokenScores, TrainBatch
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.full_weights import Weights
@@ -183,14 +183,9 @@ def _run_in_groups(
         assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss: Loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
     if problem.weighed is not None:
-        mine, loss = batches.weighed(mine, scores, problem.weighed), policy_loss(ActorConfig())
-    counts = batches.denominators(batch)
-    if problem.preference is not None:
-        loss, counts = batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
-    if problem.outcomes:
-        loss, counts = outcome_loss(ProcessRewardConfig(beta=0.3)), replace(counts, loss=batches.NUM_RESPONSES)
+        mine = batches.weighed(mine, scores, problem.weighed)
+    loss, counts = _loss(problem, batches.denominators(batch))
     for number in range(STEPS):
         step = engine.train_step(
             mine,
@@ -216,6 +211,17 @@ def _run_in_groups(
     if table is not None:
         result.weights |= {name: each for name, each in adapters.gather(engine, table).items() if name in start}
     return result
+
+
+def _loss(problem: Problem, counts: Denominators) -> tuple[Loss, Denominators]:
+    """The loss of a problem, and what its sums are divided by.  counts: for a mean over tokens."""
+    if problem.preference is not None:
+        return batches.preference_loss(problem.preference), replace(counts, loss=batches.NUM_PAIRS)
+    if problem.outcomes:
+        return outcome_loss(ProcessRewardConfig(beta=0.3)), replace(counts, loss=batches.NUM_RESPONSES)
+    if problem.weighed is not None:
+        return policy_loss(ActorConfig()), counts
+    return batches.value_loss if problem.head is Head.value else batches.policy_loss, counts
 
 
 def _leave_and_return(engine: Engine) -> None:
