@@ -11,11 +11,10 @@ from torch import Tensor
 
 from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.token_advantages import Outcomes
-from mcore_rl.config.algorithm import FilterMetric
-from mcore_rl.controller.step.rollout_collection import filter_score
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.rewards.score import Score
 from mcore_rl.types import TrainBatch
 
 
@@ -94,7 +93,7 @@ def assemble(
 
 def _outcomes(episodes: Sequence[Episode]) -> Tensor:
     """Whether each answer is right, 0 to 1, or its score without the overlong penalty if the grader does not say."""
-    values = [filter_score(each, FilterMetric.acc) for each in episodes]
+    values = [_outcome(each.graded) for each in episodes]
     outside = {each.row.data_source: value for each, value in zip(episodes, values, strict=True) if not 0 <= value <= 1}
     refuse_if_any(
         [
@@ -108,6 +107,10 @@ def _outcomes(episodes: Sequence[Episode]) -> Tensor:
         ]
     )
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _outcome(score: Score) -> float:
+    return score.value - score.overlong if score.correct is None else score.correct
 
 
 def _parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:

@@ -54,7 +54,7 @@ def test_a_greedy_score_goes_to_all_of_its_group() -> None:
 
 
 def test_outcomes_are_whether_the_answer_is_right_without_the_overlong_penalty() -> None:
-    scores = [Score(5.0, correct=1.0), Score(-0.25, overlong=-0.5), Score(0.5, error="hung")]
+    scores = [Score(5.0, correct=1.0), Score(-0.25, {"overlong": -0.5}), Score(0.5, error="hung")]
     episodes = [answered(0, score, index=index) for index, score in enumerate(scores)]
     assembled = assemble(episodes, with_outcomes=True)
     assert {name: x_S.tolist() for name, x_S in assembled.batch.extra_S.items()} == {"outcome_S": [1.0, 0.25, 0.5]}
