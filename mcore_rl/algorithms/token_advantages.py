@@ -15,7 +15,8 @@ from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
 from mcore_rl.algorithms.kl import penalty
-from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
+from mcore_rl.algorithms.process_rewards import CentredRewards, centred_rewards
+from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.types import SentAsArrays, TrainBatch
@@ -29,12 +30,14 @@ class Outcomes(SentAsArrays):
     truncated_S: bool, whether it was cut off at its length limit.
     greedy_S: float32, the score of the greedy response to the same prompt; None if the algorithm does not need it.
     parts_SK: float32, the K parts of the score that ``gdpo_reward_keys`` names; None if it names none.
+    centred: what becomes of process rewards; None without a process reward model.
     """
 
     scores_S: Tensor
     truncated_S: Tensor
     greedy_S: Tensor | None = None
     parts_SK: Tensor | None = None
+    centred: CentredRewards | None = None
 
     def of(self, members: Sequence[int]) -> Outcomes:
         """The outcomes of the responses at the places ``members``, in this order."""
@@ -42,7 +45,11 @@ class Outcomes(SentAsArrays):
         greedy_S = None if self.greedy_S is None else self.greedy_S[chosen]
         parts_SK = None if self.parts_SK is None else self.parts_SK[chosen]
         return Outcomes(
-            scores_S=self.scores_S[chosen], truncated_S=self.truncated_S[chosen], greedy_S=greedy_S, parts_SK=parts_SK
+            scores_S=self.scores_S[chosen],
+            truncated_S=self.truncated_S[chosen],
+            greedy_S=greedy_S,
+            parts_SK=parts_SK,
+            centred=None if self.centred is None else self.centred.of(members),
         )
 
 
@@ -98,8 +105,8 @@ def compute_advantages(
 ) -> tuple[TokenAdvantages, SequenceStats]:
     """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
-    batch: has rollout log-probs, and if the run has them turn rewards, values and reference log-probs.  It has old
-    log-probs if the step has a pass for them (``config/old_logprobs.py``).
+    batch: has rollout log-probs, and if the run has them turn rewards, values, reference log-probs, and those of a
+    process reward model.  It has old log-probs if the step has a pass for them (``config/old_logprobs.py``).
     outcomes: of the same sequences.
     kl_coef: the coefficient of the KL in the reward in this step.
     """
@@ -112,13 +119,15 @@ def compute_advantages(
         kl_T = penalty(algorithm.kl_penalty)(old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
-    counted_T = batch.mask_T
-    if algorithm.mask_truncated:
-        counted_T = mask_truncated(batch.mask_T, batch.lengths_S, outcomes.truncated_S)
+    outcome_S = outcomes.scores_S
+    if (centred := outcomes.centred) is not None:
+        of_model_T, outcome_S = centred_rewards(batch, centred), centred.outcomes_S
+        process_T = of_model_T if process_T is None else process_T + of_model_T
+    counted_T = _counted(batch, outcomes, algorithm)
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
         mask_T=batch.mask_T if algorithm.masked_in_baseline else counted_T,
-        outcome_S=outcomes.scores_S,
+        outcome_S=outcome_S,
         process_T=process_T,
         values_T=batch.old_values_T,
         greedy_S=outcomes.greedy_S,
@@ -155,6 +164,16 @@ def compute_advantages(
         old_logprobs_T=bypassed_T,
     )
     return of_tokens, stats
+
+
+def _counted(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig) -> Tensor:
+    """The tokens whose advantages are trained, bool [T]; ``batch.mask_T`` itself if all are."""
+    counted_T = batch.mask_T
+    if algorithm.mask_truncated:
+        counted_T = mask_truncated(counted_T, batch.lengths_S, outcomes.truncated_S)
+    if outcomes.centred is not None and not bool(outcomes.centred.compared_S.all()):
+        counted_T = counted_T & at_tokens(outcomes.centred.compared_S, batch.lengths_S)
+    return counted_T
 
 
 def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) -> Correction | None:

@@ -156,6 +156,17 @@ class RolloutCorrectionConfig:
     reject_lower: PositiveFloat | None = None
 
 
+class ProcessNorm(Enum):
+    """How process rewards are scaled.
+
+    ``none``: not at all.  ``batch``: so that the largest sum of a token's and all later process rewards is 1 in the
+    step, up to its sign (PRIME's code, ``batch_norm``).
+    """
+
+    none = "none"
+    batch = "batch"
+
+
 class FilterMetric(Enum):
     """What the filter of groups compares, without the overlong penalty.
 
@@ -172,12 +183,16 @@ class FilterGroupsConfig:
 
     enable: whether groups are filtered.
     metric: what must differ within a group.
+    lower, upper: the bounds of its mean over the group, themselves allowed, beyond which the prompt is too hard or too
+    easy (arXiv:2502.01456, online prompt filtering); None is no bound.
     max_num_gen_batches: batches of prompts that are sampled for one step at
     most; then the step trains the groups that it has.
     """
 
     enable: bool = False
     metric: FilterMetric = FilterMetric.acc
+    lower: float | None = None
+    upper: float | None = None
     max_num_gen_batches: PositiveInt = 10
 
 
@@ -197,6 +212,8 @@ class AlgorithmConfig:
     or ``score`` (the whole).
     gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
     pass_k: for ``pass_at_k``: the k of pass@k, at most ``rollout.n``.
+    process_coef, outcome_coef: for ``prime``: factors of the process rewards and of the outcome.
+    process_norm: for ``prime``: see ``ProcessNorm``.
     sppo_eta: for ``win_rate`` and ``softmean``: nats of log-ratio that a whole win, or a score of 1, is worth.
     ref_update_freq: the reference becomes the policy after every so many steps; 0: it stays the policy of the start.
     """
@@ -216,6 +233,9 @@ class AlgorithmConfig:
     gdpo_reward_keys: list[str] = field(default_factory=list)
     gdpo_reward_weights: list[float] | None = None
     pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
+    process_coef: NonNegativeFloat = 1.0
+    outcome_coef: NonNegativeFloat = 1.0
+    process_norm: ProcessNorm = ProcessNorm.batch
     sppo_eta: PositiveFloat = 1.0
     ref_update_freq: NonNegativeInt = 0
 
@@ -238,6 +258,7 @@ def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     key = "algorithm.rollout_correction"
     rules: list[CrossCheck[AlgorithmConfig]] = [
         _control_violations,
+        lambda each: _bound_violations(each.filter_groups),
         lambda each: _penalty_violations(each.kl_penalty),
         lambda each: _rejection_violations(each.rollout_correction, key),
     ]
@@ -251,6 +272,14 @@ def _control_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     remedy = "Write a positive target_kl, or type=fixed"
     problem = f"an adaptive controller divides by target_kl={control.target_kl}"
     return [Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy)]
+
+
+def _bound_violations(filtering: FilterGroupsConfig) -> list[Violation]:
+    lower, upper = filtering.lower, filtering.upper
+    if lower is None or upper is None or lower <= upper:
+        return []
+    problem = f"exceeds upper={upper:g}: no group would be trained"
+    return [Violation("algorithm.filter_groups.lower", lower, problem, "Write lower=0.2 upper=0.8, say")]
 
 
 def _penalty_violations(kind: KlPenalty) -> list[Violation]:

@@ -22,7 +22,7 @@ from mcore_rl.config.roles import LossAggregation
 
 T = TypeVar("T")
 Function = str | Callable[..., Any]
-ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
+ACTOR, CRITIC, REFERENCE, PROCESS_REWARD = "actor", "critic", "reference", "process_reward"
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class CodeConfig:
 
     timeout_s, memory_mib, output_kib: limits of one test case.
     continuous: the score is the share of test cases that pass; False: 1 if all pass, else 0.
+    first_cases: the share is of the first so many (10 in PRIME's code), after which no case runs once one has failed;
+    None is all.
     allow_weak_confinement: run programs even if the kernel lacks Landlock or seccomp, so that only Python's own checks
     keep them from files, processes and the network: for programs that you trust.
     allow_inside_judging: use rows whose tests only run in the program's own process, where a program could forge its
@@ -80,6 +82,7 @@ class CodeConfig:
     memory_mib: PositiveInt = 512
     output_kib: PositiveInt = 64
     continuous: bool = False
+    first_cases: PositiveInt | None = None
     allow_weak_confinement: bool = False
     allow_inside_judging: bool = False
 

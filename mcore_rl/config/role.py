@@ -68,6 +68,8 @@ class Role:
     copy_makes: the field that a frozen copy of a trained role fills, such as PRIME's reference (arXiv:2502.01456).
     reads: fields that its loss receives, beside tokens and mask.  ``advantages_T`` are those of the algorithm.
     read_by: roles whose losses receive the fields that this one makes.
+    on_outcomes: True if it learns from the outcomes of responses alone, and makes rewards for the advantages.  It is
+    trained before these are computed, and its log-probs are of no sampling temperature.
     loss: ``module:function`` of ``(config) -> RoleLoss`` (algorithms/role_loss.py).
     moves: when frozen weights, of a snapshot or a frozen copy, take over the trained ones of the same processes.
     phase: names its scoring pass in ``time/PHASE``; its updates are ``update_NAME``.
@@ -85,6 +87,7 @@ class Role:
     copy_makes: str | None = None
     reads: tuple[str, ...] = ()
     read_by: tuple[str, ...] = ()
+    on_outcomes: bool = False
     loss: str | None = None
     moves: Moves = Never()
     phase: str = ""
@@ -94,6 +97,7 @@ class Role:
         assert own != (self.shares is not None), f"{self.name} has weights and a configuration, or shares another's"
         assert self.trains == (self.loss is not None), f"{self.name} has a loss where it is trained"
         assert self.trains or self.copy_makes is None, f"{self.name} is frozen: a copy of it would say the same"
+        assert self.trains or not self.on_outcomes, f"{self.name} is frozen, and learns from nothing"
         follows = self.shares is not None or self.copy_makes is not None
         assert follows or isinstance(self.moves, Never), f"{self.name} has no frozen weights beside trained ones"
         object.__setattr__(self, "phase", self.phase or f"{self.name}_scores")

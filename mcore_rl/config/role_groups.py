@@ -45,6 +45,11 @@ class RoleGroups:
         """The trained roles in the order of the table, but the policy last, since the others learn from its samples."""
         return tuple(sorted((role for role in self.role_rows if role.trains), key=lambda role: role.publishes))
 
+    @property
+    def outcome_rows(self) -> tuple[Role, ...]:
+        """The roles that learn from outcomes alone, before advantages are computed."""
+        return tuple(role for role in self.role_rows if role.on_outcomes)
+
     def snapshots_of(self, group: str) -> tuple[Role, ...]:
         """The roles of the run that have frozen weights in the processes of ``group``."""
         return tuple(role for role in self.role_rows if role.group == group and role.snapshot is not None)

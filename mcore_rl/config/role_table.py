@@ -7,7 +7,7 @@ its share of the plan and its metrics.  A trained role also needs a loss functio
 from __future__ import annotations
 
 from mcore_rl.config.role import Head, Never, Role
-from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.config.roles import ActorConfig, CriticConfig, ProcessRewardConfig
 
 ROLES: dict[str, Role] = {
     role.name: role
@@ -50,6 +50,19 @@ ROLES: dict[str, Role] = {
             reads=("old_values_T", "returns_T"),
             loss="mcore_rl.algorithms.value:value_loss",
             phase="values",
+        ),
+        Role(
+            name="process_reward",
+            head=Head.lm,
+            trains=True,
+            weights="process_reward.path",
+            config=ProcessRewardConfig,
+            makes=("process_logprobs_T",),
+            copy_makes="process_ref_logprobs_T",
+            reads=("process_ref_logprobs_T",),
+            on_outcomes=True,
+            loss="mcore_rl.algorithms.outcome_loss:outcome_loss",
+            phase="process_rewards",
         ),
     )
 }

@@ -201,3 +201,40 @@ class CriticConfig(TrainedModelConfig):
     """
 
     cliprange_value: NonNegativeFloat = 0.5
+
+
+class RewardUpdate(Enum):
+    """Whether the process reward model is trained on the responses of a step before or after it rewards them.
+
+    The names are those of PRIME's code (arXiv:2502.01456).
+    """
+
+    before = "before"
+    after = "after"
+
+
+@dataclass(kw_only=True)
+class ProcessRewardConfig(TrainedModelConfig):
+    """The implicit process reward model of PRIME (arXiv:2502.01456), trained beside the policy in a layout of its own.
+
+    Its reference is a frozen copy of its first weights.
+
+    beta: the reward of a token is ``beta`` times its log-ratio to the reference.
+    update: see ``RewardUpdate``.
+    """
+
+    beta: PositiveFloat = 0.05
+    update: RewardUpdate = RewardUpdate.before
+    loss_agg_mode: LossAggregation = LossAggregation.seq_mean_token_sum
+
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_outcome_violations, key=key)]
+
+
+def _outcome_violations(config: ProcessRewardConfig, key: str) -> list[Violation]:
+    if config.loss_agg_mode is LossAggregation.seq_mean_token_sum:
+        return []
+    problem = "the loss is of whole responses, and its mean is over these"
+    remedy = "Leave it out: it is seq_mean_token_sum"
+    return [Violation(f"{key}.loss_agg_mode", config.loss_agg_mode.value, problem, remedy)]

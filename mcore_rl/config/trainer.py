@@ -136,7 +136,7 @@ class TrainerConfig:
     async_save: write a checkpoint while the run goes on, from a copy in host memory.
     max_to_keep: how many of the newest checkpoints are kept; None is all.
     keep_every: also keep the checkpoints of steps that it divides; the best by validation is always kept.
-    critic_warmup: first steps in which only the critic is trained.
+    critic_warmup: first steps in which the policy is not trained, but its critic or process reward model is.
     nnodes, n_gpus_per_node: nodes of the trainer and its devices per node; on CPU, processes per node.
     device: of trainer and rollout.
     log_val_generations: validation samples that loggers receive.

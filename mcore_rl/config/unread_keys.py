@@ -156,7 +156,12 @@ SWITCHES = (
         "another estimator",
     ),
     Switch(
-        ("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric"),
+        (
+            "algorithm.filter_groups.max_num_gen_batches",
+            "algorithm.filter_groups.metric",
+            "algorithm.filter_groups.lower",
+            "algorithm.filter_groups.upper",
+        ),
         lambda run: run.algorithm.filter_groups.enable,
         "no groups are filtered",
         "algorithm.filter_groups.enable=true",
@@ -208,6 +213,12 @@ SWITCHES = (
         lambda run: estimator(run.algorithm.adv_estimator).scope is not Scope.pair,
         "pairs have no baseline, and no advantages",
         "another estimator",
+    ),
+    Switch(
+        ("reward.code.first_cases",),
+        lambda run: run.reward.code.continuous,
+        "all test cases must pass",
+        "reward.code.continuous=true",
     ),
     Switch(
         ("reward.overlong.length", "reward.overlong.penalty_factor"),

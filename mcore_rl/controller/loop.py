@@ -34,12 +34,17 @@ async def train(run: Run) -> None:
 
 async def train_step(run: Run, step: int) -> dict[str, float]:
     """One step: the engines begin with the weights of the step before, and end with those of this one."""
-    config, clock, temperature = run.config, run.clock, run.config.rollout.temperature
+    config, clock = run.config, run.clock
 
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)
-    groups = assemble(trained.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
+    groups = assemble(
+        trained.episodes,
+        rollouts.greedy,
+        config.algorithm.gdpo_reward_keys,
+        with_outcomes=bool(config.outcome_rows),
+    )
     place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 
     with clock("sync"):
@@ -50,27 +55,29 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock(config.policy.phase):
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
     for role in config.role_rows:
-        if role.publishes and not run.scores_first(step):
+        if role.on_outcomes or (role.publishes and not run.scores_first(step)):
             continue
         with clock(role.phase):
-            scores = await updates.score_role(
-                role, run.groups[role.group], shared, temperature, config.actor.router_replay
-            )
+            scores = await run.score(role, shared)
+            await run.score_copy(role, shared)
         metrics |= score_metrics(role, scores, groups.num_trained)
 
     run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
+    updated = {role.name: updates.Updated() for role in config.trained_rows}
+    for role in config.outcome_rows:
+        updated[role.name] = await run.learn_outcomes(role, shared, parts[role.name], groups, step)
     with clock("advantages"):
-        advantages = await estimate_step(run.policy, shared, groups, config.algorithm, run.kl)
+        advantages = await estimate_step(run.policy, shared, groups, config.algorithm, run.kl, run.process_reward)
         metrics |= advantages.metrics
 
-    updated = {role.name: updates.Updated() for role in config.trained_rows}
     for role in config.trained_rows:
-        if role.publishes and not run.updates_policy(step):
+        if role.on_outcomes or (role.publishes and not run.updates_policy(step)):
             continue
         run.tracker.now(f"training the {role.name}")
         with clock(role.update_phase):
             updated[role.name] = await run.update(role, shared, parts[role.name], advantages, step)
             await run.move_snapshots(role, step)
+    for role in config.trained_rows:
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]
     if of_policy.own is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.role import Role, moves_after
+from mcore_rl.config.roles import ProcessRewardConfig, RewardUpdate
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
@@ -29,6 +30,7 @@ from mcore_rl.controller.rollouts.replay import ReplaySource
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import StepAdvantages
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
@@ -44,6 +46,7 @@ from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
+from mcore_rl.types import SequenceScores
 
 
 class Run(TrainingRun[RunConfig, Prepared]):
@@ -132,6 +135,51 @@ class Run(TrainingRun[RunConfig, Prepared]):
             for role in self.config.trained_rows
         }
 
+    def temperature(self, role: Role) -> float:
+        """At which ``role`` scores and is trained: that of the sampling, but for roles that make rewards."""
+        return 1.0 if role.on_outcomes else self.config.rollout.temperature
+
+    async def score(self, role: Role, shared: SharedBatch) -> SequenceScores | None:
+        """Runs the scoring pass of ``role``, see ``updates.score_role``."""
+        replay = self.config.actor.router_replay
+        return await updates.score_role(role, self.groups[role.group], shared, self.temperature(role), replay)
+
+    async def score_copy(self, role: Role, shared: SharedBatch) -> None:
+        """Runs the scoring pass of the frozen copy of ``role``, if it has one."""
+        await updates.score_copy(role, self.groups[role.group], shared, self.temperature(role))
+
+    @property
+    def process_reward(self) -> ProcessRewardConfig | None:
+        """The settings of the process reward model; None if the run has none."""
+        for role in self.config.outcome_rows:
+            config = self.config.role_config(role)
+            assert isinstance(config, ProcessRewardConfig)
+            return config
+        return None
+
+    async def learn_outcomes(
+        self, role: Role, shared: SharedBatch, minibatches: Sequence[Sequence[int]], groups: StepBatch, step: int
+    ) -> updates.Updated:
+        """Scores the samples of ``step`` with ``role`` and its frozen copy, and trains it, in the order of its config.
+
+        It is trained on all trained tokens of the samples, since nothing has corrected or masked them yet.
+        """
+        config = self.process_reward
+        assert config is not None
+        with self.clock(role.phase):
+            await self.score_copy(role, shared)
+            if config.update is RewardUpdate.after:
+                await self.score(role, shared)
+        self.tracker.now(f"training the {role.name}")
+        with self.clock(role.update_phase):
+            updated = await self.update(role, shared, minibatches, StepAdvantages.without(groups), step)
+            await self.move_snapshots(role, step)
+        if config.update is RewardUpdate.before:
+            with self.clock(role.phase):
+                await self.score(role, shared)
+                await self.groups[role.name].rest()
+        return updated
+
     async def update(
         self,
         role: Role,
@@ -150,7 +198,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
             minibatches,
             advantages,
             reads=updates.fields_read(role, config.role_rows),
-            temperature=config.rollout.temperature,
+            temperature=self.temperature(role),
             reference=snapshots[0].snapshot if snapshots else None,
             seed=config.data.seed + step,
             with_scores=role.publishes and not self.scores_first(step),

@@ -44,7 +44,8 @@ def program_of(response: str) -> str:
 def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
     """The score is 1 if all test cases pass, else 0; with ``code.continuous``, the share of test cases that pass.
 
-    Without ``continuous``, no case runs after the first that fails.  Cases fail for which ``timeout_s`` leaves no time.
+    Without ``continuous``, no case runs after the first that fails; with ``code.first_cases``, none after these
+    once one has failed.  Cases fail for which ``timeout_s`` leaves no time.
     parts: ``passed`` and ``timed_out``, the shares of all cases that passed and that ran into a time limit.
 
     ValueError: the ground truth holds no test cases, or some that only the program's process could judge and
@@ -59,7 +60,8 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
     if inside is not None and not config.code.allow_inside_judging:
         raise ValueError(f"its tests would be judged in the program's own process: {inside.why}. {INSIDE}")
     program = program_of(request.response)
-    passed = timed_out = 0
+    counted = min(config.code.first_cases or len(cases), len(cases))
+    passed = timed_out = passed_first = 0
     for number, case in enumerate(cases, 1):
         left_s = deadline - time.monotonic()
         if left_s > 0:
@@ -69,11 +71,14 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
             timed_out += outcome.ending is Ending.timeout
         else:
             timed_out += 1
-        if passed < number and not config.code.continuous:
+        if number <= counted:
+            passed_first = passed
+        if passed < number and not (config.code.continuous and number < counted):
             break
-    share = passed / len(cases)
-    value = share if config.code.continuous else float(passed == len(cases))
-    return Score(value, {"passed": share, "timed_out": timed_out / len(cases)}, correct=float(passed == len(cases)))
+    value = passed_first / counted if config.code.continuous else float(passed == len(cases))
+    return Score(
+        value, {"passed": passed / len(cases), "timed_out": timed_out / len(cases)}, correct=float(passed == len(cases))
+    )
 
 
 def _run(case: Case, program: str, config: CodeConfig, limit_s: float) -> Outcome:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.algorithms.process_rewards import ProcessStats
 from mcore_rl.algorithms.selection import Moments
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.algorithms.token_advantages import Outcomes
@@ -118,6 +119,14 @@ class TrainGroup:
             TrainWorker.score, inputs, field, temperature, with_entropy, snapshot, record_routing
         )
         return [scores for scores in scores_of_ranks if scores is not None], shards
+
+    async def process_stats(self, inputs: Sequence[ShardRefs[None]]) -> list[ProcessStats]:
+        """Each data-parallel rank's statistics of process rewards (``algorithms/process_rewards.py``).
+
+        inputs: one batch for each data-parallel rank.
+        """
+        stats, _ = await self.workers.map(TrainWorker.process_stats, inputs)
+        return [each for each in stats if each is not None]
 
     async def compute_advantages(
         self, inputs: Sequence[ShardRefs[Outcomes]], algorithm: AlgorithmConfig, kl_coef: float

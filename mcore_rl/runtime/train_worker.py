@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
+from mcore_rl.algorithms.process_rewards import ProcessStats, process_stats
 from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
@@ -161,6 +162,10 @@ class TrainWorker(Answering):
         assert scored_T is not None
         sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
         return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}, routing_TLK=scores.routing_TLK))
+
+    def process_stats(self, given: WorkerInput[None]) -> WorkerOutput[ProcessStats | None]:
+        """See ``algorithms.process_rewards``.  Only leaders compute it."""
+        return WorkerOutput(process_stats(*given.batches) if self._leads else None)
 
     def compute_advantages(
         self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float

@@ -51,6 +51,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Gradient norm", tuple(f"{role.name}/grad_norm" for role in ROLES.values() if role.trains)),
     ("Learning rate", tuple(f"{role.name}/lr" for role in ROLES.values() if role.trains)),
     ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),
+    ("Process reward model", ("process_reward/accuracy", "process_reward/pair_accuracy")),
     ("Explained variance of the critic", ("value/explained_variance",)),
     ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
     ("Model FLOPs utilisation", ("perf/mfu", "perf/mfu_logprobs")),

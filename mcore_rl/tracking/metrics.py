@@ -174,6 +174,13 @@ _UPDATES = (
         "ratio",
     ),
     Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),
+    Metric(
+        "process_reward/accuracy", "share", "mean", "responses whose outcome it told, before its update", "told", "up"
+    ),
+    Metric(
+        "process_reward/pair_accuracy", "share", "mean", "right responses above wrong ones of a prompt", "pairs", "up"
+    ),
+    Metric("process_reward/reward", "reward", "mean", "of a response: the sum of its process rewards", "process"),
     Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
     Metric("router/load_min", "1", "min", "load of an expert over its fair share, over layers", "load min", "up"),
     Metric("router/load_entropy", "nats", "mean", "of the experts' loads, over layers", "load entropy", "up"),
@@ -280,14 +287,16 @@ _PERFORMANCE = (
 
 _SAYS = {Head.lm: "log-probs", Head.value: "values"}
 _TRAINED = sorted((role for role in ROLES.values() if role.trains), key=lambda role: role.publishes)  # as a step does
+_UPDATES_OF = {role: (role.update_phase, f"the {role.name} is trained") for role in _TRAINED}
 
 # In the order of a step, which is the order of the report's bars.
 PHASES = {
     "generate": "responses are drawn",
     "score": "responses are graded, as far as drawing does not hide it",
     **{role.phase: f"the {role.name}'s {_SAYS[role.head]}" for role in ROLES.values()},
+    **dict(update for role, update in _UPDATES_OF.items() if role.on_outcomes),
     "advantages": "rewards become advantages, on the controller",
-    **{role.update_phase: f"the {role.name} is trained" for role in _TRAINED},
+    **dict(update for role, update in _UPDATES_OF.items() if not role.on_outcomes),
     "sync": "weights go to the rollout engines",
     "validate": "validation, drawing and grading included",
     "save": "the step waits for a checkpoint or an export; of the one before, as a rule",

@@ -10,7 +10,7 @@ import torch
 from mcore_rl.algorithms.advantages.estimation import estimate
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.shaping import has_signal, mask_truncated
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 
 RIGHT, WRONG = 1.0, 0.0
 
@@ -42,6 +42,26 @@ def test_a_group_has_a_signal_if_two_that_are_trained_make_a_pair() -> None:
     assert has_signal([RIGHT, WRONG, RIGHT], [False, False, True], config)
     assert not has_signal([RIGHT, WRONG, RIGHT], [False, True, False], config)
     assert not has_signal([RIGHT, WRONG], [True, True], config)
+@pytest.mark.parametrize(
+    ("right", "of", "expected"),
+    [(0, 5, False), (1, 5, True), (4, 5, True), (5, 5, False), (1, 6, False), (5, 6, False)],
+)
+def test_prompts_that_are_too_hard_or_too_easy_have_no_signal(right: int, of: int, expected: bool) -> None:
+    """The bounds themselves are within."""
+    config = AlgorithmConfig(filter_groups=FilterGroupsConfig(lower=0.2, upper=0.8))
+    assert has_signal([RIGHT] * right + [WRONG] * (of - right), [False] * of, config) is expected
+
+
+def test_each_bound_is_by_itself_and_of_the_members_of_the_group() -> None:
+    scores, cut = [RIGHT, WRONG, WRONG, WRONG], [False, False, True, True]
+    for bounds, masks, expected in (
+        (dict(lower=0.5), False, False), (dict(upper=0.25), False, True), (dict(upper=0.2), False, False),
+        (dict(lower=0.5), True, True),
+    ):  # fmt: skip
+        config = AlgorithmConfig(
+            filter_groups=FilterGroupsConfig(**bounds), mask_truncated=masks, masked_in_baseline=False
+        )
+        assert has_signal(scores, cut, config) is expected, (bounds, masks)
 
 
 @pytest.mark.parametrize("in_baseline", [False, True])

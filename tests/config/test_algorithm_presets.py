@@ -38,6 +38,7 @@ READ = {
     "opo": ("opo", "policy_gradient", "seq_mean_token_sum", "", ""),
     "pkpo": ("pass_at_k", "policy_gradient", "seq_mean_token_sum", "", ""),
     "ppo": ("gae", "ppo_clip", "token_mean", "", ""),
+    "prime": ("prime", "ppo_clip", "token_mean", "", ""),
     "raft": ("raft", "policy_gradient", "token_mean", "loss", "low_var_kl"),
     "raft_plus_plus": ("raft", "ppo_clip", "token_mean", "loss", "low_var_kl"),
     "reinforce_plus_plus": ("reinforce_plus_plus", "ppo_clip", "token_mean", "reward", "k1"),
@@ -87,6 +88,11 @@ def test_numbers_of_the_papers() -> None:
     assert (gmpo.clip_low, gmpo.clip_high, sapo.tau_pos, sapo.tau_neg) == (0.4, 0.4, 1.0, 1.05)
     assert (clip_cov.clip_cov_ratio, clip_cov.clip_cov_lb, clip_cov.clip_cov_ub) == (0.0002, 1.0, 5.0)
     assert (kl_cov.kl_cov_ratio, kl_cov.ppo_kl_coef) == (0.002, 1.0)
+    prime = run_of("algorithm=prime")
+    filtering, model = prime.algorithm.filter_groups, prime.process_reward  # type: ignore[attr-defined]  # of the table
+    assert (prime.rollout.n, prime.algorithm.process_coef, prime.algorithm.outcome_coef) == (4, 5.0, 5.0)
+    assert (filtering.enable, filtering.lower, filtering.upper, filtering.max_num_gen_batches) == (True, 0.2, 0.8, 4)
+    assert (model.beta, model.optim.lr, model.optim.clip_grad, model.update.value) == (0.05, 1e-6, 10.0, "before")
 
 
 @pytest.mark.parametrize("name", READ)

@@ -14,11 +14,20 @@ from mcore_rl.algorithms.advantages.estimation import estimate, final_advantages
 from mcore_rl.algorithms.correction import mean_weight
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.policy import policy_loss as actor_loss
+from mcore_rl.algorithms.process_rewards import LOGPROBS, REF_LOGPROBS, centred, process_stats
 from mcore_rl.algorithms.selection import num_selected
 from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import value_loss
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, KlUnit, OffPolicy
+from mcore_rl.config.algorithm import (
+    CorrectionLevel,
+    CorrectionMode,
+    KlControl,
+    KlPenalty,
+    KlUnit,
+    OffPolicy,
+    ProcessNorm,
+)
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
 from mcore_rl.config.names import value_at
@@ -51,6 +60,9 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "algorithm.gdpo_reward_keys": (["format", "score"],),
     "algorithm.gdpo_reward_weights": ([3.0, 0.5],),
     "algorithm.pass_k": (2, 3),
+    "algorithm.process_coef": (0.5,),
+    "algorithm.outcome_coef": (0.5,),
+    "algorithm.process_norm": (ProcessNorm.none,),
     "algorithm.sppo_eta": (1.0, 2.0),
     "actor.clip_ratio": (0.05,),
     "actor.clip_ratio_low": (0.07,),
@@ -99,6 +111,7 @@ def batch() -> TrainBatch:
         old_logprobs_T=old_T,
         ref_logprobs_T=old_T + normal(0.6),
         old_values_T=normal(1),
+        extra_T={LOGPROBS: normal(1), REF_LOGPROBS: normal(1)},
     )
 
 
@@ -112,6 +125,10 @@ def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
         greedy_S=torch.tensor([0.25] * 3 + [0.75] * 3),
         parts_SK=torch.stack([SCORES[key] for key in keys], dim=1) if keys else None,
     )
+    if run.outcome_rows:
+        there_S, beta = torch.ones(len(LENGTHS), dtype=torch.bool), 0.05
+        rewards = centred(process_stats(step), GROUP_S, outcomes.scores_S, there_S, beta=beta, config=algorithm)
+        outcomes = replace(outcomes, centred=rewards)
     tokens, stats = compute_advantages(step, outcomes, algorithm, kl_coef)
     of_step = estimate(
         GROUP_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,

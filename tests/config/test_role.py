@@ -35,6 +35,7 @@ def test_what_a_row_implies() -> None:
         ({**WEIGHTS, "trains": True}, "has a loss where it is trained"),
         ({**WEIGHTS, "loss": "a:b"}, "has a loss where it is trained"),
         ({**WEIGHTS, "copy_makes": "x_T"}, "a copy of it would say the same"),
+        ({**WEIGHTS, "on_outcomes": True}, "learns from nothing"),
         ({**WEIGHTS, "moves": Every(2)}, "no frozen weights beside trained ones"),
     ],
 )

@@ -34,6 +34,7 @@ def test_every_algorithm_runs_with_short_responses_and_a_small_batch(name: str) 
 def test_the_roles_that_an_algorithm_needs() -> None:
     needs = {name: run_of(f"algorithm={name}") for name in ALGORITHMS}
     assert {name for name, run in needs.items() if "critic" in run.roles} == {"ppo"}
+    assert {name for name, run in needs.items() if "process_reward" in run.roles} == {"prime"}
     assert {name for name, run in needs.items() if run.needs_greedy} == {"remax"}
     referring = {
         "grpo",
@@ -136,6 +137,14 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         # algorithms
         ("rollout.n=1", "rollout.n=1: algorithm.adv_estimator=grpo compares the samples of a prompt"),
         ("algorithm=ppo algorithm.filter_groups.enable=true", "rollout.n=1: algorithm.filter_groups.enable looks"),
+        (
+            "algorithm=prime algorithm.filter_groups.lower=0.9",
+            "algorithm.filter_groups.lower=0.9: exceeds upper=0.8: no group would be trained. Write lower=0.2",
+        ),
+        (
+            "algorithm=prime process_reward.loss_agg_mode=token_mean",
+            "process_reward.loss_agg_mode=token_mean: the loss is of whole responses, and its mean is over these",
+        ),
         (
             "algorithm=gspo actor.loss_agg_mode=token_mean",
             "actor.loss_agg_mode=token_mean: actor.loss_mode=gspo is defined with another (arXiv:2507.18071)",

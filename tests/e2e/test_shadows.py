@@ -140,7 +140,8 @@ def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
     for line in metrics:
         # Two implementations in float32, and few layers; a wrong weight makes 0.01 and more.
         assert line["rollout/logprob_diff_max"] < 1e-4
-        assert ("critic/grad_norm" in line) is ("critic" in config.roles)
+        for role in ("critic", "process_reward"):
+            assert (f"{role}/grad_norm" in line) is (role in config.roles)
         assert ("kl/reward" in line) is config.algorithm.use_kl_in_reward
         assert ("kl/loss" in line) is config.actor.use_kl_loss
     if config.algorithm.use_kl_in_reward:

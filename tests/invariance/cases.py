@@ -270,6 +270,15 @@ def _score_cases() -> list[Case]:
         labels = replace(pairs, scores=loss)
         cases += [Case(problem=labels, layout=layout, world_size=2) for layout in ("", "cp=2")]
     return [*cases, Case(problem=replace(pairs, lora=True), layout="cp=2", world_size=2)]
+def _outcome_cases() -> list[Case]:
+    """The loss of a process reward model: of whole responses, of which a context rank has a part."""
+    dense = Problem(model="dense", outcomes=True)
+    layouts = (("", 2), ("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("tp=2,cp=2", 4), ("cp=2,pp=2", 4), ("cp=4", 4))
+    cases = [Case(problem=dense, layout=layout, world_size=size) for layout, size in layouts]
+    cases += [replace(cases[3], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full)]
+    moe = replace(dense, model="moe")
+    cases += [Case(problem=moe, layout=layout, world_size=size) for layout, size in (("ep=2", 2), ("cp=2,ep=2", 4))]
+    return [*cases, Case(problem=replace(dense, lora=True), layout="cp=2", world_size=2)]
 
 
 def all_cases() -> list[Case]:
@@ -323,6 +332,7 @@ def all_cases() -> list[Case]:
     cases += _weighed_cases()
     cases += _preference_cases()
     cases += _score_cases()
+    cases += _outcome_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -375,6 +385,7 @@ SABOTAGED = [
         world_size=2,
         sabotage="parts_of_responses",
     ),
+    Case(problem=Problem(model="dense", outcomes=True), layout="cp=2", world_size=2, sabotage="parts_of_responses"),
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
     Case(problem=REPLAY, layout="tp=2,etp=1", world_size=2, sabotage="replayed_a_row_late"),

@@ -24,6 +24,7 @@ class Problem:
     weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
     preference: a loss of pairs, or of responses and their labels.
     scores: a reward model's loss, of pairs of answers or of labelled ones; with ``Head.value``.
+    outcomes: the loss of a process reward model, of whole responses.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Problem:
     def paired(self) -> bool:
         """Whether sequences have pairs."""
         return self.preference is not None or self.scores is not None
+    outcomes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class Case:
         parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
         parts += [problem.preference.value] if problem.preference is not None else []
         parts += [problem.scores.value] if problem.scores is not None else []
+        parts += ["outcomes"] if problem.outcomes else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")

@@ -22,7 +22,8 @@ from mcore_rl.config.engine import Recompute
 from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
 from mcore_rl.config.resources import MODEL_CONFIGS, RECIPES
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.roles import LossAggregation, ProcessRewardConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import ASYNC as ASYNC_MODE
@@ -85,6 +86,7 @@ SEQUENCES = LossAggregation.seq_mean_token_sum
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
     "qwen25_05b_ppo": Row("gae", 256, 64, 1, (1024, 512), 1e-6, "reward", 0.001, 435, 1e-5),
+    "qwen25_05b_prime": Row("prime", 64, 64, 4, (1024, 3072), 5e-7, "", 0.001, 870),
     "deepseek_7b_ppo": Row("gae", 1024, 256, 1, (512, 512), 2e-6, "reward", 0.001, 105, 2e-5),
     "deepseek_7b_ppo_mi300x": Row("gae", 1024, 256, 1, (512, 512), 1e-6, "reward", 0.001, 1120, 1e-5),
     "deepseek_7b_grpo_mi300x": Row("grpo", 1024, 256, 5, (512, 1024), 1e-6, "loss", 0.001, 1120),
@@ -240,11 +242,21 @@ def test_hyperparameters_are_those_published(name: str) -> None:
     assert run.algorithm.kl_ctrl.kl_coef == run.actor.kl_loss_coef == 0.001
     assert run.algorithm.kl_penalty is KlPenalty.k1 and run.actor.kl_loss_type is KlPenalty.k3
     assert (run.algorithm.gamma, run.algorithm.lam, run.rollout.temperature) == (1.0, 1.0, 1.0)
-    assert not run.algorithm.filter_groups.enable
+    assert run.algorithm.filter_groups.enable is (name == "qwen25_05b_prime")
     assert num_steps(run) == row.steps
     if row.critic_lr is not None:
         assert "critic" in run.roles and run.critic.optim.lr == row.critic_lr
         assert run.critic.ppo_mini_batch_size == row.mini and run.critic.cliprange_value == 0.5
+
+
+def test_the_process_reward_model_and_the_filter_of_prime_are_those_published() -> None:
+    run = rl_recipe("qwen25_05b_prime")
+    model, filtering = run.role_config(ROLES["process_reward"]), run.algorithm.filter_groups
+    assert isinstance(model, ProcessRewardConfig)
+    assert (model.beta, model.update.value, model.ppo_mini_batch_size, model.ppo_epochs) == (0.05, "before", 64, 1)
+    assert (model.optim.lr, model.optim.clip_grad, model.optim.weight_decay) == (1e-6, 10.0, 0.0)
+    assert (filtering.lower, filtering.upper, run.data.gen_batch_size) == (0.2, 0.8, 4 * run.data.train_batch_size)
+    assert filtering.max_num_gen_batches == 1 and run.algorithm.process_coef == run.algorithm.outcome_coef
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,11 @@ from tests.support import composed
 
 NEAR = 0.05  # the planner's device peak beside the rehearsal's
 MOST_RESIDENT = 2 << 30
-QUICK = [("qwen25_05b_ppo", 0), ("mixtral_8x22b_rloo", 48)]  # dense, with a critic; experts, the last stage
+QUICK = [
+    ("qwen25_05b_ppo", 0),
+    ("qwen25_05b_prime", 0),
+    ("mixtral_8x22b_rloo", 48),
+]  # dense, with a critic; experts, the last stage
 ALL = [
     (name, rank)
     for name in recipe_names()
@@ -59,7 +63,8 @@ def held(recipe: str, rank: int, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("recipe", "rank"), QUICK)
 def test_a_recipe(recipe: str, rank: int, tmp_path: Path) -> None:
     roles = held(recipe, rank, tmp_path)
-    assert [role["role"] for role in roles] == (["actor", "critic"] if "ppo" in recipe else ["actor"])
+    others = {"qwen25_05b_ppo": ["critic"], "qwen25_05b_prime": ["process_reward"]}
+    assert [role["role"] for role in roles] == ["actor", *others.get(recipe, [])]
 
 
 @pytest.mark.tier("full")

@@ -51,6 +51,23 @@ def test_partial_credit_only_where_it_is_asked_for() -> None:
     assert grade(response) == Score(0.0, {"passed": 0.25, "timed_out": 0.0}, 0.0)  # it ends at the second
 
 
+@pytest.mark.parametrize(
+    ("wrong", "first", "value", "passed"),
+    [
+        ((2,), 2, 0.5, 0.25),  # the others do not run any more
+        ((1, 4), 2, 0.5, 0.25),
+        ((3,), 2, 1.0, 0.5),  # as published: the first two pass
+        ((), 2, 1.0, 1.0),
+        ((4,), 9, 0.75, 0.75),
+    ],
+)
+def test_the_share_may_be_of_the_first_cases(wrong: tuple[int, ...], first: int, value: float, passed: float) -> None:
+    config = RewardConfig(code=CodeConfig(continuous=True, first_cases=first))
+    response = f"n = int(input())\nprint(0 if n in {wrong} else 2 * n)"
+    score = grade_code(RewardRequest(("p", 0), "code", response, DOUBLE), config)
+    assert score == Score(value, {"passed": passed, "timed_out": 0.0}, float(not wrong))
+
+
 def test_a_function_a_method_and_asserts() -> None:
     calls = {"inputs": [[1], [2]], "outputs": [2, 4], "fn_name": "double"}
     assert grade("def double(n: Optional[int]): return 2 * n", calls).value == 1.0

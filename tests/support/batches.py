@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.preference import PreferencesLoss
 from mcore_rl.algorithms.reward_loss import ScoresLoss
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
@@ -18,6 +19,7 @@ from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, Trai
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
 NUM_PAIRS = 4
+NUM_RESPONSES = 7  # of which something is trained
 
 
 def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> TrainBatch:
@@ -63,6 +65,11 @@ def scored(batch: TrainBatch) -> TrainBatch:
     mask_T = torch.zeros_like(batch.mask_T)
     mask_T[[start + size - 1 for start, size in starts if batch.mask_T[start : start + size].any()]] = True
     return replace(batch, mask_T=mask_T)
+def with_outcomes(batch: TrainBatch) -> TrainBatch:
+    """Outcomes of the responses, two of them shares, and log-probs of a reference."""
+    assert batch.old_logprobs_T is not None
+    outcome_S = torch.tensor([1, 0, 1, 1, 0, 0.25, 0, 1, 0.75, 0])
+    return replace(batch, extra_T={"process_ref_logprobs_T": batch.old_logprobs_T}, extra_S={OUTCOME: outcome_S})
 
 
 def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.outcome_loss import outcome_loss
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.roles import ActorConfig, ProcessRewardConfig
 from mcore_rl.data.pairs import units_of
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -24,7 +25,7 @@ from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
-from mcore_rl.types import TokenScores, TrainBatch
+from mcore_rl.types import Denominators, TokenScores, TrainBatch
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.full_weights import Weights
@@ -101,6 +102,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
     if problem.paired:
         batch = batches.paired(batch if problem.scores is None else batches.scored(batch))
+    if problem.outcomes:
+        batch = batches.with_outcomes(batch)
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -180,11 +183,9 @@ def _run_in_groups(
         assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss, counts = _loss_of(problem), batches.denominators(batch)
     if problem.weighed is not None:
         mine = batches.weighed(mine, scores, problem.weighed)
-    if problem.paired:
-        counts = replace(counts, loss=batches.NUM_PAIRS)
+    loss, counts = _loss(problem, batches.denominators(batch))
     for number in range(STEPS):
         step = engine.train_step(
             mine,
@@ -212,14 +213,19 @@ def _run_in_groups(
     return result
 
 
-def _loss_of(problem: Problem) -> Loss:
+def _loss(problem: Problem, counts: Denominators) -> tuple[Loss, Denominators]:
+    """The loss of a problem, and what its sums are divided by.  counts: for a mean over tokens."""
+    if problem.paired:
+        counts = replace(counts, loss=batches.NUM_PAIRS)
     if problem.preference is not None:
-        return batches.preference_loss(problem.preference)
+        return batches.preference_loss(problem.preference), counts
     if problem.scores is not None:
-        return batches.scores_loss(problem.scores)
+        return batches.scores_loss(problem.scores), counts
+    if problem.outcomes:
+        return outcome_loss(ProcessRewardConfig(beta=0.3)), replace(counts, loss=batches.NUM_RESPONSES)
     if problem.weighed is not None:
-        return policy_loss(ActorConfig())
-    return batches.value_loss if problem.head is Head.value else batches.policy_loss
+        return policy_loss(ActorConfig()), counts
+    return batches.value_loss if problem.head is Head.value else batches.policy_loss, counts
 
 
 def _leave_and_return(engine: Engine) -> None:

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mcore_rl.algorithms.process_rewards import ProcessStats, process_stats
 from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.layout import Layout
@@ -19,7 +20,8 @@ class InProcessGroup(TrainGroup):
     """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, input, *arguments).  told: of ``all``."""
 
     def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
-        self.ranks = InProcessWorkers(dp, {"compute_advantages": lambda _, *args: advantages_of(*args)} | methods)
+        computed = {"compute_advantages": lambda _, *args: advantages_of(*args), "process_stats": stats_of}
+        self.ranks = InProcessWorkers(dp, computed | methods)
         super().__init__(self.ranks)  # type: ignore[arg-type]
 
     @property
@@ -55,6 +57,11 @@ class InProcessWorkers:
             values.append(pickle.loads(pickle.dumps(output.value)))
             shards.append(pickle.dumps(output.shard, protocol=5))
         return values, shards
+
+
+def stats_of(_: int, given: WorkerInput[None]) -> WorkerOutput[ProcessStats]:
+    """``TrainWorker.process_stats`` of a leader."""
+    return WorkerOutput(process_stats(*given.batches))
 
 
 def advantages_of(given: WorkerInput[Any], *args: Any) -> WorkerOutput[RankAdvantages]:

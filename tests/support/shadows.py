@@ -27,7 +27,8 @@ from tests.support.vllm_device import ON_VLLM_DEVICE
 SMALLER = (
     "model.path", "model.config_overrides", "critic.path",
     *(f"data.{key}" for key in (
-        "train_files", "val_files", "train_batch_size", "max_prompt_length", "max_response_length", "max_length",
+        "train_files", "val_files", "train_batch_size", "gen_batch_size", "max_prompt_length", "max_response_length",
+        "max_length",
     )),
     "custom_reward_function.path", "reward.num_workers", "reward.overlong.length",
     *(f"rollout.{key}" for key in (
@@ -40,7 +41,7 @@ SMALLER = (
         "default_local_dir", "device", "logger", "nnodes", "n_gpus_per_node", "save_freq", "test_freq",
         "total_training_steps", "val_before_train",
     )),
-    *(f"{role}.{key}" for role in ("actor", "critic") for key in (
+    *(f"{role}.{key}" for role in ("actor", "critic", "process_reward") for key in (
         "parallel", "device", "precision", "microbatch_tokens", "ppo_mini_batch_size", "optim.lr_warmup_steps",
     )),
 )  # fmt: skip
@@ -167,10 +168,12 @@ def _of_run(run: RunConfig, world_size: int) -> list[str]:
     ]
     if run.reward.overlong.enable:
         overrides.append(f"reward.overlong.length={RESPONSE_TOKENS // 2}")
-    if "critic" in run.roles:
-        parallel, critic_world_size = reduced(run.critic.parallel, run.trainer.world_size)
-        assert critic_world_size == world_size
-        overrides += [*_layout("critic", parallel), "critic.microbatch_tokens=1024"]
+    if run.data.gen_batch_size is not None:
+        overrides.append(f"data.gen_batch_size={2 * PROMPTS}")
+    for role in (each for each in run.group_rows if not each.publishes):
+        parallel, role_world_size = reduced(run.role_config(role).parallel, run.trainer.world_size)
+        assert role_world_size == world_size
+        overrides += [*_layout(role.name, parallel), f"{role.name}.microbatch_tokens=1024"]
     return overrides
 
 

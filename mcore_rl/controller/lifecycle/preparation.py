@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.runner import PROGRAM, AgentRunner
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.config.algorithm_registry import LOSS_KEY
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
@@ -272,11 +271,12 @@ def _prompts(
     if has_agents and config.actor.router_replay is RouterReplay.r3:
         problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
         refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
-    if has_agents and trains_pairs(config) and train is not None:
+    if has_agents and (trains_pairs(config) or config.outcome_rows) and train is not None:
         programs = [row.id for row in map(train.__getitem__, range(len(train))) if agents.loop_of_row(row) == PROGRAM]
         problem = f"compares responses, and a program's run may have several conversations: {named(programs)}"
-        remedy = "Choose an algorithm without pairs, or leave these rows out"
-        refuse_if_any([Violation(LOSS_KEY, config.actor.loss_mode, problem, remedy)] if programs else [])
+        remedy = "Choose an algorithm that does not, or leave these rows out"
+        name = config.algorithm.adv_estimator
+        refuse_if_any([Violation("algorithm.adv_estimator", name, problem, remedy)] if programs else [])
     for line in notes:
         warn(line)
     return train, validation

@@ -14,8 +14,13 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
 from mcore_rl.algorithms.correction import correction_metrics, mean_weight
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.outcome_loss import OUTCOME
+from mcore_rl.algorithms.process_rewards import FIELDS as PROCESS_FIELDS
+from mcore_rl.algorithms.process_rewards import CentredRewards, centred, process_metrics
+from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.token_advantages import SequenceStats
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.roles import ProcessRewardConfig
 from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
@@ -28,6 +33,7 @@ FIELDS = (
     "old_logprobs_T",
     "ref_logprobs_T",
     "old_values_T",
+    *PROCESS_FIELDS,
 )
 
 
@@ -48,21 +54,51 @@ class StepAdvantages:
     mean_weight: float = 1.0
     mean_logprob: float = 0.0
 
+    @classmethod
+    def without(cls, groups: StepBatch) -> StepAdvantages:
+        """For the updates of a role that are taken before there are advantages."""
+        nothing = BatchAdvantages(advantages_S=None, whitening=None, spread=None)
+        batch = groups.batch
+        return cls(advantages=nothing, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
+
 
 async def estimate_step(
-    policy: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
+    policy: TrainGroup,
+    shared: SharedBatch,
+    groups: StepBatch,
+    algorithm: AlgorithmConfig,
+    kl: KlController,
+    process: ProcessRewardConfig | None = None,
 ) -> StepAdvantages:
     """Estimates the advantages of a step from its log-probs and values.
 
     Adds the results per token to ``shared``: a new mask, raw advantages, returns, weights.  Uses the coefficient of
-    ``kl``, then updates it with this step's KL.
+    ``kl``, then updates it with this step's KL.  process: of the process reward model; None: there is none.
     """
-    ranks = shared.assignment
-    outcomes = [groups.outcomes.of(sequences) for sequences in ranks]
-    inputs = shared.shard_refs([[sequences] for sequences in ranks], FIELDS, outcomes)
+    ranks, metrics, outcomes = shared.assignment, dict[str, float](), groups.outcomes
+    if process is not None:
+        rewards, metrics = await _process_rewards(policy, shared, groups, algorithm, process.beta)
+        outcomes = replace(outcomes, centred=rewards)
+    inputs = shared.shard_refs([[each] for each in ranks], FIELDS, [outcomes.of(each) for each in ranks])
     of_ranks, shards = await policy.compute_advantages(inputs, algorithm, kl.coef)
     shared.add(ranks, shards, of_ranks[0].fields)
-    return combine(shared.in_order(ranks, [each.stats for each in of_ranks]), groups, algorithm, kl)
+    step = combine(shared.in_order(ranks, [each.stats for each in of_ranks]), groups, algorithm, kl)
+    return replace(step, metrics=step.metrics | metrics)
+
+
+async def _process_rewards(
+    policy: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, beta: float
+) -> tuple[CentredRewards, dict[str, float]]:
+    """What becomes of the process rewards of a step, and its metrics."""
+    assert groups.sample_S is None, "preparation has refused programs"
+    ranks, outcomes = shared.assignment, groups.outcomes
+    inputs = shared.shard_refs([[each] for each in ranks], ("tokens_T", "mask_T", *PROCESS_FIELDS), [None] * len(ranks))
+    stats = shared.in_order(ranks, await policy.process_stats(inputs))
+    member_S = torch.ones_like(outcomes.truncated_S)
+    if algorithm.mask_truncated and not algorithm.masked_in_baseline:
+        member_S = ~outcomes.truncated_S
+    rewards = centred(stats, groups.group_S, outcomes.scores_S, member_S, beta=beta, config=algorithm)
+    return rewards, process_metrics(stats, groups.group_S, groups.batch.extra_S[OUTCOME], beta)
 
 
 def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController) -> StepAdvantages:

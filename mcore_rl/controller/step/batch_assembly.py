@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.rewards.score import Score
 from mcore_rl.types import TrainBatch
 
 
@@ -41,13 +43,18 @@ class StepBatch:
 
 
 def assemble(
-    episodes: Sequence[Episode], greedy: Sequence[float] | None = None, reward_keys: Sequence[str] = ()
+    episodes: Sequence[Episode],
+    greedy: Sequence[float] | None = None,
+    reward_keys: Sequence[str] = (),
+    *,
+    with_outcomes: bool = False,
 ) -> StepBatch:
     """Packs the tokens of all segments end to end; those of trained segments are trained.
 
     greedy: the reward of the greedy response to each group's prompt, by group number; None: the algorithm needs none.
     reward_keys: the parts of the score from which advantages are computed (``algorithm.gdpo_reward_keys``).
-    Raises ConfigError if a grader does not give one of ``reward_keys``.
+    with_outcomes: a role learns from outcomes (``Role.on_outcomes``).
+    Raises ConfigError if a grader does not give one of ``reward_keys``, or an outcome is not in [0, 1].
     """
     segments = [segment for episode in episodes for segment in episode.segments]
     tokens_T = np.concatenate([segment.tokens for segment in segments])
@@ -67,6 +74,7 @@ def assemble(
         routing_TLK=routing_TLK,
         unrouted_T=unrouted_T,
         pairs_S=_pairs(episodes),
+        extra_S={OUTCOME: _outcomes(episodes)} if with_outcomes else {},
     )
     groups = [episode.group for episode in episodes]
     return StepBatch(
@@ -81,6 +89,28 @@ def assemble(
             parts_SK=_parts(episodes, reward_keys) if reward_keys else None,
         ),
     )
+
+
+def _outcomes(episodes: Sequence[Episode]) -> Tensor:
+    """Whether each answer is right, 0 to 1, or its score without the overlong penalty if the grader does not say."""
+    values = [_outcome(each.graded) for each in episodes]
+    outside = {each.row.data_source: value for each, value in zip(episodes, values, strict=True) if not 0 <= value <= 1}
+    refuse_if_any(
+        [
+            Violation(
+                f"the outcome of {source}",
+                value,
+                "is not in [0, 1], and the process reward model learns the probability of a right answer",
+                "Let the grader answer with acc as well: docs/rewards.md",
+            )
+            for source, value in outside.items()
+        ]
+    )
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _outcome(score: Score) -> float:
+    return score.value - score.overlong if score.correct is None else score.correct
 
 
 def _parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:

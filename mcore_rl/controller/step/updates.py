@@ -119,27 +119,30 @@ async def score_role(
     temperature: float,
     router_replay: RouterReplay = RouterReplay.off,
 ) -> SequenceScores | None:
-    """Runs the scoring passes of ``role``, which fill the fields that it and its frozen copy make.
+    """Runs the scoring pass of ``role``, which fills the fields that it makes.
 
     group: the workers that it runs on.  temperature: of the sampling.  router_replay: of the policy; other roles, and
     frozen weights, have routers of their own and choose freely.  Returns sums per sequence; None if ``role`` makes no
     fields.
     """
-    scores = None
-    if role.makes:
-        scores = await score(
-            group,
-            shared,
-            role.makes[0],
-            temperature=temperature,
-            with_entropy="entropy_S" in role.makes,
-            snapshot=None if role.shares is None else role.snapshot,
-            replay=role.publishes,
-            record=role.publishes and router_replay is RouterReplay.r2,
-        )
+    if not role.makes:
+        return None
+    return await score(
+        group,
+        shared,
+        role.makes[0],
+        temperature=temperature,
+        with_entropy="entropy_S" in role.makes,
+        snapshot=None if role.shares is None else role.snapshot,
+        replay=role.publishes,
+        record=role.publishes and router_replay is RouterReplay.r2,
+    )
+
+
+async def score_copy(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> None:
+    """Runs the scoring pass of the frozen copy of ``role``, if it has one; see ``score_role``."""
     if role.copy_makes is not None:
         await score(group, shared, role.copy_makes, temperature=temperature, snapshot=role.snapshot)
-    return scores
 
 
 def fields_read(role: Role, rows: Sequence[Role]) -> tuple[str, ...]:

@@ -163,6 +163,7 @@ REFERENCES: dict[str, Reference] = {
     "dr_grpo": centred,
     "rloo": per_group(rloo_formula),
     "reinforce_plus_plus": lambda case, config: [backwards(row, config.gamma) for row in case.trained(case.rewards)],
+    "prime": lambda case, config: [backwards(row, config.gamma) for row in case.trained(case.rewards)],
     "reinforce_plus_plus_baseline": centred,
     "remax": remax_by_hand,
     "gpg": gpg_by_hand,
@@ -179,7 +180,7 @@ COMPARES = {
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline",
     "gpg", "opo", "lite_ppo", "gdpo", "best_of_n", "pass_at_k", "win_rate",
 }  # fmt: skip
-WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+WHITENED = {"gae", "prime", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
 def whitened_by_hand(case: Case, rows: Rows, estimator: str) -> Rows:
@@ -207,9 +208,11 @@ def expected(case: Case, config: AlgorithmConfig) -> list[float]:
 def test_every_estimator_has_its_formula_here() -> None:
     rows = estimators()
     assert set(rows) == set(REFERENCES)
-    assert {name for name, row in rows.items() if row.min_group > 1} == COMPARES
+    # What prime is given was compared before: tests/algorithms/test_process_rewards.py.
+    assert {name for name, row in rows.items() if row.min_group > 1} == COMPARES | {"prime"}
     assert {name for name, row in rows.items() if row.whitens} == WHITENED
-    assert {name for name, row in rows.items() if row.roles} == {"gae"} and rows["gae"].roles == ("critic",)
+    needs = {name: row.roles for name, row in rows.items() if row.roles}
+    assert needs == {"gae": ("critic",), "prime": ("process_reward",)}
     assert {name for name, row in rows.items() if row.greedy} == {"remax"}
     assert {name for name, row in rows.items() if row.parts} == {"gdpo"}
 
@@ -224,6 +227,8 @@ def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
     row.load()(given, config)
     if row.parts:  # the controller reads them, where it gathers the parts of the rewards
         read.add("gdpo_reward_keys")
+    if name == "prime":  # the controller reads them, where it compares
+        read |= {"process_coef", "outcome_coef", "process_norm"}
     assert {f"algorithm.{field}" for field in read} == row.reads
 
 

@@ -29,6 +29,7 @@ from mcore_rl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from mcore_rl.config.algorithm_registry import estimators
+from mcore_rl.config.roles import ProcessRewardConfig
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
@@ -56,10 +57,12 @@ class Found:
     metrics: dict[str, float]
 
 
-def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+def over_ranks(
+    groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int, process: ProcessRewardConfig | None = None
+) -> Found:
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
-    step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl))
+    step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl, process))
     made = ("advantages_T", "returns_T", "weights_T", "old_logprobs_T")
     fields = list(dict.fromkeys([*(name for name, _ in groups.batch.token_fields()), *made]))
     (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])

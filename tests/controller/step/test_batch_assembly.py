@@ -53,6 +53,21 @@ def test_a_greedy_score_goes_to_all_of_its_group() -> None:
     assert assembled.outcomes.greedy_S is not None and assembled.outcomes.greedy_S.tolist() == [0.25, 0.25, 0.75]
 
 
+def test_outcomes_are_whether_the_answer_is_right_without_the_overlong_penalty() -> None:
+    scores = [Score(5.0, correct=1.0), Score(-0.25, {"overlong": -0.5}), Score(0.5, error="hung")]
+    episodes = [answered(0, score, index=index) for index, score in enumerate(scores)]
+    assembled = assemble(episodes, with_outcomes=True)
+    assert {name: x_S.tolist() for name, x_S in assembled.batch.extra_S.items()} == {"outcome_S": [1.0, 0.25, 0.5]}
+    assert assembled.outcomes.scores_S.tolist() == [5.0, -0.25, 0.5]
+    assert assemble(episodes).batch.extra_S == {}
+
+
+def test_an_outcome_that_is_no_probability_is_refused() -> None:
+    episodes = [answered(0, Score(1.0)), answered(0, Score(5.0), index=1)]
+    with pytest.raises(ConfigError, match=r"(?s)=5\.0: is not in \[0, 1\].*Let the grader answer with acc"):
+        assemble(episodes, with_outcomes=True)
+
+
 def test_of_a_conversation_the_model_s_turns_are_trained() -> None:
     assembled = assemble([conversation(0, TURNS, Score(3.0)), answered(1, Score(0.5), (4,), (15,), group=1)])
     batch = assembled.batch
