@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct
+from mcore_rl.algorithms.distillation import TEACHER_LOGPROBS, reverse_kl
 from mcore_rl.algorithms.kl import penalty
 from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
@@ -52,6 +53,7 @@ class TokenAdvantages:
 
     mask_T: bool, trained tokens.
     advantages_T: those of an estimator of ``Scope.token``, not yet whitened; None if the estimator has another scope.
+    teacher_advantages_T: what a teacher adds to the final advantages; None without a teacher.
     returns_T: the critic's targets; None without a critic.
     weights_T: the factor of the policy loss, not yet divided by the mean weight; None is 1 everywhere.
     old_logprobs_T: with ``off_policy=bypass``, the sampler's; None: keep those of the batch.
@@ -59,6 +61,7 @@ class TokenAdvantages:
 
     mask_T: Tensor
     advantages_T: Tensor | None
+    teacher_advantages_T: Tensor | None
     returns_T: Tensor | None
     weights_T: Tensor | None
     old_logprobs_T: Tensor | None
@@ -76,6 +79,7 @@ class SequenceStats(SentAsArrays):
     kl_S: the sum of the KL in the reward over ``responses_S`` tokens, float64, nats; None if there is no such KL.
     logprobs_S: the sum of the old log-probs over ``counts_S`` tokens, float64, nats; None without old log-probs.
     advantages: statistics of the raw advantages of an estimator of ``Scope.token``; None for another scope.
+    reverse_kl: statistics of ``log p_old - log p_teacher``, nats; None without a teacher.
     returns_S, values_S: sums over ``counts_S`` tokens, float64; None without a critic.
     correction: for ``correction_metrics``; None without the trainer's log-probs.
     """
@@ -88,6 +92,7 @@ class SequenceStats(SentAsArrays):
     kl_S: Tensor | None
     logprobs_S: Tensor | None
     advantages: Spreads | None
+    reverse_kl: Spreads | None
     returns_S: Tensor | None
     values_S: Tensor | None
     correction: CorrectionSums | None
@@ -98,8 +103,8 @@ def compute_advantages(
 ) -> tuple[TokenAdvantages, SequenceStats]:
     """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
-    batch: has rollout log-probs, and if the run has them turn rewards, values and reference log-probs.  It has old
-    log-probs if the step has a pass for them (``config/old_logprobs.py``).
+    batch: has rollout log-probs, and if the run has them turn rewards, values, and log-probs of reference and teacher.
+    It has old log-probs if the step has a pass for them (``config/old_logprobs.py``).
     outcomes: of the same sequences.
     kl_coef: the coefficient of the KL in the reward in this step.
     """
@@ -130,6 +135,10 @@ def compute_advantages(
     correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
+    distance_T = None
+    if algorithm.distill.coef:
+        assert old_T is not None, "the teacher is compared with the policy before the step"
+        distance_T = reverse_kl(old_T, batch.extra_T[TEACHER_LOGPROBS], trained.mask_T)
 
     def sums(x_T: Tensor) -> Tensor:
         return sequence_sums(trained.gather(x_T).double(), counts_S)
@@ -143,6 +152,7 @@ def compute_advantages(
         kl_S=None if kl_T is None else sequence_sums(kl_T.double(), batch.lengths_S),
         logprobs_S=None if old_T is None else sums(old_T),
         advantages=None if raw_T is None else Spreads.of(trained.gather(raw_T), counts_S),
+        reverse_kl=None if distance_T is None else Spreads.of(trained.gather(distance_T), counts_S),
         returns_S=None if returns_T is None else sums(returns_T),
         values_S=None if batch.old_values_T is None else sums(batch.old_values_T),
         correction=None if correction is None else correction.sums,
@@ -150,6 +160,7 @@ def compute_advantages(
     of_tokens = TokenAdvantages(
         mask_T=mask_T,
         advantages_T=raw_T,
+        teacher_advantages_T=None if distance_T is None else distance_T * -algorithm.distill.coef,
         returns_T=returns_T,
         weights_T=None if correction is None else correction.weights_T,
         old_logprobs_T=bypassed_T,

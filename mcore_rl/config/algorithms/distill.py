@@ -1,0 +1,30 @@
+"""On-policy distillation: a frozen teacher scores the tokens that the policy draws (arXiv:2306.08543, 2306.13649)."""
+
+from __future__ import annotations
+
+from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
+from mcore_rl.config.algorithms.rloo import POLICY_GRADIENT
+from mcore_rl.config.roles import LossAggregation
+
+COOKBOOK = "tinker-cookbook, recipes/distillation/on_policy_distillation.py"
+
+NO_REWARD = Estimator(
+    name="none",
+    function="mcore_rl.algorithms.advantages.none:none",
+    scope=Scope.sequence,
+    formula="0: nothing is learnt from the reward",
+    paper="Thinking Machines, On-policy distillation (2025)",
+    refuses_kl="learns from no reward, a KL in it included",
+)
+
+DISTILL = Algorithm(
+    name="distill",
+    title="On-policy distillation",
+    about="a frozen teacher scores each token that the policy draws; the reward is measured and not learnt from; no KL",
+    paper="arXiv:2306.08543, 2306.13649; Thinking Machines, On-policy distillation (2025)",
+    advantages=NO_REWARD,
+    loss=POLICY_GRADIENT,
+    aggregation=Sourced(LossAggregation.token_mean, f"{COOKBOOK}: a sum over tokens, here over their number"),
+    samples=Sourced(4, f"{COOKBOOK}: group_size"),
+    teacher=Sourced(1.0, f"{COOKBOOK}: kl_penalty_coef"),
+)
