@@ -204,7 +204,7 @@ def _of_role(role: Role) -> Iterator[Switch]:
     needed_by = [each.name for each in estimators().values() if name in each.roles]
     remedy = f"{role.weights}=DIR" if role.on_request else f"{ESTIMATOR_KEY}={' or '.join(needed_by)}"
     if name == TEACHER:
-        remedy = "algorithm=distill, or algorithm.distill.coef=1 beside another algorithm"
+        remedy = "algorithm.distill.coef=1"
     if not role.publishes:
         yield Switch((f"{name}.",), lambda run: name in run.roles, f"there is no {name}", remedy)
     yield Switch(

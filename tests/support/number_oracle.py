@@ -87,6 +87,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "actor.ppo_kl_coef": COEFFICIENT,
     "actor.tau_neg": POSITIVE,
     "actor.tau_pos": POSITIVE,
+    "algorithm.distill.coef": COEFFICIENT,
     "algorithm.filter_groups.max_num_gen_batches": COUNT,
     "algorithm.gamma": SHARE,
     "algorithm.gdpo_reward_weights": (("[nan]", "[inf]"), ("[1,0.5]", "1")),
@@ -187,6 +188,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.watchdog.least_s": SECONDS_OR_0,
     "trainer.watchdog.limit_s": SECONDS_OR_0,
     **{f"{role}.{key}": values for role in ("actor", "critic") for key, values in (ROLE | TRAINED).items()},
+    **{f"teacher.{key}": values for key, values in ROLE.items()},
     **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
     **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},
 }
