@@ -43,9 +43,9 @@ def vocabulary_difference(tokenizer: PreTrainedTokenizerBase, path: str | Path) 
     if ours == theirs:
         return None
     wrong = {name for name, _ in ours.items() ^ theirs.items()}
-    first = min(wrong, key=lambda name: min(each[name] for each in (ours, theirs) if name in each))
+    first = min(wrong, key=lambda name: ours[name] if name in ours else theirs[name])
     here, there = (str(each.get(first, "none")) for each in (ours, theirs))
-    return f"{len(wrong):,} tokens have other numbers, the first {first!r}: {there} there, and {here} here"
+    return f"the numbers of {len(wrong):,} tokens differ, first of {first!r}: {there} there, and {here} here"
 
 
 def _read(directory: Path) -> PreTrainedTokenizerBase:
