@@ -112,7 +112,8 @@ def compare_modes(
     """Every mode on the splits of the run's nodes, each with the layouts of its own with which it is fastest.
 
     lengths: None: lognormal, with the mean that the plan assumes.  others: as in ``plan``.
-    modes: of separate devices.  searches: beyond ``splits_of``, look for the fastest split of each mode, to a 32nd of the nodes.  steps, seed: see ``simulate``.
+    modes: of separate devices.  searches: beyond ``splits_of``, look for the fastest split of each mode, to a 32nd of
+    the nodes.  steps, seed: see ``simulate``.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     longest = run.data.max_response_length
