@@ -130,18 +130,3 @@ def test_a_run_goes_on_bit_for_bit(task: Path, whole: Observed, tmp_path: Path) 
     ours, theirs = whole.tensors(STEPS, "actor"), resumed.tensors(STEPS, "actor")
     assert ours.keys() == theirs.keys() and len(ours) > 20
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_teacher_of_other_tokens_is_refused_before_anything_starts(task: Path, tmp_path: Path) -> None:
-    """Of the same size, with two tokens exchanged."""
-    other = tmp_path / "other"
-    shutil.copytree(task / "teacher", other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = sorted(vocabulary, key=vocabulary.get)[40:42]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    done = command("train", *run_task.overrides(task, tmp_path / "never", f"teacher.path={other}", *SETTINGS))
-    assert done.returncode == 2, done.stderr
-    assert f"teacher.path={other}: the numbers of 2 tokens differ, first of {first!r}: " in done.stderr
-    assert "Name a model with the policy's tokenizer" in done.stderr and not (tmp_path / "never").exists()

@@ -14,7 +14,7 @@ NO_REWARD = Estimator(
     scope=Scope.sequence,
     formula="0: nothing is learnt from the reward",
     paper="Thinking Machines, On-policy distillation (2025)",
-    refuses_kl="learns from no reward, a KL in it included",
+    refuses_kl="reads no reward, so that a KL in it would do nothing",
 )
 
 DISTILL = Algorithm(

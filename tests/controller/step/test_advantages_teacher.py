@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -18,28 +19,34 @@ from mcore_rl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from mcore_rl.config.algorithm_registry import estimators
+from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import StepBatch
+from mcore_rl.controller.step.updates import send
 from mcore_rl.types import TrainBatch
 from tests.controller.step.test_advantages import KL, LENGTHS, MASK, OLD, ROLLOUT, advantages, as_bits, over_ranks
 from tests.controller.step.test_advantages import Found as Estimated
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
+from tests.support.in_process_group import InProcessGroup
 
 NAN = float("nan")
 TEACHER = torch.tensor([NAN, NAN, -1.5, -1.0, NAN, NAN, -3.0])  # of prompts nothing may be read
 DISTANCES = [0.5, -1.0, 2.0]  # OLD - TEACHER at the three trained tokens
 
 
-def step_of(algorithm: AlgorithmConfig, **changes: torch.Tensor) -> Estimated:
+def step_batch(**changes: torch.Tensor) -> StepBatch:
     batch = TrainBatch(
         lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT, old_logprobs_T=OLD,
         extra_T={TEACHER_LOGPROBS: TEACHER},
     )  # fmt: skip
     outcomes = Outcomes(scores_S=torch.tensor([1.0, 0.0]), truncated_S=torch.tensor([False, True]))
-    groups = StepBatch(
+    return StepBatch(
         episodes=(), batch=replace(batch, **changes), group_S=torch.tensor([0, 0]), outcomes=outcomes
     )  # fmt: skip
-    return over_ranks(groups, algorithm, KlController(algorithm.kl_ctrl), 2)
+
+
+def step_of(algorithm: AlgorithmConfig, **changes: torch.Tensor) -> Estimated:
+    return over_ranks(step_batch(**changes), algorithm, KlController(algorithm.kl_ctrl), 2)
 
 
 def test_a_teacher_alone() -> None:
@@ -55,6 +62,16 @@ def test_a_teacher_beside_the_reward() -> None:
     step = step_of(AlgorithmConfig(adv_estimator="rloo", distill=DistillConfig(coef=0.5)))
     assert advantages(step) == [1 - 0.25, 1 + 0.5, -1 - 1.0]
     assert step.metrics["advantage/max"] == 1.0, "the estimator's"
+
+
+def test_the_mean_of_a_step_is_that_of_both_parts() -> None:
+    """By which tokens are selected (algorithms/selection.py)."""
+    algorithm = AlgorithmConfig(adv_estimator="raft", distill=DistillConfig(coef=0.5))
+    groups = step_batch()
+    shared = send(InProcessGroup(2), groups.batch, [range(2)])
+    step = asyncio.run(estimate_step(InProcessGroup(2), shared, groups, algorithm, KlController(KL)))
+    assert step.mean_advantage == pytest.approx((2 * 1 - 0.5 * sum(DISTANCES)) / 3)
+    assert step.metrics["advantage/mean"] == pytest.approx(2 / 3)
 
 
 def test_what_is_not_trained_is_not_compared() -> None:
