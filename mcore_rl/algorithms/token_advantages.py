@@ -14,12 +14,13 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct
-from mcore_rl.algorithms.distillation import TEACHER_LOGPROBS, reverse_kl
-from mcore_rl.algorithms.kl import penalty
+from mcore_rl.algorithms.kl import kl_k1, penalty
 from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.types import SentAsArrays, TrainBatch
+
+TEACHER_LOGPROBS = "teacher_logprobs_T"  # the field that the role ``teacher`` makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class TokenAdvantages:
 
     mask_T: bool, trained tokens.
     advantages_T: those of an estimator of ``Scope.token``, not yet whitened; None if the estimator has another scope.
-    teacher_advantages_T: what a teacher adds to the final advantages; None without a teacher.
+    teacher_advantages_T: what a teacher adds to the final advantages (``config/algorithms/distill.py``); None without
+    a teacher.
     returns_T: the critic's targets; None without a critic.
     weights_T: the factor of the policy loss, not yet divided by the mean weight; None is 1 everywhere.
     old_logprobs_T: with ``off_policy=bypass``, the sampler's; None: keep those of the batch.
@@ -138,7 +140,7 @@ def compute_advantages(
     distance_T = None
     if algorithm.distill.coef:
         assert old_T is not None, "the teacher is compared with the policy before the step"
-        distance_T = reverse_kl(old_T, batch.extra_T[TEACHER_LOGPROBS], trained.mask_T)
+        distance_T = kl_k1(old_T, batch.extra_T[TEACHER_LOGPROBS])
 
     def sums(x_T: Tensor) -> Tensor:
         return sequence_sums(trained.gather(x_T).double(), counts_S)

@@ -108,7 +108,7 @@ def final_advantages(
     raw_T: from ``token_advantages``; None with an estimator of ``Scope.sequence``.
     advantages_S, whitening: from ``BatchAdvantages``, for the sequences at hand.
     mask_T, lengths: trained tokens, and tokens per sequence, of the same sequences.
-    teacher_T: a teacher's part (``algorithms/distillation.py``), which is added to what the estimator gives as it is.
+    teacher_T: a teacher's part, which is added to what the estimator gives as it is; None without a teacher.
     """
     if advantages_S is not None:
         advantages_T = at_tokens(advantages_S, lengths)

@@ -1,4 +1,11 @@
-"""On-policy distillation: a frozen teacher scores the tokens that the policy draws (arXiv:2306.08543, 2306.13649)."""
+"""On-policy distillation: a frozen teacher scores the tokens that the policy draws.
+
+The policy minimizes ``KL(policy || teacher)`` of its own samples: MiniLLM (arXiv:2306.08543), and GKD with the reverse
+KL (arXiv:2306.13649).  Of a token that the policy drew, ``log p_policy - log p_teacher`` is an unbiased estimate of
+that KL given the tokens before it, and its negative is the token's advantage: the policy gradient of these advantages
+is, in expectation, that of the KL at each token (Thinking Machines, "On-policy distillation", 2025).  What a token does
+to the KL of later ones is left out, as there and in arXiv:2306.13649, which stops the gradient at the samples.
+"""
 
 from __future__ import annotations
 

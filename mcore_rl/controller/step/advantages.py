@@ -13,9 +13,8 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
 from mcore_rl.algorithms.correction import correction_metrics, mean_weight
-from mcore_rl.algorithms.distillation import TEACHER_LOGPROBS
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.token_advantages import SequenceStats
+from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, SequenceStats
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch

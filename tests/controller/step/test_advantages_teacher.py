@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.algorithms.distillation import TEACHER_LOGPROBS
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.token_advantages import Outcomes
+from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes
 from mcore_rl.config.algorithm import (
     AlgorithmConfig,
     CorrectionMode,

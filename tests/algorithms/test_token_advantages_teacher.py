@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.advantages.estimation import estimate
-from mcore_rl.algorithms.distillation import TEACHER_LOGPROBS, reverse_kl
+from mcore_rl.algorithms.kl import kl_k1
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
-from mcore_rl.algorithms.token_advantages import Outcomes, SequenceStats, compute_advantages
+from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, SequenceStats, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, OffPolicy
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.types import TrainBatch
@@ -137,7 +137,7 @@ def test_in_expectation_the_policy_gradient_is_that_of_the_reverse_kl() -> None:
     ]
     logits_V.requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
-    advantages_V = -reverse_kl(logprobs_V.detach(), teacher_V, torch.ones(7, dtype=torch.bool))
+    advantages_V = -kl_k1(logprobs_V.detach(), teacher_V)
     (logprobs_V.exp().detach() * -advantages_V * logprobs_V).sum().backward()
     assert logits_V.grad is not None
     torch.testing.assert_close(logits_V.grad, torch.tensor(by_differences, dtype=torch.float64), atol=1e-9, rtol=1e-7)
