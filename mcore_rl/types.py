@@ -35,6 +35,7 @@ class TrainBatch:
         the sampler's are ``NOT_DRAWN`` at trained tokens that it did not draw.
     turn_rewards_T: what a turn earned by itself, at its last token and 0 elsewhere; None where no turn did.
     advantages_T, returns_T, old_values_T: what the actor and the critic are trained with, and what the critic said.
+    teacher_advantages_T: a teacher's part of the advantages, until ``step_numbers.finish`` adds it to the others.
     weights_T: what the policy loss of each token is multiplied by (importance correction).
     selection_T: how far a token's key is above the least that is selected, so not negative where the token is
         (``algorithms/selection.py``).
@@ -55,6 +56,7 @@ class TrainBatch:
     rollout_logprobs_T: Tensor | None = None
     turn_rewards_T: Tensor | None = None
     advantages_T: Tensor | None = None
+    teacher_advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None
     weights_T: Tensor | None = None

@@ -21,7 +21,7 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.recipe import PublishedConfig, RecipeConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.plan import Plan, plan
-from mcore_rl.planning.recipes import num_steps, recipe_model
+from mcore_rl.planning.recipes import num_steps, other_models, recipe_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "baselines.md"
@@ -118,7 +118,7 @@ def planned(name: str) -> tuple[Plan, int]:
     """The plan of a recipe on its own cluster, and its steps."""
     run = recipe(name)
     model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
-    made = plan(run, model, cluster)
+    made = plan(run, model, cluster, other_models(run))
     return made, num_steps(run)
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
-from mcore_rl.algorithms.kl import penalty
+from mcore_rl.algorithms.kl import kl_k1, penalty
 from mcore_rl.algorithms.process_rewards import CentredRewards, centred_rewards
 from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.types import SentAsArrays, TrainBatch
+
+TEACHER_LOGPROBS = "teacher_logprobs_T"  # the field that the role ``teacher`` makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class TokenAdvantages:
 
     mask_T: bool, trained tokens.
     advantages_T: those of an estimator of ``Scope.token``, not yet whitened; None if the estimator has another scope.
+    teacher_advantages_T: what a teacher adds to the final advantages (``config/algorithms/distill.py``); None without
+    a teacher.
     returns_T: the critic's targets; None without a critic.
     weights_T: the factor of the policy loss, not yet divided by the mean weight; None is 1 everywhere.
     old_logprobs_T: with ``off_policy=bypass``, the sampler's; None: keep those of the batch.
@@ -66,6 +70,7 @@ class TokenAdvantages:
 
     mask_T: Tensor
     advantages_T: Tensor | None
+    teacher_advantages_T: Tensor | None
     returns_T: Tensor | None
     weights_T: Tensor | None
     old_logprobs_T: Tensor | None
@@ -83,6 +88,7 @@ class SequenceStats(SentAsArrays):
     kl_S: the sum of the KL in the reward over ``responses_S`` tokens, float64, nats; None if there is no such KL.
     logprobs_S: the sum of the old log-probs over ``counts_S`` tokens, float64, nats; None without old log-probs.
     advantages: statistics of the raw advantages of an estimator of ``Scope.token``; None for another scope.
+    reverse_kl: statistics of ``log p_old - log p_teacher``, nats; None without a teacher.
     returns_S, values_S: sums over ``counts_S`` tokens, float64; None without a critic.
     correction: for ``correction_metrics``; None without the trainer's log-probs.
     """
@@ -95,6 +101,7 @@ class SequenceStats(SentAsArrays):
     kl_S: Tensor | None
     logprobs_S: Tensor | None
     advantages: Spreads | None
+    reverse_kl: Spreads | None
     returns_S: Tensor | None
     values_S: Tensor | None
     correction: CorrectionSums | None
@@ -105,7 +112,7 @@ def compute_advantages(
 ) -> tuple[TokenAdvantages, SequenceStats]:
     """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
-    batch: has rollout log-probs, and if the run has them turn rewards, values, reference log-probs, and those of a
+    batch: has rollout log-probs, and if the run has them turn rewards, values, and log-probs of reference, teacher and
     process reward model.  It has old log-probs if the step has a pass for them (``config/old_logprobs.py``).
     outcomes: of the same sequences.
     kl_coef: the coefficient of the KL in the reward in this step.
@@ -139,6 +146,10 @@ def compute_advantages(
     correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
+    distance_T = None
+    if algorithm.distill.coef:
+        assert old_T is not None, "the teacher is compared with the policy before the step"
+        distance_T = kl_k1(old_T, batch.extra_T[TEACHER_LOGPROBS])
 
     def sums(x_T: Tensor) -> Tensor:
         return sequence_sums(trained.gather(x_T).double(), counts_S)
@@ -152,6 +163,7 @@ def compute_advantages(
         kl_S=None if kl_T is None else sequence_sums(kl_T.double(), batch.lengths_S),
         logprobs_S=None if old_T is None else sums(old_T),
         advantages=None if raw_T is None else Spreads.of(trained.gather(raw_T), counts_S),
+        reverse_kl=None if distance_T is None else Spreads.of(trained.gather(distance_T), counts_S),
         returns_S=None if returns_T is None else sums(returns_T),
         values_S=None if batch.old_values_T is None else sums(batch.old_values_T),
         correction=None if correction is None else correction.sums,
@@ -159,6 +171,7 @@ def compute_advantages(
     of_tokens = TokenAdvantages(
         mask_T=mask_T,
         advantages_T=raw_T,
+        teacher_advantages_T=None if distance_T is None else distance_T * -algorithm.distill.coef,
         returns_T=returns_T,
         weights_T=None if correction is None else correction.weights_T,
         old_logprobs_T=bypassed_T,

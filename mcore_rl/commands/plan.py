@@ -39,7 +39,7 @@ from mcore_rl.planning.lengths import Lengths, Lognormal, recorded_lengths
 from mcore_rl.planning.mode_tables import mode_tables, mode_values
 from mcore_rl.planning.modes import compare_modes
 from mcore_rl.planning.plan import Plan, plan
-from mcore_rl.planning.recipes import run_model
+from mcore_rl.planning.recipes import other_models, run_model
 from mcore_rl.planning.search import Found, refusal, search
 from mcore_rl.planning.tables import measured_lines, plan_page, plan_tables, plan_values, search_tables, search_values
 
@@ -89,7 +89,7 @@ def searched(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
-    result = search(run, run_model(run), cluster, limit=options.limit)
+    result = search(run, run_model(run), cluster, other_models(run), limit=options.limit)
     console = Console()
     console.print(search_tables(result))
     if not result.best:
@@ -127,7 +127,8 @@ def compared(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
     refuse_if_any(wrong)
     assert isinstance(run, RunConfig)
     lengths = lengths_of(options, run.data.max_response_length)
-    result = compare_modes(run, run_model(run), cluster, lengths, searches=options.search)
+    others = other_models(run)
+    result = compare_modes(run, run_model(run), cluster, lengths, others=others, searches=options.search)
     if not result.rows:
         raise ConfigError([Violation("--modes", "", "no layout fits: " + "; ".join(result.refused), "Take more nodes")])
     Console().print(mode_tables(result))
@@ -147,10 +148,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([Violation("--lengths", options.lengths, "is read by --modes alone", "Write --modes, too")])
     if options.search:
         return searched(options, planned_run, cluster)
-    model = run_model(planned_run)
-    planned = plan(planned_run, model, cluster)
+    model, others = run_model(planned_run), other_models(planned_run)
+    planned = plan(planned_run, model, cluster, others)
     Console().print(plan_tables(planned))
     write(options, planned, None)
     if planned.fits:
         return 0
-    raise refusal(planned, planned_run, model, cluster)
+    raise refusal(planned, planned_run, model, cluster, others)

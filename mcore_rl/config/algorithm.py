@@ -197,6 +197,17 @@ class FilterGroupsConfig:
 
 
 @dataclass(kw_only=True)
+class DistillConfig:
+    """On-policy distillation: the policy learns from a frozen teacher, ``teacher.*``, on samples of its own.
+
+    coef: ``coef * (log p_teacher - log p_policy)`` of the token drawn is added to its advantage; 0: there is no teacher
+    (arXiv:2306.08543, 2306.13649).
+    """
+
+    coef: NonNegativeFloat = 0.0
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     """Advantages, KL, and samples that another policy drew.
 
@@ -227,6 +238,7 @@ class AlgorithmConfig:
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     off_policy: OffPolicy = OffPolicy.recompute
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     mask_truncated: bool = False
     masked_in_baseline: bool = True

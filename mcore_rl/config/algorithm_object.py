@@ -22,7 +22,7 @@ from mcore_rl.config.roles import LossAggregation
 
 T = TypeVar("T")
 Function = str | Callable[..., Any]
-ACTOR, CRITIC, REFERENCE, PROCESS_REWARD = "actor", "critic", "reference", "process_reward"
+ACTOR, CRITIC, REFERENCE, TEACHER, PROCESS_REWARD = "actor", "critic", "reference", "teacher", "process_reward"
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ class Algorithm:
     aggregation: the value of ``actor.loss_agg_mode``.
     samples: the value of ``rollout.n``.
     kl: whether the KL to the reference is in the reward or in the loss; None: there is no KL and no reference.
+    teacher: the coefficient of a teacher's part of the advantages; None: there is no teacher.
     settings: further dotted keys and their values.
     """
 
@@ -200,12 +201,14 @@ class Algorithm:
     aggregation: Sourced[LossAggregation]
     samples: Sourced[int]
     kl: InReward | InLoss | None = None
+    teacher: Sourced[float] | None = None
     settings: Mapping[str, Sourced[Any]] = field(default_factory=dict)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles that a run of it builds, by name."""
-        return (ACTOR, *self.advantages.roles, *([REFERENCE] if self.kl or self.loss.pairs else []))
+        more = [*([REFERENCE] if self.kl or self.loss.pairs else []), *([TEACHER] if self.teacher else [])]
+        return (ACTOR, *self.advantages.roles, *more)
 
     def all_settings(self) -> dict[str, Sourced[Any]]:
         """Every dotted key that the algorithm sets; a value may be an interpolation of another key."""
@@ -220,6 +223,8 @@ class Algorithm:
             settings["actor.ppo_mini_batch_size"] = Sourced("${data.train_batch_size}", source)
         if self.kl is not None:
             settings |= self.kl.settings()
+        if self.teacher is not None:
+            settings["algorithm.distill.coef"] = self.teacher
         return settings | dict(self.settings)
 
 

@@ -34,6 +34,7 @@ class RecipeConfig:
 
     title: one line for a table.
     checkpoint: the name of its model in ``model_configs/``; "" is none, and the planner skips the recipe.
+    checkpoints: the same of roles with models of their own, by role: ``{teacher: NAME}``.
     cluster: the name in ``launch/clusters`` for which the layout was chosen.
     datasets: the data sets that ``mcore-rl prepare`` writes for it.
     published: the result that it reproduces.
@@ -41,6 +42,7 @@ class RecipeConfig:
 
     title: str = ""
     checkpoint: str = ""
+    checkpoints: dict[str, str] = field(default_factory=dict)
     cluster: str = ""
     datasets: list[str] = field(default_factory=list)
     published: PublishedConfig = field(default_factory=PublishedConfig)

@@ -7,7 +7,7 @@ its share of the plan and its metrics.  A trained role also needs a loss functio
 from __future__ import annotations
 
 from mcore_rl.config.role import Head, Never, Role
-from mcore_rl.config.roles import ActorConfig, CriticConfig, ProcessRewardConfig
+from mcore_rl.config.roles import ActorConfig, CriticConfig, FrozenModelConfig, ProcessRewardConfig
 
 ROLES: dict[str, Role] = {
     role.name: role
@@ -24,6 +24,7 @@ ROLES: dict[str, Role] = {
                 "old_logprobs_T",
                 "ref_logprobs_T",
                 "advantages_T",
+                "teacher_advantages_T",
                 "weights_T",
                 "selection_T",
                 "routing_TLK",
@@ -39,6 +40,14 @@ ROLES: dict[str, Role] = {
             makes=("ref_logprobs_T",),
             moves=Never(),
             phase="reference",
+        ),
+        Role(
+            name="teacher",
+            head=Head.lm,
+            weights="teacher.path",
+            config=FrozenModelConfig,
+            makes=("teacher_logprobs_T",),
+            phase="teacher",
         ),
         Role(
             name="critic",

@@ -12,7 +12,7 @@ from functools import partial
 from math import isqrt
 
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy, algorithm_violations
-from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
+from mcore_rl.config.algorithm_object import ACTOR, REFERENCE, TEACHER
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.asynchrony import AsyncConfig, mode_violations, trains_stale
 from mcore_rl.config.bounds import CrossCheck, check
@@ -62,6 +62,7 @@ class RunConfig(RoleGroups, Composed):
         in_loss = trains_pairs(self) and self.actor.preference.row.reference
         refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or in_loss
         needed = {ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else [])}
+        needed |= {TEACHER} if self.algorithm.distill.coef else set()
         return tuple(
             name for name, role in ROLES.items() if name in needed or (role.on_request and self.has_weights(role))
         )
@@ -110,6 +111,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _parts_violations,
         _kl_in_reward_violations,
         _pass_k_violations,
+        _teacher_violations,
         _warmup_violations,
         _schedule_violations,
         _loss_violations,
@@ -289,6 +291,15 @@ def _pass_k_violations(run: RunConfig) -> list[Violation]:
     if "algorithm.pass_k" not in estimator(run.algorithm.adv_estimator).reads or k <= n:
         return []
     return [Violation("algorithm.pass_k", k, f"is more than rollout.n={n}", f"Write {n} or less, or rollout.n={k}")]
+
+
+def _teacher_violations(run: RunConfig) -> list[Violation]:
+    """Refuses to distill from nobody; ``weights_of`` would answer with the policy's own first weights."""
+    if TEACHER not in run.roles or run.has_weights(ROLES[TEACHER]):
+        return []
+    problem = f"is not set, and algorithm.distill.coef={run.algorithm.distill.coef:g} learns from a teacher"
+    remedy = "Write teacher.path=DIR, or to stay near the policy's first weights algorithm.use_kl_in_reward=true"
+    return [Violation("teacher.path", None, problem, remedy)]
 
 
 def _share_violations(run: RunConfig) -> list[Violation]:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
-from mcore_rl.config.algorithm_object import REFERENCE, Estimator, PolicyLoss, Scope
+from mcore_rl.config.algorithm_object import REFERENCE, TEACHER, Estimator, PolicyLoss, Scope
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
     LOSS_KEY,
@@ -239,6 +239,8 @@ def _of_role(role: Role) -> Iterator[Switch]:
     name = role.name
     needed_by = [each.name for each in estimators().values() if name in each.roles]
     remedy = f"{role.weights}=DIR" if role.on_request else f"{ESTIMATOR_KEY}={' or '.join(needed_by)}"
+    if name == TEACHER:
+        remedy = "algorithm.distill.coef=1"
     if not role.publishes:
         yield Switch((f"{name}.",), lambda run: name in run.roles, f"there is no {name}", remedy)
     yield Switch(

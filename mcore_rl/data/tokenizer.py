@@ -26,6 +26,29 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
     tokenizer, no chat template, no eos token, no pad token.  Each names the file and the remedy.
     """
     directory = Path(path).expanduser()
+    tokenizer = _read(directory)
+    problems = _problems(tokenizer, trained)
+    if problems:
+        raise DataError(f"{TITLE} {directory}", problems)
+    return tokenizer
+
+
+def vocabulary_difference(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> str | None:
+    """How the tokens of the Hugging Face directory ``path`` differ from those of ``tokenizer``; None: not at all.
+
+    A number must mean the same text to both.  Merges, templates and the vocabulary's padding may differ, since tokens
+    are scored there and no text is read.  Raises DataError if ``path`` has no tokenizer that can be read.
+    """
+    ours, theirs = tokenizer.get_vocab(), _read(Path(path).expanduser()).get_vocab()
+    if ours == theirs:
+        return None
+    wrong = {name for name, _ in ours.items() ^ theirs.items()}
+    first = min(wrong, key=lambda name: ours[name] if name in ours else theirs[name])
+    here, there = (str(each.get(first, "none")) for each in (ours, theirs))
+    return f"the numbers of {len(wrong):,} tokens differ, first of {first!r}: {there} there, and {here} here"
+
+
+def _read(directory: Path) -> PreTrainedTokenizerBase:
     title = f"{TITLE} {directory}"
     if not directory.is_dir():
         raise DataError(title, ["is no directory. Name one of a Hugging Face checkpoint (model.tokenizer_path)"])
@@ -37,9 +60,6 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
     except Exception as error:  # the tokenizers library raises plain Exceptions for broken files
         problem = f"the files cannot be read: {type(error).__name__}: {error}"
         raise DataError(title, [f"{problem}. Copy the tokenizer's files from the model again"]) from error
-    problems = _problems(tokenizer, trained)
-    if problems:
-        raise DataError(title, problems)
     return tokenizer
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.doctor.checks import CLUSTER, RECIPE, Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.recipes import run_model
+from mcore_rl.planning.recipes import other_models, run_model
 from mcore_rl.planning.tables import short_line
 
 
@@ -23,7 +23,8 @@ def measured_cluster(subject: Subject) -> ClusterConfig:
 
 def _recipe(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     assert subject.recipe is not None
-    planned = plan(subject.recipe, run_model(subject.recipe), measured_cluster(subject))
+    run = subject.recipe
+    planned = plan(run, run_model(run), measured_cluster(subject), other_models(run))
     yield Diagnosis(
         check="recipe",
         verdict=Verdict.PASS if planned.fits else Verdict.FAIL,

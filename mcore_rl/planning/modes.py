@@ -26,7 +26,7 @@ from mcore_rl.planning.overheads import (
     ProcessMemory,
 )
 from mcore_rl.planning.plan import role_plan
-from mcore_rl.planning.search import Candidate, fastest_by_rollout
+from mcore_rl.planning.search import NONE, Candidate, Others, fastest_by_rollout
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, serving
 from mcore_rl.planning.simulated_engine import EngineCosts
 from mcore_rl.planning.simulation import (
@@ -106,17 +106,19 @@ def splits_of(nodes: int) -> tuple[int, ...]:
 
 def compare_modes(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths | None = None, *,
-    modes: Sequence[SimulatedMode] = SEPARATE_MODES, searches: bool = False, steps: int = 8, seed: int = 0,
+    others: Others = NONE, modes: Sequence[SimulatedMode] = SEPARATE_MODES, searches: bool = False, steps: int = 8,
+    seed: int = 0,
 ) -> ModesResult:  # fmt: skip
     """Every mode on the splits of the run's nodes, each with the layouts of its own with which it is fastest.
 
-    lengths: None: lognormal, with the mean that the plan assumes.  modes: of separate devices.  searches: beyond
-    ``splits_of``, look for the fastest split of each mode, to a 32nd of the nodes.  steps, seed: see ``simulate``.
+    lengths: None: lognormal, with the mean that the plan assumes.  others: as in ``plan``.
+    modes: of separate devices.  searches: beyond ``splits_of``, look for the fastest split of each mode, to a 32nd of
+    the nodes.  steps, seed: see ``simulate``.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     longest = run.data.max_response_length
     lengths = lengths or Lognormal(MEAN_RESPONSE_SHARE * longest, longest)
-    comparison = _Comparison(run, model, cluster, lengths, steps, seed)
+    comparison = _Comparison(run, model, cluster, others, lengths, steps, seed)
     comparison.try_split(0, (SYNC_COLOCATED,))
     for engine_nodes in splits_of(comparison.nodes):
         comparison.try_split(engine_nodes, modes)
@@ -130,9 +132,10 @@ class _Comparison:
     """The rows of ``compare_modes`` as they come.  refused: by the number of engine nodes."""
 
     def __init__(
-        self, run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths, steps: int, seed: int
-    ) -> None:
-        self._run, self._model, self._cluster = run, model, cluster
+        self, run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, lengths: Lengths, steps: int,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self._run, self._model, self._cluster, self._others = run, model, cluster, others
         self._lengths, self._steps, self._seed = lengths, steps, seed
         self._candidates: dict[int, list[Candidate]] = {}
         self.nodes = num_nodes(run, cluster)
@@ -175,7 +178,7 @@ class _Comparison:
     def _promising(self, engine_nodes: int) -> list[Candidate]:
         if engine_nodes not in self._candidates:
             run = _placed(self._run, self._cluster, self.nodes, engine_nodes)
-            each = fastest_by_rollout(run, self._model, self._cluster)
+            each = fastest_by_rollout(run, self._model, self._cluster, self._others)
             least = min((candidate.plan.seconds["generate"] for candidate in each), default=0.0)
             self._candidates[engine_nodes] = [
                 candidate for candidate in each if candidate.plan.seconds["generate"] <= PROMISING * least

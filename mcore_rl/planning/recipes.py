@@ -12,7 +12,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
@@ -69,6 +69,29 @@ def recipe_model(run: RunConfig | OfflineConfig) -> ModelConfig:
 def run_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run.  Raises ConfigError as ``run_config_json``, and if it is not supported."""
     return model_of(run_config_json(run))[1]
+
+
+def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
+    """The models of the roles that begin with another checkpoint than the policy, by role.
+
+    That of its directory, or of ``recipe.checkpoints``.  Raises ConfigError if neither is known.
+    """
+    models, violations = {}, list[Violation]()
+    for role in run.group_rows:
+        path = run.weights_of(role)
+        if role.publishes or path == run.model_directory:
+            continue
+        if (config_folder(path) / CONFIG).is_file():
+            models[role.name] = model_of(read_config(config_folder(path)))[1]
+        elif name := run.recipe.checkpoints.get(role.name):
+            published = published_config(find_checkpoint(name, MODEL_CONFIGS), MODEL_CONFIGS)
+            models[role.name] = model_of(published)[1]
+        else:
+            problem = "has no config.json, and recipe.checkpoints names no checkpoint of model_configs/"
+            remedy = f"Write {role.weights}=DIR, a Hugging Face checkpoint, or recipe.checkpoints.{role.name}=NAME"
+            violations.append(Violation(str(role.weights), path, problem, remedy))
+    refuse_if_any(violations)
+    return models
 
 
 def num_steps(run: RunConfig | OfflineConfig) -> int:

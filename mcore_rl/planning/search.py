@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
@@ -39,6 +39,8 @@ from mcore_rl.planning.training import RolePlan, engine_lora
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # shares of a device to try for a colocated engine
 SEPARATE_SHARE = 0.9
+Others = Mapping[str, ModelConfig]  # of roles with models of their own, by role
+NONE: Others = {}
 PAIRED = 200  # so many of the fastest training layouts are paired
 
 
@@ -82,17 +84,21 @@ class _Option:
     run: RunConfig | OfflineConfig
 
 
-def search(run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, *, limit: int = 10) -> Found:
+def search(
+    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, others: Others = NONE, *,
+    limit: int = 10,
+) -> Found:  # fmt: skip
     """The ``limit`` fastest layouts of ``run`` on ``trainer.nnodes`` nodes of ``cluster``, which has accelerators.
 
     Only layouts, microbatches, recompute and the engine's memory share change, so that the training result does not.
+    others: as in ``plan``; the layouts of frozen roles stay.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     begin = time.perf_counter()
     run = with_replicas(run, on_accelerators=True)
     refused: Counter[str] = Counter()
     if isinstance(run, RunConfig):
-        options, considered = _run_options(run, model, cluster, refused)
+        options, considered = _run_options(run, model, cluster, others, refused)
     else:
         options, considered = _offline_options(run, model, cluster, refused)
     best: dict[str, _Option] = {}
@@ -102,7 +108,7 @@ def search(run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterC
     for option in best.values():
         if len(candidates) == limit:
             break
-        planned = plan(option.run, model, cluster)
+        planned = plan(option.run, model, cluster, others)
         if planned.fits:
             fastest = candidates[0].plan.step_s if candidates else planned.step_s
             reasons = _reasons(planned, option.training, fastest)
@@ -116,16 +122,18 @@ def search(run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterC
     )  # fmt: skip
 
 
-def fastest_by_rollout(run: RunConfig, model: ModelConfig, cluster: ClusterConfig) -> list[Candidate]:
+def fastest_by_rollout(
+    run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others = NONE
+) -> list[Candidate]:
     """For every tensor-parallel size of the engines that fits, the fastest run."""
     run, refused = with_replicas(run, on_accelerators=True), Counter[str]()
-    options, _ = _run_options(run, model, cluster, refused)
+    options, _ = _run_options(run, model, cluster, others, refused)
     best: dict[int, Candidate] = {}
     for option in sorted(options, key=lambda each: each.seconds):
         assert isinstance(option.run, RunConfig)
         if (size := option.run.rollout.tp) in best:
             continue
-        planned = plan(option.run, model, cluster)
+        planned = plan(option.run, model, cluster, others)
         if planned.fits:
             reasons = _reasons(planned, option.training, planned.step_s)
             best[size] = Candidate(run=option.run, plan=planned, overrides=overrides_of(option.run), reasons=reasons)
@@ -133,21 +141,24 @@ def fastest_by_rollout(run: RunConfig, model: ModelConfig, cluster: ClusterConfi
 
 
 def nearest_that_fit(
-    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, *, count: int = 3
-) -> list[Candidate]:
+    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, others: Others = NONE, *,
+    count: int = 3,
+) -> list[Candidate]:  # fmt: skip
     """The ``count`` runs that fit and differ least from ``run``."""
     run = with_replicas(run, on_accelerators=True)
-    fitting = search(run, model, cluster, limit=60).best
+    fitting = search(run, model, cluster, others, limit=60).best
     return sorted(fitting, key=lambda each: (_distance(run, each.run), each.plan.step_s))[:count]
 
 
-def refusal(planned: Plan, run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig) -> ConfigError:
+def refusal(
+    planned: Plan, run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, others: Others = NONE
+) -> ConfigError:
     """The error for a run that does not fit: its violations, the last with the nearest settings that fit as remedy."""
     assert planned.violations, "a run that fits is not refused"
     violations = list(planned.violations)
     if cluster.gpus_per_node:
         run = with_replicas(run, on_accelerators=True)
-        near = nearest_that_fit(run, model, cluster)
+        near = nearest_that_fit(run, model, cluster, others)
         texts = "; ".join(" ".join(_changes(run, each.run)) for each in near)
         nodes = f"{run.trainer.nnodes} x {run.trainer.n_gpus_per_node} devices of {cluster.name or 'this cluster'}"
         hint = f"Nearest settings that fit: {texts}" if near else f"No layout fits {nodes}: take more nodes"
@@ -196,7 +207,7 @@ def _offline_options(
 
 
 def _run_options(
-    run: RunConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
+    run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the fastest training layouts, each paired with rollout layouts; the number of settings evaluated)."""
     work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
@@ -204,7 +215,7 @@ def _run_options(
     rows = [role for role in run.group_rows if role.trains]
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
-    frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
+    frozen = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows if not role.trains]
     room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run))
     ours = [
         (_training_s(run, each.roles, rates), each)

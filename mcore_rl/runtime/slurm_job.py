@@ -34,7 +34,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import CONFIG
 from mcore_rl.hub.fetch import config_folder, fetched_config
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.recipes import run_model
+from mcore_rl.planning.recipes import other_models, run_model
 
 RESUME = "trainer.resume_mode"
 CLUSTER = "cluster.yaml"  # as the job has it, for the doctor
@@ -122,12 +122,16 @@ def _violations(job: Job) -> list[Violation]:
         violations.append(Violation("cluster.slurm.stage_model", cluster.slurm.stage_model, problem, remedy))
     if violations or not is_known(run):
         return violations
-    planned = plan(run, run_model(run), cluster)
+    planned = plan(run, run_model(run), cluster, other_models(run))
     return list(planned.violations)
 
 
 def is_known(run: RunConfig | OfflineConfig) -> bool:
-    """Whether the model's sizes are: from its config.json, seen from here, or from a checkpoint of model_configs/."""
+    """Whether the sizes of its models are: from a config.json, seen from here, or a checkpoint of model_configs/."""
+    try:
+        other_models(run)
+    except ConfigError:
+        return False
     return bool(run.recipe.checkpoint) or (config_folder(run.model.path) / CONFIG).is_file()
 
 

@@ -135,6 +135,8 @@ def _algorithm(config: Mapping[str, Any]) -> Fact | None:
         notes.append(f"KL in the reward, {_at(config, 'algorithm.kl_ctrl.kl_coef')}")
     if _at(config, "actor.use_kl_loss"):
         notes.append(f"KL in the loss, {_at(config, 'actor.kl_loss_coef')}")
+    if coef := _at(config, "algorithm.distill.coef"):
+        notes.append(f"teacher {'/'.join(str(_at(config, 'teacher.path')).rstrip('/').split('/')[-2:])}, {coef}")
     return Fact("Algorithm", title_of(config) or str(estimator), notes)
 
 

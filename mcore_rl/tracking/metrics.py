@@ -118,10 +118,10 @@ _AGREEMENT = (
 )
 
 _ADVANTAGES = (
-    Metric("advantage/mean", "reward", "mean", "over trained tokens", "adv"),
-    Metric("advantage/std", "reward", "std", "over trained tokens", "adv std"),
-    Metric("advantage/min", "reward", "min", "over trained tokens", "adv min"),
-    Metric("advantage/max", "reward", "max", "over trained tokens", "adv max"),
+    Metric("advantage/mean", "reward", "mean", "over trained tokens, without a teacher's part", "adv"),
+    Metric("advantage/std", "reward", "std", "over trained tokens, without a teacher's part", "adv std"),
+    Metric("advantage/min", "reward", "min", "over trained tokens, without a teacher's part", "adv min"),
+    Metric("advantage/max", "reward", "max", "over trained tokens, without a teacher's part", "adv max"),
     Metric("return/mean", "reward", "mean", "over trained tokens", "return"),
     Metric("value/mean", "reward", "mean", "the critic's, over trained tokens, before its update", "value"),
     Metric("value/explained_variance", "1", "mean", "1 - var(return - value) / var(return)", "expl var", "up"),
@@ -129,6 +129,9 @@ _ADVANTAGES = (
     Metric("kl/reward_per_token", "nats", "mean", "over responses, of their tokens' mean", "KL reward per token"),
     Metric("kl/loss", "nats", "mean", "to the reference, of a trained token: what the loss adds", "KL loss"),
     Metric("kl/coef", "1", "last", "of the KL in the reward or in the loss", "KL coef"),
+    Metric("distill/reverse_kl", "nats", "mean", "KL(policy || teacher) of a trained token, k1", "teacher KL", "down"),
+    Metric("distill/reverse_kl_std", "nats", "std", "log(policy / teacher), over trained tokens", "teacher KL std"),
+    Metric("distill/reverse_kl_max", "nats", "max", "log(policy / teacher) of a trained token", "teacher KL max"),
 )
 
 

@@ -19,6 +19,7 @@ from mcore_rl.errors import ConfigError
 from tests.support.own_algorithm import LOSS, MEDIAN
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
+TEACHER = {"distill": ["teacher.path=t"]}  # what else a run of the algorithm must be told
 
 # Read from the papers and runs a second time, by hand: estimator, loss, aggregation, where the KL is, its estimate.
 READ = {
@@ -26,6 +27,7 @@ READ = {
     "clip_cov": ("grpo", "clip_cov", "token_mean", "", ""),
     "cispo": ("grpo", "cispo", "token_mean", "", ""),
     "dapo": ("grpo", "ppo_clip", "token_mean", "", ""),
+    "distill": ("none", "policy_gradient", "token_mean", "", ""),
     "dr_grpo": ("dr_grpo", "ppo_clip", "sum_over_constant", "", ""),
     "gdpo": ("gdpo", "ppo_clip", "token_mean", "", ""),
     "gmpo": ("grpo", "geo_mean", "seq_mean_token_mean", "", ""),
@@ -106,7 +108,7 @@ def test_the_run_has_every_value_of_the_object(name: str) -> None:
 
 @pytest.mark.parametrize("name", READ)
 def test_an_object_sets_only_what_its_run_reads(name: str) -> None:
-    run = run_of(f"algorithm={name}")
+    run = run_of(f"algorithm={name}", *TEACHER.get(name, []))
     run.written = frozenset(algorithms()[name].all_settings())
     assert run_violations(run) == []
 

@@ -28,6 +28,7 @@ def composed(*more: str) -> RunConfig:
         ("algorithm.off_policy=bypass",),  # the sampler's stand for them, for whatever reads them
         ("algorithm.off_policy=bypass", "actor.ppo_epochs=2", "actor.ppo_mini_batch_size=4"),
         ("algorithm.off_policy=bypass", "algorithm.use_kl_in_reward=true"),
+        ("algorithm.off_policy=bypass", "algorithm.distill.coef=0.5", "teacher.path=t"),
         ("algorithm.off_policy=bypass", "actor.loss_mode=clip_cov", "algorithm.mask_truncated=true"),
         ("algorithm.adv_estimator=gae",),
         ("algorithm.filter_groups.enable=true",),
@@ -43,6 +44,7 @@ def test_one_update_of_a_batch_scores_itself_and_bypass_needs_no_scores(more: tu
         (("actor.ppo_mini_batch_size=8",), "several updates"),
         (("actor.ppo_epochs=2",), "several updates"),
         (("algorithm.use_kl_in_reward=true",), "in the reward"),
+        (("algorithm.distill.coef=0.5", "teacher.path=t"), "teacher"),
         (("algorithm.off_policy=decoupled",), "weighs the loss"),
         (("algorithm.off_policy=decoupled", "algorithm.rollout_correction.level=geometric"), "weighs the loss"),
         (

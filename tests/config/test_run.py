@@ -10,6 +10,7 @@ from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 ALGORITHMS = list(algorithms())
+TOLD = {"distill": ["teacher.path=t"]}  # what a run of an algorithm must be told besides
 
 
 def run_of(*overrides: str) -> RunConfig:
@@ -22,19 +23,20 @@ def refusals(*overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_runs_with_a_model_and_data_alone(name: str) -> None:
-    assert refusals(f"algorithm={name}") == []
+    assert refusals(f"algorithm={name}", *TOLD.get(name, [])) == []
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_runs_with_short_responses_and_a_small_batch(name: str) -> None:
     small = ["data.train_batch_size=8", "data.max_response_length=600", "actor.ppo_mini_batch_size=8"]
-    assert refusals(f"algorithm={name}", *small) == []
+    assert refusals(f"algorithm={name}", *small, *TOLD.get(name, [])) == []
 
 
 def test_the_roles_that_an_algorithm_needs() -> None:
     needs = {name: run_of(f"algorithm={name}") for name in ALGORITHMS}
     assert {name for name, run in needs.items() if "critic" in run.roles} == {"ppo"}
     assert {name for name, run in needs.items() if "process_reward" in run.roles} == {"prime"}
+    assert {name for name, run in needs.items() if "teacher" in run.roles} == {"distill"}
     assert {name for name, run in needs.items() if run.needs_greedy} == {"remax"}
     referring = {
         "grpo",
@@ -206,6 +208,22 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         (
             "algorithm=best_of_n algorithm.use_kl_in_reward=true",
             "algorithm.use_kl_in_reward=True: best_of_n treats equal scores alike, and a KL makes none equal",
+        ),
+        (
+            "algorithm=distill",
+            "teacher.path=None: is not set, and algorithm.distill.coef=1 learns from a teacher. Write teacher.path=DIR",
+        ),
+        (
+            "algorithm=grpo teacher.path=t",
+            "teacher.path=t: is not read: there is no teacher. Leave it out, or write algorithm.distill.coef=1",
+        ),
+        (
+            "algorithm=grpo algorithm.distill.coef=1 teacher.path=t teacher.optim.lr=1",
+            "teacher.optim.lr=1.0: is not read: the teacher is not trained",
+        ),
+        (
+            "algorithm=distill teacher.path=t algorithm.use_kl_in_reward=true",
+            "algorithm.use_kl_in_reward=True: none reads no reward, so that a KL in it would do nothing",
         ),
         (
             "algorithm=pkpo algorithm.pass_k=6 rollout.n=5",

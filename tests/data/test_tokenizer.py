@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer import load_tokenizer, vocabulary_difference
 from mcore_rl.errors import DataError
 from mcore_rl.families.registry import FAMILIES
 from tests.support import prompt_files
@@ -81,3 +81,29 @@ def test_no_directory_no_tokenizer_and_broken_files(tmp_path: Path) -> None:
     directory_without(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     assert "the files cannot be read" in refusal(tmp_path)
+
+
+def test_a_vocabulary_is_compared_by_its_numbers_alone(tmp_path: Path) -> None:
+    whole, plain = directory_without(tmp_path / "whole"), directory_without(tmp_path / "plain", template=False)
+    ours = load_tokenizer(whole)
+    assert vocabulary_difference(ours, whole) is None and vocabulary_difference(ours, plain) is None
+    other = directory_without(tmp_path / "other")
+    written = json.loads((other / "tokenizer.json").read_text())
+    vocabulary: dict[str, int] = written["model"]["vocab"]
+    (first, low), (second, high) = sorted(vocabulary.items(), key=lambda each: each[1])[20:22]
+    vocabulary |= {first: high, second: low}
+    (other / "tokenizer.json").write_text(json.dumps(written))
+    difference = f"the numbers of 2 tokens differ, first of {first!r}: {high} there, and {low} here"
+    assert vocabulary_difference(ours, other) == difference
+    made = prompt_files.tokenizer()
+    made.add_tokens(["<think>"])
+    made.save_pretrained(tmp_path / "more")
+    number = len(ours)
+    told = vocabulary_difference(ours, tmp_path / "more")
+    assert told == f"the numbers of 1 tokens differ, first of '<think>': {number} there, and none here"
+
+
+def test_a_directory_without_a_tokenizer_cannot_be_compared(tmp_path: Path) -> None:
+    ours = load_tokenizer(directory_without(tmp_path / "whole"))
+    with pytest.raises(DataError, match="has no tokenizer"):
+        vocabulary_difference(ours, tmp_path)

@@ -33,8 +33,8 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 def of_roles(task: Path, *more: str) -> list[str]:
     """Settings of the three, on the command line."""
     return [
-        f"teacher.path={task}/dense",
-        "teacher.parallel.tp=2",
+        f"tutor.path={task}/dense",
+        "tutor.parallel.tp=2",
         f"process.path={task}/other",
         "process.parallel.pp=2",
         "process.optim.lr=1e-3",
@@ -104,21 +104,21 @@ def resumed(task: Path, whole: Observed, tmp_path_factory: pytest.TempPathFactor
 def test_a_row_makes_a_configuration_group(task: Path) -> None:
     done = command("train", "--cfg", "model.path=m", "data.train_files=[f]", *of_roles(task))
     assert done.returncode == 0, done.stderr
-    text = done.stdout[done.stdout.index("\nteacher:") :]
+    text = done.stdout[done.stdout.index("\ntutor:") :]
     assert f"path: {task}/dense" in text and "tp: 2" in text.partition("\nprocess:")[0]
     assert "ppo_mini_batch_size: 8" in text.partition("\nprocess:")[2]
-    wrong = command("train", "--cfg", "model.path=m", "data.train_files=[f]", "teacher.paralel.tp=2")
-    assert wrong.returncode == 2 and "teacher.paralel.tp=2: there is no such key" in wrong.stderr
-    assert "Did you mean teacher.parallel.tp" in wrong.stderr
+    wrong = command("train", "--cfg", "model.path=m", "data.train_files=[f]", "tutor.paralel.tp=2")
+    assert wrong.returncode == 2 and "tutor.paralel.tp=2: there is no such key" in wrong.stderr
+    assert "Did you mean tutor.parallel.tp" in wrong.stderr
 
 
 def test_a_group_without_its_role_and_a_setting_of_training_are_refused(task: Path) -> None:
     sound = run_task.overrides(task, task / "never")
-    lone = command("train", *sound, "teacher.parallel.tp=2")
-    assert lone.returncode == 2 and "teacher.parallel.tp=2: is not read: there is no teacher" in lone.stderr
-    assert "teacher.path=DIR" in lone.stderr
-    still = command("train", *sound, *of_roles(task, "teacher.optim.lr=1", "teacher.parallel.ep=3"))
-    assert still.returncode == 2 and "teacher.optim.lr=1.0: is not read: the teacher is not trained" in still.stderr
+    lone = command("train", *sound, "tutor.parallel.tp=2")
+    assert lone.returncode == 2 and "tutor.parallel.tp=2: is not read: there is no tutor" in lone.stderr
+    assert "tutor.path=DIR" in lone.stderr
+    still = command("train", *sound, *of_roles(task, "tutor.optim.lr=1", "tutor.parallel.ep=3"))
+    assert still.returncode == 2 and "tutor.optim.lr=1.0: is not read: the tutor is not trained" in still.stderr
     wide = command("train", *sound, *of_roles(task, "process.parallel.tp=4", "process.ppo_mini_batch_size=3"))
     assert "process.ppo_mini_batch_size=3: does not divide data.train_batch_size=8" in wide.stderr
     wide = command("train", *sound, *of_roles(task, "process.parallel.tp=4"))
@@ -130,27 +130,27 @@ def test_each_role_reports_under_its_name(whole: Observed) -> None:
     assert list(whole.metrics) == [1, 2, 3]
     for step, metrics in whole.metrics.items():
         assert metrics["process/grad_norm"] > 0 and metrics["process/lr"] == 1e-3, step
-        assert {"time/teacher_scores", "time/process_scores", "time/update_process"} <= metrics.keys()
-        assert not any(key.startswith("teacher/") for key in metrics), "it is not trained"
+        assert {"time/tutor_scores", "time/process_scores", "time/update_process"} <= metrics.keys()
+        assert not any(key.startswith("tutor/") for key in metrics), "it is not trained"
         assert metrics["process/change"] < 1e-4, "one update: in it, the weights are those that scored"
     lead = [whole.metrics[step]["process/lead"] for step in (1, 2, 3)]
     assert lead[0] == 0 and lead[1] > 1e-3 and lead[2] > 1e-3, "the average stays behind"
     gap = [whole.metrics[step]["process/gap"] for step in (1, 2, 3)]
-    assert gap[0] > 0.1 and gap[2] < gap[0], "it learns from the teacher"
+    assert gap[0] > 0.1 and gap[2] < gap[0], "it learns from the tutor"
 
 
 @pytest.mark.tier("full")
 def test_the_planner_counts_them(whole: Observed) -> None:
     plan = (whole.directory / "plan.json").read_text()
     for part in (
-        "teacher weights",
+        "tutor weights",
         "process weights",
         "process optimizer",
         "process_copy weights",
         "reference weights",
     ):
         assert part in plan, part
-    assert "teacher optimizer" not in plan and "teacher checkpoints" not in plan
+    assert "tutor optimizer" not in plan and "tutor checkpoints" not in plan
 
 
 @pytest.mark.tier("full")

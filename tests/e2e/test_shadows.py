@@ -40,7 +40,11 @@ QUICK = (
     "qwen25_3b_gsm8k_tool",
     "qwen2_7b_grpo",
     "qwen3_235b_a22b_grpo",
+    "qwen3_4b_distill_30b_a3b",
 )
+
+
+BESIDE = ("critic", "teacher")  # roles with processes of their own
 
 
 @dataclass
@@ -82,11 +86,11 @@ def task(tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Iterator[P
 
 
 def features(name: str) -> set[str]:
-    """What of a shadow another may stand for: family, axes of the layout, program, critic."""
+    """What of a shadow another may stand for: family, axes of the layout, program, critic, teacher."""
     run = recipe(name)
     layout, _ = shadows.reduced(run.actor.parallel, run.trainer.world_size)
     axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(layout, axis) > 1}
-    program = {"sft"} if isinstance(run, SftConfig) else {f"critic: {'critic' in run.roles}"}
+    program = {"sft"} if isinstance(run, SftConfig) else {f"{role}: {role in run.roles}" for role in BESIDE}
     return {family(name), *axes, *program, *({"agent"} if shadows.has_agent(run) else set())}
 
 
@@ -144,6 +148,7 @@ def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
             assert (f"{role}/grad_norm" in line) is (role in config.roles)
         assert ("kl/reward" in line) is config.algorithm.use_kl_in_reward
         assert ("kl/loss" in line) is config.actor.use_kl_loss
+        assert ("distill/reverse_kl" in line) is ("teacher" in config.roles)
     if config.algorithm.use_kl_in_reward:
         assert first["kl/reward"] == 0 != second["kl/reward"], "the policy begins as the reference"
 

@@ -30,11 +30,11 @@ from mcore_rl.config.trainer import ASYNC as ASYNC_MODE
 from mcore_rl.config.trainer import Logger, Placement
 from mcore_rl.controller.lifecycle.model_checks import model_offline_violations, model_run_violations
 from mcore_rl.data.datasets import DATASETS
-from mcore_rl.families.checkpoints import find_checkpoint
+from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.recipes import num_steps, recipe_config_json, recipe_model
+from mcore_rl.planning.recipes import num_steps, other_models, recipe_config_json, recipe_model
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
@@ -83,6 +83,7 @@ ASYNC_OWN = {
 }
 OWN = ("qwen3_30b_a3b_grpo_lora", "mixtral_8x22b_grpo_lora", "qwen25_7b_sft_lora")  # adapters that nobody published
 SEQUENCES = LossAggregation.seq_mean_token_sum
+DISTILLED = "qwen3_4b_distill_30b_a3b"  # nobody published it
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
     "qwen25_05b_ppo": Row("gae", 256, 64, 1, (1024, 512), 1e-6, "reward", 0.001, 435, 1e-5),
@@ -125,7 +126,7 @@ def rl_recipe(name: str) -> RunConfig:
 
 
 def test_every_row_has_its_recipe() -> None:
-    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", *OWN, *ASYNC, *PUBLISHED}
+    assert set(NAMES) == {"gemma2_2b_sft", "qwen25_15b_grpo_xml", DISTILLED, *OWN, *ASYNC, *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,7 +136,8 @@ def test_composes_and_validates_at_full_size(name: str) -> None:
     if isinstance(run, SftConfig):
         violations = run.violations() + model_offline_violations(run, model)
     else:
-        violations = run_violations(run) + model_run_violations(run, {role.name: model for role in run.group_rows})
+        models = {role.name: model for role in run.group_rows} | other_models(run)
+        violations = run_violations(run) + model_run_violations(run, models)
     assert violations == []
 
 
@@ -187,7 +189,7 @@ def test_stands_on_whole_nodes_of_its_cluster(name: str) -> None:
 def test_is_planned_on_its_cluster_and_fits(name: str) -> None:
     run = recipe(name)
     model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
-    made = plan(run, model, cluster)
+    made = plan(run, model, cluster, other_models(run))
     assert made.fits, made.violations
     assert made.violations == [] and made.num_gpus >= run.trainer.world_size and made.step_s > 0
 
@@ -199,7 +201,7 @@ def test_recomputes_no_more_than_it_must(name: str) -> None:
     model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
 
     def share(*more: str) -> float:
-        peaks = plan(load_recipe(name, more), model, cluster).peaks
+        peaks = plan(load_recipe(name, more), model, cluster, other_models(run)).peaks
         updates = [each for each in peaks if each.phase is Phase.update and each.place is Place.device]
         return max(each.num_bytes / (each.capacity or 1) for each in updates)
 
@@ -299,6 +301,19 @@ def test_adapters_of_our_own_are_trained_as_those_that_were_published() -> None:
     assert recipe(OWN[2]).actor.optim.lr == 10 * recipe("gemma2_2b_sft").actor.optim.lr
 
 
+def test_a_teacher_teaches_as_the_source_of_its_settings_says() -> None:
+    """tinker-cookbook, on_policy_distillation.py: group_size, kl_penalty_coef, num_substeps; no reward is learnt."""
+    run = rl_recipe(DISTILLED)
+    assert "No run is published" in run.recipe.published.note
+    assert (run.algorithm.adv_estimator, run.algorithm.distill.coef, run.rollout.n) == ("none", 1.0, 4)
+    assert run.actor.ppo_mini_batch_size == run.data.train_batch_size and not run.actor.use_kl_loss
+    student, teacher = recipe_model(run), other_models(run)["teacher"]
+    assert teacher.moe is not None and student.moe is None and teacher.vocab_size == student.vocab_size
+    names = {each for peak in plan(run, student, load_cluster(run.recipe.cluster), {"teacher": teacher}).peaks
+             for each in (row.part for row in peak.rows)}  # fmt: skip
+    assert "teacher weights" in names
+
+
 @pytest.mark.parametrize("name", ASYNC)
 def test_asynchronous_forms_draw_on_devices_of_their_own_and_train_as_their_sync_forms(name: str) -> None:
     run, other = rl_recipe(name), rl_recipe(ASYNC[name])
@@ -359,6 +374,10 @@ def test_weights_go_right_at_full_size(name: str) -> None:
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     report, model = prove(config, run.actor.parallel, world_size, rollout, None, Console(quiet=True))
     assert report.proven, [check.failures[:3] for check in report.checks]
+    if isinstance(run, RunConfig) and "teacher" in run.roles:
+        published = published_config(find_checkpoint(run.recipe.checkpoints["teacher"], MODEL_CONFIGS), MODEL_CONFIGS)
+        report, _ = prove(published, run.teacher.parallel, world_size, None, None, Console(quiet=True))
+        assert report.proven, [check.failures[:3] for check in report.checks]
     if isinstance(run, RunConfig) and "critic" in run.roles:
         family, _ = model_of(config)
         table = Table(family, model, run.critic.parallel, world_size, head=Head.value)

@@ -87,6 +87,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "actor.ppo_kl_coef": COEFFICIENT,
     "actor.tau_neg": POSITIVE,
     "actor.tau_pos": POSITIVE,
+    "algorithm.distill.coef": COEFFICIENT,
     "algorithm.filter_groups.lower": ANY,
     "algorithm.filter_groups.max_num_gen_batches": COUNT,
     "algorithm.filter_groups.upper": ANY,
@@ -198,6 +199,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         for role in ("actor", "critic", "process_reward")
         for key, values in (ROLE | TRAINED).items()
     },
+    **{f"teacher.{key}": values for key, values in ROLE.items()},
     **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
     "actor.reward.centering_coef": COEFFICIENT,
     **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},

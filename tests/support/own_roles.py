@@ -1,6 +1,6 @@
 """``mcore-rl`` with three rows of one's own in the table of roles, and the loss of one of them.
 
-A teacher is frozen, and has a model and a layout of its own.  ``process`` is a language model that is trained, and is
+A tutor is frozen, and has a model and a layout of its own.  ``process`` is a language model that is trained, and is
 neither actor nor critic; the exponential average of its weights scores beside it.  The reference follows the actor.
 """
 
@@ -16,12 +16,12 @@ from mcore_rl.config.roles import FrozenModelConfig, TrainedConfig, TrainedModel
 DECAY, EVERY = 0.5, 2
 ROLES |= {
     "reference": replace(ROLES["reference"], moves=Every(EVERY)),
-    "teacher": Role(
-        name="teacher",
-        weights="teacher.path",
+    "tutor": Role(
+        name="tutor",
+        weights="tutor.path",
         config=FrozenModelConfig,
         on_request=True,
-        makes=("teacher_logprobs_T",),
+        makes=("tutor_logprobs_T",),
         read_by=("process",),
     ),
     "process": Role(
@@ -46,14 +46,14 @@ from mcore_rl.types import LossInputs, LossSums  # noqa: E402
 
 @dataclass(frozen=True)
 class ProcessLoss(RoleLoss):
-    """Half the squared distance of its log-probs to the teacher's."""
+    """Half the squared distance of its log-probs to the tutor's."""
 
     config: TrainedConfig
 
     def __call__(self, inputs: LossInputs) -> LossSums:
         inputs = trained_rows(inputs)
         assert inputs.logprobs_N is not None
-        gap_N = inputs.logprobs_N - inputs.extra_N["teacher_logprobs_N"]
+        gap_N = inputs.logprobs_N - inputs.extra_N["tutor_logprobs_N"]
         per_token = {
             "process/gap": gap_N.abs(),
             "process/change": (inputs.logprobs_N - inputs.extra_N["process_logprobs_N"]).abs(),

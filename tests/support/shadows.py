@@ -25,7 +25,7 @@ from tests.support.vllm_device import ON_VLLM_DEVICE
 
 # Keys that a shadow has otherwise than its recipe, or groups of them.
 SMALLER = (
-    "model.path", "model.config_overrides", "critic.path",
+    "model.path", "model.config_overrides", "critic.path", "teacher.path",
     *(f"data.{key}" for key in (
         "train_files", "val_files", "train_batch_size", "gen_batch_size", "max_prompt_length", "max_response_length",
         "max_length",
@@ -44,12 +44,14 @@ SMALLER = (
     *(f"{role}.{key}" for role in ("actor", "critic", "process_reward") for key in (
         "parallel", "device", "precision", "microbatch_tokens", "ppo_mini_batch_size", "optim.lr_warmup_steps",
     )),
+    *(f"teacher.{key}" for key in ("parallel", "device", "precision", "microbatch_tokens")),
 )  # fmt: skip
 STEPS = 2
 LAYERS = 4  # one for each chunk of two stages of two
 PROMPTS, SAMPLES = 4, 2
 PROMPT_TOKENS, RESPONSE_TOKENS = 208, 16
-FAMILIES = ("deepseek_v3", "gemma2", "llama", "mixtral", "qwen2", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "gemma2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+TEACHER = "qwen3_moe"  # of the recipe with a teacher
 # What an agent's tokens after a prompt need: some turns of a random model, and what others say between them.
 AGENT_PROMPT_TOKENS, AGENT_TOKENS, AGENT_TURNS = 640, 640, 3
 # A random model writes no call: one is read in what it says by its length.
@@ -125,6 +127,10 @@ def shadow(run: RunConfig | SftConfig, family: str, task: Path, directory: Path)
         warmup = f"actor.optim.lr_warmup_steps={min(run.actor.optim.lr_warmup_steps, STEPS - 1)}"
         return [*overrides, f"data.max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", warmup]
     agent = _of_agent(run, task) if has_agent(run) else []
+    if "teacher" in run.roles:
+        parallel, _ = reduced(run.teacher.parallel, run.trainer.world_size)
+        overrides += [f"teacher.path={task}/models/{TEACHER}", *_layout("teacher", parallel)]
+        overrides.append("teacher.microbatch_tokens=1024")
     return [*overrides, *_of_run(run, world_size), *agent, f"custom_reward_function.path={task}/reward.py"]
 
 

@@ -99,18 +99,26 @@ def estimate(
 
 
 def final_advantages(
-    raw_T: Tensor | None, advantages_S: Tensor | None, whitening: Whitening | None, mask_T: Tensor, lengths: list[int]
+    raw_T: Tensor | None,
+    advantages_S: Tensor | None,
+    whitening: Whitening | None,
+    mask_T: Tensor,
+    lengths: list[int],
+    teacher_T: Tensor | None = None,
 ) -> Tensor:
     """The advantages with which the tokens are trained, [T], 0 at untrained tokens.
 
     raw_T: from ``token_advantages``; None with an estimator of ``Scope.sequence``.
     advantages_S, whitening: from ``BatchAdvantages``, for the sequences at hand.
     mask_T, lengths: trained tokens, and tokens per sequence, of the same sequences.
+    teacher_T: a teacher's part, which is added to what the estimator gives as it is; None without a teacher.
     """
     if advantages_S is not None:
-        return torch.where(mask_T, at_tokens(advantages_S, lengths), 0)
-    assert raw_T is not None
-    return torch.where(mask_T, raw_T if whitening is None else whitening(raw_T), 0)
+        advantages_T = at_tokens(advantages_S, lengths)
+    else:
+        assert raw_T is not None
+        advantages_T = raw_T if whitening is None else whitening(raw_T)
+    return torch.where(mask_T, advantages_T if teacher_T is None else advantages_T + teacher_T, 0)
 
 
 def estimate_advantages(

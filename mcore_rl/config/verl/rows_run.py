@@ -10,6 +10,10 @@ COLUMN = "rows with images, videos or sounds are refused"
 CORRECTION = "algorithm.rollout_correction"
 OWN_DATASET = "files are parquet in the field's schema: a dataset class of one's own is not here"
 PF_PPO = "not here: PF-PPO draws the batch again by its rewards"
+DISTILLATION = (
+    "a frozen teacher in Megatron processes of its own on the trainer's devices: `algorithm=distill`, or a coefficient "
+    "beside another algorithm (docs/distillation.md)"
+)
 NSIGHT = "nsys profile takes them around mcore-rl; trainer.profile_steps traces with torch's profiler"
 RESUME = of_names({"auto": "auto", "disable": "off", "resume_path": "path"}, "`auto`, `disable` or `resume_path`")
 DEVICE = of_names({"cuda": None, "cpu": "cpu"}, "accelerators are NVIDIA's and AMD's: trainer.device")
@@ -212,9 +216,28 @@ TRAINER_ROWS = [
     gone("global_profiler.global_tool_config.{torch_memory,precision_debugger}.*", NSIGHT),
     gone("trainer.npu_profile.*", "accelerators are NVIDIA's and AMD's"),
     gone("actor_rollout_ref.profiler.*", NSIGHT),
-    absent("distillation.enabled", "not yet"),
-    gone("distillation.{distillation_loss,teacher_models}.*", "read with distillation.enabled alone"),
-    gone("distillation.{n_gpus_per_node,nnodes,teacher_key}", "read with distillation.enabled alone"),
+    part(
+        "distillation.{enabled,teacher_models.teacher_model.model_path}",
+        "teacher.path algorithm.distill.coef algorithm.adv_estimator",
+        "distillation",
+        DISTILLATION,
+    ),
+    part(
+        "distillation.distillation_loss.{loss_mode,use_policy_gradient,use_task_rewards,distillation_loss_coef}",
+        "algorithm.distill.coef algorithm.adv_estimator",
+        "distillation",
+        "`k1` with use_policy_gradient=True: part of the advantages of the one policy loss; without task rewards "
+        "algorithm.adv_estimator=none",
+    ),
+    absent("distillation.distillation_loss.{loss_max_clamp,log_prob_min_clamp}", "nothing is clamped"),
+    absent("distillation.distillation_loss.policy_loss_mode", "there is one policy loss, actor.loss_mode"),
+    gone("distillation.distillation_loss.{clip_ratio,clip_ratio_low,clip_ratio_high}", "the actor's clip range holds"),
+    gone("distillation.distillation_loss.topk", "read by losses over the largest log-probs alone"),
+    gone("distillation.teacher_models.teacher_model.inference.*", "Megatron scores: teacher.parallel.*"),
+    gone("distillation.teacher_models.teacher_model.{key,num_replicas}", "there is one teacher"),
+    absent("distillation.teacher_models.*", "not yet: there is one teacher"),
+    gone("distillation.{n_gpus_per_node,nnodes}", "the teacher is on the trainer's devices, in turn with the others"),
+    gone("distillation.teacher_key", "there is one teacher"),
     absent("skip.{rollout,async_rollout,rollout_tq}.enable", "responses are always drawn anew"),
     gone("skip.{rollout,async_rollout,rollout_tq}.{action,dump_dir,steps}", "read with skip.*.enable alone"),
     gone("transfer_queue.*", "samples go through Ray's object store"),

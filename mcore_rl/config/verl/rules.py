@@ -15,6 +15,7 @@ from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry
 from mcore_rl.config.verl.facts import versions
 from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
 from mcore_rl.config.verl.rules_adapters import lora
+from mcore_rl.config.verl.rules_distillation import distillation
 from mcore_rl.config.verl.rules_megatron import (
     balance,
     chunks,
@@ -386,6 +387,7 @@ RULES: dict[str, Callable[[Verl, Answer], None]] = {
         clip,
         loss,
         estimator,
+        distillation,
         correction,
         sampling,
         replicas,

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import open_peft
@@ -21,7 +23,8 @@ from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.data.packing import budget_violations, padded_length
-from mcore_rl.errors import Violation
+from mcore_rl.data.tokenizer import vocabulary_difference
+from mcore_rl.errors import DataError, Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.context import padded_lengths, rows_multiple
@@ -97,14 +100,31 @@ def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, 
 
 
 def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig) -> Iterator[Violation]:
-    """Refuses a model that cannot read the policy's samples: another vocabulary size, or too few positions."""
+    """Refuses a model that cannot read the policy's samples: too few tokens or positions."""
     path, longest = run.weights_of(role), run.rollout.max_model_len
-    if role.head is Head.lm and model.vocab_size != policy.vocab_size:
-        problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: they mean different texts"
+    if role.head is Head.lm and model.vocab_size < policy.vocab_size:
+        problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: it cannot score all of them"
         yield Violation(f"{role.weights}", path, problem, "Name a model with the policy's tokenizer")
     if longest > model.max_position_embeddings:
         problem = f"has {model.max_position_embeddings:,} positions, and a sequence up to {longest:,} tokens"
         yield Violation(f"{role.weights}", path, problem, "Name a model with more, or shorten data.max_*_length")
+
+
+def vocabulary_violations(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Violation]:
+    """Refuses a model that scores the policy's tokens, and to which their numbers mean other texts.
+
+    The sizes of vocabularies may differ by padding (``_other_model_violations``).
+    """
+    for role in run.group_rows:
+        path = run.weights_of(role)
+        if role.publishes or role.head is not Head.lm or path == run.model_directory:
+            continue
+        try:
+            problem = vocabulary_difference(tokenizer, path)
+        except DataError as error:
+            problem = f"its tokens cannot be compared with the policy's: {error}"
+        if problem is not None:
+            yield Violation(str(role.weights), path, problem, "Name a model with the policy's tokenizer")
 
 
 def _share_violations(run: RunConfig, role: Role) -> list[Violation]:

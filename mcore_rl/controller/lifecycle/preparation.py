@@ -32,7 +32,12 @@ from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.model_checks import adapter_violations, demand_weights, model_run_violations
+from mcore_rl.controller.lifecycle.model_checks import (
+    adapter_violations,
+    demand_weights,
+    model_run_violations,
+    vocabulary_violations,
+)
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.replay_check import settings_sum
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
@@ -194,6 +199,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     for role in config.group_rows:
         demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
+    refuse_if_any(list(vocabulary_violations(config, tokenizer)))
     agents = AgentRunner(
         config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
         config.data.max_prompt_length,

@@ -36,7 +36,7 @@ def forecast(config: RunConfig | OfflineConfig, platform: Platform, models: Mapp
     model, cluster = next(iter(models.values())), cluster_at_hand(config.trainer, platform)
     planned = plan(config, model, cluster, models)
     if not planned.fits:
-        raise refusal(planned, config, model, cluster)
+        raise refusal(planned, config, model, cluster, models)
     note(short_line(planned))
     for each in planned.notes:
         warn(each)

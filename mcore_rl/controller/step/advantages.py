@@ -18,7 +18,7 @@ from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.process_rewards import FIELDS as PROCESS_FIELDS
 from mcore_rl.algorithms.process_rewards import CentredRewards, centred, process_metrics
 from mcore_rl.algorithms.ragged import sequence_counts
-from mcore_rl.algorithms.token_advantages import SequenceStats
+from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, SequenceStats
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.roles import ProcessRewardConfig
 from mcore_rl.controller.step.batch_assembly import StepBatch
@@ -32,6 +32,7 @@ FIELDS = (
     "turn_rewards_T",
     "old_logprobs_T",
     "ref_logprobs_T",
+    TEACHER_LOGPROBS,
     "old_values_T",
     *PROCESS_FIELDS,
 )
@@ -44,6 +45,7 @@ class StepAdvantages:
     advantages: the advantage of each sequence, or how those of tokens are whitened.
     trained_S: trained tokens of each sequence, int64.
     metrics: of the whole step.
+    mean_advantage: over the tokens whose advantages are estimated, a teacher's part included; 0 if there are none.
     mean_weight: the divisor of importance weights.
     mean_logprob: the mean old log-prob of the tokens whose advantages are estimated, nats; 0 without old log-probs.
     """
@@ -51,6 +53,7 @@ class StepAdvantages:
     advantages: BatchAdvantages
     trained_S: Tensor
     metrics: dict[str, float]
+    mean_advantage: float = 0.0
     mean_weight: float = 1.0
     mean_logprob: float = 0.0
 
@@ -115,7 +118,9 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
     correction, config = stats.correction, algorithm.rollout_correction
     if correction is not None:
         metrics |= correction_metrics(correction, config, weighs=algorithm.weighs)
+    mean_advantage = 0.0
     if (spread := estimated.spread) is not None:
+        mean_advantage = spread.mean
         metrics |= {
             "advantage/mean": spread.mean,
             "advantage/std": spread.variance**0.5,
@@ -125,10 +130,18 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         for name, sums_S in (("return/mean", stats.returns_S), ("value/mean", stats.values_S)):
             if sums_S is not None:
                 metrics[name] = float(sums_S.sum()) / spread.count
+    if stats.reverse_kl is not None and (distance := stats.reverse_kl.total()) is not None:
+        mean_advantage -= algorithm.distill.coef * distance.mean
+        metrics |= {
+            "distill/reverse_kl": distance.mean,
+            "distill/reverse_kl_std": distance.variance**0.5,
+            "distill/reverse_kl_max": distance.high,
+        }
     return StepAdvantages(
         advantages=estimated,
         trained_S=stats.trained_S,
         metrics=metrics,
+        mean_advantage=mean_advantage,
         mean_weight=1.0 if correction is None else mean_weight(correction, config),
         mean_logprob=0.0
         if stats.logprobs_S is None

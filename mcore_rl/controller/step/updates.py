@@ -33,7 +33,8 @@ from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
 ROUTES = ("routing_TLK", "unrouted_T")  # the experts to repeat, which a batch has with ``actor.router_replay``
-SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T")  # the fields from which the keys of selection are computed
+# The fields from which the keys of selection are computed.
+SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
 
 
 @dataclass
@@ -216,11 +217,10 @@ async def _select_tokens(
     group: TrainGroup, shared: SharedBatch, config: ActorConfig, step: StepAdvantages, numbers: StepNumbers, seed: int
 ) -> StepNumbers:
     """``numbers`` with the threshold, if the loss selects tokens; adds the tokens' keys to ``shared``."""
-    count, spread = num_selected(config, int(step.trained_S.sum())), step.advantages.spread
+    count = num_selected(config, int(step.trained_S.sum()))
     if not count:
         return numbers
-    assert spread is not None, "tokens that are trained have advantages"
-    moments = Moments(advantage=spread.mean, logprob=step.mean_logprob, num_selected=count, seed=seed)
+    moments = Moments(advantage=step.mean_advantage, logprob=step.mean_logprob, num_selected=count, seed=seed)
     ranks, of_response_S = shared.assignment, step.advantages.advantages_S
     payloads = [
         SequencesInStep(None if of_response_S is None else of_response_S[sequences].numpy(), sequences)

@@ -175,6 +175,7 @@ REFERENCES: dict[str, Reference] = {
     "pass_at_k": per_group(pass_at_k_formula),
     "win_rate": per_group(win_rate_formula),
     "softmean": softmean_by_hand,
+    "none": lambda case, config: [[0.0] * len(row) for row in case.trained(case.rewards)],
 }
 COMPARES = {
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline",

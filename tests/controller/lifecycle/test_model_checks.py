@@ -5,23 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.config.algorithm import AlgorithmConfig, KlPenalty
+from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.roles import ActorConfig, CriticConfig, RoleConfig
+from mcore_rl.config.roles import ActorConfig, CriticConfig, FrozenModelConfig, RoleConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
 from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
     model_offline_violations,
     model_run_violations,
+    vocabulary_violations,
 )
 from mcore_rl.errors import Violation
-from tests.support import models, tiny_models
+from tests.support import models, prompt_files, tiny_models
 
 
 def run(
@@ -144,3 +145,37 @@ def test_adapters_of_layers_that_the_model_lacks_are_refused(tmp_path: Path) -> 
     sft = SftConfig(model=settings.model)
     sft.actor.lora = LoraConfig(rank=4, exclude_modules=["w1"])
     assert keys(list(adapter_violations(sft))) == ["actor.lora.exclude_modules"]
+
+
+def test_a_teacher_may_have_more_rows_of_padding_and_no_fewer() -> None:
+    taught = replace(
+        run(2), algorithm=AlgorithmConfig(distill=DistillConfig(coef=1.0)), teacher=FrozenModelConfig(path="t")
+    )
+    dense = models.dense()
+    wide, narrow = (replace(dense, vocab_size=dense.vocab_size + more) for more in (8, -8))
+    assert model_run_violations(taught, {"actor": dense, "teacher": wide}) == []
+    (violation,) = model_run_violations(taught, {"actor": dense, "teacher": narrow})
+    assert violation.key == "teacher.path" and "it cannot score all of them" in violation.problem
+
+
+def test_a_model_that_scores_has_the_policy_s_tokens(tmp_path: Path) -> None:
+    """Compared where a model of its own scores tokens; a critic's head has no tokens, and the policy's are its own."""
+    prompt_files.tokenizer().save_pretrained(tmp_path / "same")
+    more = prompt_files.tokenizer()
+    more.add_tokens(["<think>"])
+    more.save_pretrained(tmp_path / "more")
+    (tmp_path / "none").mkdir()
+
+    def violations(path: str) -> list[Violation]:
+        config = replace(
+            run(2, critic=""), model=PolicyModelConfig(path=str(tmp_path / "policy")),
+            teacher=FrozenModelConfig(path=path), critic=CriticConfig(path=str(tmp_path / "none")),
+            algorithm=AlgorithmConfig(adv_estimator="gae", distill=DistillConfig(coef=1.0)),
+        )  # fmt: skip
+        return list(vocabulary_violations(config, prompt_files.tokenizer()))
+
+    assert violations(str(tmp_path / "same")) == [] and violations(str(tmp_path / "policy")) == []
+    (other,) = violations(str(tmp_path / "more"))
+    assert other.key == "teacher.path" and "the numbers of 1 tokens differ, first of '<think>'" in other.problem
+    (lacking,) = violations(str(tmp_path / "none"))
+    assert lacking.key == "teacher.path" and "has no tokenizer" in lacking.problem

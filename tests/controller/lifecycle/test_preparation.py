@@ -198,3 +198,19 @@ def test_the_path_of_adapters_means_the_same_in_every_process() -> None:
     made = with_absolute_adapters(AdaptedConfig(lora=LoraConfig(rank=4, path="there")))
     assert made.lora == LoraConfig(rank=4, path=str(Path("there").resolve()))
     assert with_absolute_adapters(AdaptedConfig()) == AdaptedConfig()
+
+
+def test_a_teacher_of_other_tokens_is_refused_before_anything_starts(task: Path, tmp_path: Path) -> None:
+    """Of the policy's size and tokenizer, but for two tokens that are exchanged."""
+    other = tmp_path / "other"
+    shutil.copytree(task / "model", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    (first, low), (second, high) = sorted(vocabulary.items(), key=lambda each: each[1])[20:22]
+    vocabulary |= {first: high, second: low}
+    taught = ("algorithm.distill.coef=1", f"teacher.path={other}")
+    assert prepared(task, tmp_path / "run", *taught).models.keys() == {"actor", "teacher"}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = refusal(task, tmp_path / "run", *taught)
+    assert f"teacher.path={other}: the numbers of 2 tokens differ, first of {first!r}: {high} there" in said
+    assert "Name a model with the policy's tokenizer" in said

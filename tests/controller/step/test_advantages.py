@@ -63,7 +63,7 @@ def over_ranks(
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
     step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl, process))
-    made = ("advantages_T", "returns_T", "weights_T", "old_logprobs_T")
+    made = ("advantages_T", "teacher_advantages_T", "returns_T", "weights_T", "old_logprobs_T")
     fields = list(dict.fromkeys([*(name for name, _ in groups.batch.token_fields()), *made]))
     (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])
     portion: Portion[None] = pickle.loads(refs.portion)

@@ -329,14 +329,17 @@ def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
         assert sorted(n for each in sent for n in each.lengths_S) == sorted(LENGTHS[i] for i in members)
 
 
+@pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
-def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, per_token: bool) -> None:
+def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, per_token: bool, taught: bool) -> None:
     """By hand over the whole batch; the same for one rank and for many, for one minibatch and for two."""
     batch, draw = ragged(101), torch.Generator().manual_seed(3)
     raw_T = torch.randn(len(batch.mask_T), generator=draw)
     batch = replace(batch, old_logprobs_T=2 * torch.randn(len(raw_T), generator=draw) - 3)
     batch = replace(batch, advantages_T=raw_T if per_token else None)
+    if taught:
+        batch = replace(batch, teacher_advantages_T=torch.randn(len(raw_T), generator=draw) + 1)
     advantages_S = torch.randn(len(LENGTHS), generator=draw)
     config = ActorConfig(loss_mode=mode, clip_cov_ratio=0.2, kl_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=3.0)
     final_T = finish(batch, None if per_token else advantages_S.numpy(), StepNumbers()).advantages_T
@@ -347,7 +350,10 @@ def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, p
     estimate = BatchAdvantages(
         advantages_S=None if per_token else advantages_S, whitening=None, spread=Spreads.of(a_M, counts_S).total()
     )
-    step = StepAdvantages(advantages=estimate, trained_S=counts_S, metrics={}, mean_logprob=float(p_M.mean()))
+    step = StepAdvantages(
+        advantages=estimate, trained_S=counts_S, metrics={}, mean_advantage=float(a_M.mean()),
+        mean_logprob=float(p_M.mean()),
+    )  # fmt: skip
     count, chosen = int(0.2 * len(a_M)), set()
     for dp, parts in ((1, [ALL]), (1, PARTS), (3, PARTS), (10, [ALL])):
         group = Ranks(dp)

@@ -1,0 +1,132 @@
+"""On-policy distillation from the command line: a teacher of another size, vocabulary padding and layout.
+
+One run of three steps, and one that goes on from its second.  The teacher is mixed with a reward, so that one run has
+both parts of the advantages, a reference, and two updates of a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from tests.e2e.test_roles import Observed
+from tests.house.source import ROOT
+from tests.support import run_task
+from tests.support.run_task import AGREEMENT, SPEED, nothing_left, write_task
+
+STEPS, SAVED = 3, 2
+TEMPERATURE = 0.8
+PADDING = 6  # rows of the teacher's vocabulary that are no tokens
+SETTINGS = (
+    "algorithm.distill.coef=0.5", "teacher.parallel.tp=2", f"rollout.temperature={TEMPERATURE}",
+    f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.record_rollouts=true",
+    "trainer.max_restarts=0",
+)  # fmt: skip
+
+
+def write_teacher(directory: Path, tokenizer_of: Path) -> None:
+    """A dense model, deeper and wider than the task's mixture, with the tokens of that."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        num_hidden_layers=3, hidden_size=96, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=24, vocab_size=len(tokenizer) + PADDING, max_position_embeddings=256, initializer_range=0.1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "mcore_rl.cli", *words]
+    return subprocess.run(program, cwd=ROOT, text=True, capture_output=True, check=False, timeout=400)
+
+
+def run(task: Path, directory: Path) -> Observed:
+    with nothing_left():
+        overrides = run_task.overrides(task, directory, f"teacher.path={task}/teacher", *SETTINGS)
+        done = command("train", *overrides)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return Observed(directory, {line.pop("step"): line for line in lines})
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_task(tmp_path_factory.mktemp("task"))
+    write_teacher(directory / "teacher", directory / "model")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
+    return run(task, tmp_path_factory.mktemp("whole"))
+
+
+def drawn(directory: Path, step: int) -> list[tuple[list[int], list[bool]]]:
+    """(tokens, which of them the policy drew) of each response of ``step``, from the run's own record."""
+    table = pq.read_table(directory / "record" / f"step_{step}.parquet", columns=["tokens", "rest"])
+    masks = [
+        [part["author"] == "model" for part in json.loads(rest)["segments"] for _ in range(part["tokens"])]
+        for rest in table.column("rest").to_pylist()
+    ]
+    return list(zip(table.column("tokens").to_pylist(), masks, strict=True))
+
+
+@torch.no_grad()
+def logprobs(model: Path, responses: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
+    """transformers' log-probs of the drawn tokens, float64, one response after the other."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    rows = []
+    for tokens, mask in responses:
+        of_tokens_TV = (network(torch.tensor([tokens])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        of_drawn_T = of_tokens_TV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        rows.append(of_drawn_T[torch.tensor(mask[1:])])
+    return torch.cat(rows)
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(900)
+def test_the_distance_to_the_teacher_is_what_transformers_says(task: Path, whole: Observed) -> None:
+    responses = drawn(whole.directory, 1)
+    distances = logprobs(task / "model", responses) - logprobs(task / "teacher", responses)
+    metrics = whole.metrics[1]
+    assert len(distances) > 100 and distances.std() > 0.1
+    assert metrics["distill/reverse_kl"] == pytest.approx(float(distances.mean()), abs=1e-5)
+    assert metrics["distill/reverse_kl_std"] == pytest.approx(float(distances.std(unbiased=False)), abs=1e-5)
+    assert metrics["distill/reverse_kl_max"] == pytest.approx(float(distances.max()), abs=1e-4)
+    assert whole.metrics[STEPS]["distill/reverse_kl"] < metrics["distill/reverse_kl"], "it learns from the teacher"
+
+
+@pytest.mark.tier("full")
+def test_a_teacher_is_planned_and_not_saved(whole: Observed) -> None:
+    plan = (whole.directory / "plan.json").read_text()
+    assert "teacher weights" in plan and "teacher optimizer" not in plan and "teacher checkpoints" not in plan
+    assert all(metrics["time/teacher"] > 0 for metrics in whole.metrics.values())
+    roles = {path.name for path in (whole.directory / f"checkpoints/step_{SAVED}").iterdir() if path.is_dir()}
+    assert roles == {"actor"}
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_bit_for_bit(task: Path, whole: Observed, tmp_path: Path) -> None:
+    saved = f"checkpoints/step_{SAVED}"
+    shutil.copytree(whole.directory / saved, tmp_path / saved)
+    resumed = run(task, tmp_path)
+
+    def trained(metrics: dict[str, float]) -> dict[str, float]:
+        return {key: value for key, value in metrics.items() if not key.startswith(SPEED) and key not in AGREEMENT}
+
+    assert list(resumed.metrics) == [STEPS]
+    assert trained(resumed.metrics[STEPS]) == trained(whole.metrics[STEPS])
+    ours, theirs = whole.tensors(STEPS, "actor"), resumed.tensors(STEPS, "actor")
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
