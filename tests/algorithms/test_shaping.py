@@ -42,6 +42,8 @@ def test_a_group_has_a_signal_if_two_that_are_trained_make_a_pair() -> None:
     assert has_signal([RIGHT, WRONG, RIGHT], [False, False, True], config)
     assert not has_signal([RIGHT, WRONG, RIGHT], [False, True, False], config)
     assert not has_signal([RIGHT, WRONG], [True, True], config)
+
+
 @pytest.mark.parametrize(
     ("right", "of", "expected"),
     [(0, 5, False), (1, 5, True), (4, 5, True), (5, 5, False), (1, 6, False), (5, 6, False)],

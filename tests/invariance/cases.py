@@ -270,6 +270,8 @@ def _score_cases() -> list[Case]:
         labels = replace(pairs, scores=loss)
         cases += [Case(problem=labels, layout=layout, world_size=2) for layout in ("", "cp=2")]
     return [*cases, Case(problem=replace(pairs, lora=True), layout="cp=2", world_size=2)]
+
+
 def _outcome_cases() -> list[Case]:
     """The loss of a process reward model: of whole responses, of which a context rank has a part."""
     dense = Problem(model="dense", outcomes=True)

@@ -42,6 +42,7 @@ class Problem:
     def paired(self) -> bool:
         """Whether sequences have pairs."""
         return self.preference is not None or self.scores is not None
+
     outcomes: bool = False
 
 

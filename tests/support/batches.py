@@ -65,6 +65,8 @@ def scored(batch: TrainBatch) -> TrainBatch:
     mask_T = torch.zeros_like(batch.mask_T)
     mask_T[[start + size - 1 for start, size in starts if batch.mask_T[start : start + size].any()]] = True
     return replace(batch, mask_T=mask_T)
+
+
 def with_outcomes(batch: TrainBatch) -> TrainBatch:
     """Outcomes of the responses, two of them shares, and log-probs of a reference."""
     assert batch.old_logprobs_T is not None
