@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
@@ -105,8 +106,10 @@ async def take(started: Run, folder: Path, name: str, *overrides: str) -> Outcom
         interrupt=pool.interrupt,
     )
     groups, devices, weights = started.groups, started.devices, started.weights
+    source = ahead if trains_stale(config) else None
     with Tracker.open(directory, config.trainer, {"name": name}, STEPS) as tracker:
-        return await outcome(Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead=ahead))
+        run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead=source)
+        return await outcome(run)
 
 
 async def raised(death: DeadEngineError) -> None:

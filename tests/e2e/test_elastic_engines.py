@@ -20,7 +20,7 @@ MODES = {
     "one_step_off": ("trainer.mode=one_step_off", *APART),
     "sync": ("trainer.mode=sync", *APART),
 }
-ROWS, STEPS = 40, 60  # prompts of the task; steps, far more than the test takes
+ROWS, STEPS = 40, 5000  # prompts of the task; steps, far more than a run makes while an engine starts
 
 
 def engines(directory: Path, *words: str) -> tuple[int, str]:
