@@ -50,6 +50,11 @@ SOUND = {
     "generate": ("model.path=m", "data.files=[t]", "out=o.parquet"),
     "evaluate": ("path=r.parquet",),
 }
+# Of roles that a run of the base has not.
+WITH_ROLE = {
+    "process_reward": ("algorithm=prime", "model.path=m", "data.train_files=[t]"),
+    "teacher": ("algorithm=distill", "teacher.path=m", "model.path=m", "data.train_files=[t]"),
+}
 PROGRAMS: dict[str, tuple[type[Any], Refusals]] = {
     "train": (RunConfig, run_violations),
     "sft": (SftConfig, SftConfig.violations),
@@ -95,7 +100,7 @@ def test_every_number_has_a_row_in_the_oracle_and_a_range() -> None:
 def test_a_number_refuses_nonsense_and_takes_sense(program: str, each: Setting) -> None:
     """Set on the composed configuration: composing it for each of three thousand values would take minutes."""
     _, violations = PROGRAMS[program]
-    sound = sound_config(program)
+    sound = sound_config(program, each.key.partition(".")[0])
     refused, accepted = NUMBERS[each.key]
     for text in (*refused, *never(accepted, is_float=each.kind is float)):
         assert of_key(with_value(sound, each, text, violations), each.key), f"{each.key}={text} was accepted"
@@ -105,9 +110,11 @@ def test_a_number_refuses_nonsense_and_takes_sense(program: str, each: Setting) 
 
 
 @cache
-def sound_config(program: str) -> Any:
-    """The sound configuration, as the dataclass that a command gets."""
-    return composed(PROGRAMS[program][0], program, SOUND[program]) if program != "cluster" else load_cluster("cpu")
+def sound_config(program: str, group: str = "") -> Any:
+    """The sound configuration, as the dataclass that a command gets.  group: of keys; a role's is in the run."""
+    if program == "cluster":
+        return load_cluster("cpu")
+    return composed(PROGRAMS[program][0], program, WITH_ROLE.get(group, SOUND[program]))
 
 
 @cache
