@@ -70,11 +70,11 @@ class Learned:
 
     def texts(self) -> list[list[int]]:
         """The tokens of the held-out answers, those of a pair together."""
-        tokenizer, texts = AutoTokenizer.from_pretrained(self.exported), []
+        tokenizer, texts = AutoTokenizer.from_pretrained(self.exported), list[list[int]]()
         for row in pq.read_table(self.folder / "held_out.parquet").to_pylist():
             for key in ("chosen", "rejected"):
                 told = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}]
-                texts.append(tokenizer.apply_chat_template(told, return_dict=False))
+                texts.append(list(tokenizer.apply_chat_template(told, return_dict=False)))
         return texts
 
 
