@@ -94,7 +94,9 @@ def by_hand(batch: Minibatch, config: RewardLossConfig, values_T: Tensor | None 
 
 
 def loss_of(config: RewardLossConfig) -> ScoresLoss:
-    return pickle.loads(pickle.dumps(scores_loss(TrainedRewardConfig(reward=config))))
+    """As a worker receives it."""
+    received: ScoresLoss = pickle.loads(pickle.dumps(scores_loss(TrainedRewardConfig(reward=config))))
+    return received
 
 
 @pytest.mark.parametrize("name", SETTINGS)

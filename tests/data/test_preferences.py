@@ -51,7 +51,7 @@ def test_an_answer_is_the_same_however_it_is_written(tmp_path: Path) -> None:
         assert load(tmp_path, [row])[0] == plain[0]
     (asked, right), (_, wrong) = texts(plain)
     assert "2 + 3?" in asked and right.startswith("5") and wrong.startswith("6")
-    assert plain[0].is_pair and plain[0].labels == (True, False) and (plain[0].margin, plain[0].weight) == (0, 1)
+    assert plain[0].is_pair and plain[0].labels == (1, 0) and (plain[0].margin, plain[0].weight) == (0, 1)
     assert plain.units == [[len(answer.tokens) for answer in plain[0].answers]]
 
 

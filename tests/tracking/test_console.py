@@ -102,9 +102,9 @@ def test_on_a_terminal_a_step_is_a_row_under_its_heads() -> None:
 
 def test_a_reward_model_has_columns_of_its_own() -> None:
     trained = {"reward/loss": 0.25, "reward/train_accuracy": 0.875, "reward/margin": 1.5, "reward/val_ece": 0.0625}
-    text = written(False, [1], trained)
+    text = written(False, range(1, 2), trained)
     assert "loss 0.250 | acc 87.5% | margin 1.500 | val ECE 6.2%" in text
-    assert "reward" not in text and "reward 1.5" in written(False, [1], {"reward/mean": 1.5})
+    assert "reward" not in text and "reward 1.5" in written(False, range(1, 2), {"reward/mean": 1.5})
 
 
 @pytest.mark.parametrize("width", [120, 100, 90, 80, 60, 40])

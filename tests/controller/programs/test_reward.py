@@ -47,7 +47,7 @@ class Observed:
 
 def rows_of(split: Split, count: int) -> list[Row]:
     """The right sum against a wrong one; one wrong answer is empty, and one pair has equal texts."""
-    rows = []
+    rows = list[Row]()
     for number, each in enumerate(generate(1, count, 0, split)):
         right, wrong = each.solution, each.solution.replace(each.answer, str(int(each.answer) + 1 + number))
         rejected = {1: "", 2: right}.get(number, wrong)
