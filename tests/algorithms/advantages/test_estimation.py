@@ -206,8 +206,12 @@ def expected(case: Case, config: AlgorithmConfig) -> list[float]:
     return case.at_tokens(rows)
 
 
+# The others make pairs: test_pairs.py.
+MADE = {name: row for name, row in estimators().items() if row.scope is not Scope.pair}
+
+
 def test_every_estimator_has_its_formula_here() -> None:
-    rows = estimators()
+    rows = MADE
     assert set(rows) == set(REFERENCES)
     # What prime is given was compared before: tests/algorithms/test_process_rewards.py.
     assert {name for name, row in rows.items() if row.min_group > 1} == COMPARES | {"prime"}
@@ -218,9 +222,9 @@ def test_every_estimator_has_its_formula_here() -> None:
     assert {name for name, row in rows.items() if row.parts} == {"gdpo"}
 
 
-@pytest.mark.parametrize("name", list(estimators()))
+@pytest.mark.parametrize("name", list(MADE))
 def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
-    row, case = estimators()[name], ALL["drawn_0"]
+    row, case = MADE[name], ALL["drawn_0"]
     inputs = case.inputs()
     groups = PromptGroups.of(case.group_S, inputs.scores_S, inputs.counts_S, case.parts_SK())
     given = inputs if row.scope is Scope.token else groups
@@ -234,7 +238,7 @@ def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("estimator", list(estimators()))
+@pytest.mark.parametrize("estimator", list(MADE))
 def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> None:
     config = AlgorithmConfig(
         adv_estimator=estimator,
@@ -254,7 +258,7 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
         )
 
 
-@pytest.mark.parametrize("estimator", list(estimators()))
+@pytest.mark.parametrize("estimator", list(MADE))
 def test_float32_is_near(estimator: str) -> None:
     config = AlgorithmConfig(
         adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS, pass_k=PASS_K, sppo_eta=ETA
@@ -274,7 +278,7 @@ def test_gae_returns_are_not_whitened() -> None:
         torch.testing.assert_close(returns_T, torch.tensor(by_hand, dtype=torch.float64), atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", [e for e in estimators() if e != "gae"])
+@pytest.mark.parametrize("estimator", [e for e in MADE if e != "gae"])
 def test_without_a_critic_there_are_no_returns(estimator: str) -> None:
     config = AlgorithmConfig(adv_estimator=estimator)
     case = ALL["drawn_0"]
@@ -292,7 +296,7 @@ def test_equal_scores_and_only_members_give_exactly_nothing(estimator: str, dtyp
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("estimator", list(estimators()))
+@pytest.mark.parametrize("estimator", list(MADE))
 def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten: bool) -> None:
     config = AlgorithmConfig(
         adv_estimator=estimator,

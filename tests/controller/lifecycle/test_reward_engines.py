@@ -64,7 +64,7 @@ async def stop_an_engine(run: Run) -> None:
         if not is_helper(each):
             each.send_signal(signal.SIGSTOP)
     batch = await run.collector.collect(STEPS + 1, run.next_rows, run.reporting("drawing"))
-    run.keep_rollouts(STEPS + 1, batch)
+    run.keep_rollouts(STEPS + 1, batch, 1)
 
 
 class Ran:

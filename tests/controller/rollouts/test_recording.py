@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from mcore_rl.config.asynchrony import AsyncConfig
 from mcore_rl.config.data import DataConfig
@@ -76,10 +75,10 @@ def played(directory: Path, steps: int = 4) -> list[RolloutBatch]:
         batch = batch_of(places, dropped)
         asyncio.run(record(step, batch))
         batches.append(batch)
-        trained_S = torch.tensor([0 if each.lost else each.num_response_tokens for each in batch.episodes])
+        trained = [0 if each.lost else each.num_response_tokens for each in batch.episodes]
         assembled = assemble(batch.episodes, batch.greedy)
-        assert len(assembled.batch.lengths_S) == len(trained_S)
-        line = scheduled_step(config(), step, batch, sampler.state_dict(), trained_S, {"actor": 2}, "xxh3:1")
+        assert len(assembled.batch.lengths_S) == len(trained)
+        line = scheduled_step(config(), step, batch, sampler.state_dict(), trained, {"actor": 2}, "xxh3:1")
         spans = [replace(each, oldest=step - 1, newest=step - 1) for each in line.groups]  # scripted: version 3
         file.write(replace(line, groups=spans))
     file.close()
@@ -96,9 +95,9 @@ def test_the_ledger_of_what_was_drawn_holds(tmp_path: Path) -> None:
 def test_a_line_says_what_became_of_each_group() -> None:
     sampler = PromptSampler(PROMPTS, 0, shuffle=False)
     batch = batch_of([(0, 5), (0, 1)])
-    trained_S = torch.tensor([2, 0, 0, 0])
+    trained = [2, 0, 0, 0]
     for mode, bound, says in ((Mode.sync, 4, 0), (Mode.one_step_off, 4, 1), (ASYNC, 4, 4), (ASYNC, 0, 0)):
-        line = scheduled_step(config(mode, bound), 5, batch, sampler.state_dict(), trained_S, {}, "")
+        line = scheduled_step(config(mode, bound), 5, batch, sampler.state_dict(), trained, {}, "")
         assert (line.bound, line.version, line.mode, line.batch) == (says, 4, mode.value, BATCH)
     first, second = line.groups
     assert (first.id, first.number, first.samples, first.lost, first.trained) == ("file:5", 5, 2, 1, 1)

@@ -180,7 +180,7 @@ def test_memory_is_of_the_device_or_of_all_processes() -> None:
 def test_rates_are_tokens_by_the_seconds_of_their_phase() -> None:
     metrics = {"response/length_mean": 10.0, "prompt/length_mean": 5.0, "perf/draw_s": 4.0}
     seconds = {"time/generate": 1.0, "time/update_actor": 2.0}
-    assert known(rates(metrics, seconds, 8, epochs=3)) == {
+    assert known(rates(metrics, seconds, 8, 3 * 8 * (10 + 5))) == {
         "perf/generated_tokens_per_s": 20.0, "perf/trained_tokens_per_s": 180.0
     }  # fmt: skip
     assert rates(metrics | {"perf/draw_s": 0.0}, {}, 8, 1) == {}
