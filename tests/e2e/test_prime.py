@@ -31,6 +31,7 @@ from tests.support.run_task import AGREEMENT, SPEED, overrides, write_task
 
 STEPS, BETA = 3, 0.05
 LIFT = 0.1  # of the share that the reward is
+RECORD = "trainer.record_rollouts=true"
 CONFIG = AlgorithmConfig(adv_estimator="prime", process_coef=5.0, outcome_coef=5.0)
 
 
@@ -44,7 +45,6 @@ def of_prime(task: Path, *more: str) -> list[str]:
         "process_reward.ppo_mini_batch_size=8",
         "process_reward.microbatch_tokens=512",
         "process_reward.optim.lr=1e-3",
-        "trainer.record_rollouts=true",
         *more,
     ]
 
@@ -60,7 +60,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     with nothing_survives(folder) as traces:
-        run = start(task, folder / "run", traces, *of_prime(task), steps=STEPS)
+        run = start(task, folder / "run", traces, *of_prime(task, RECORD), steps=STEPS)
         assert run.finish() == 0, run.said()
     return folder / "run"
 
@@ -204,9 +204,12 @@ def test_a_replay_is_the_run_bit_for_bit(whole: Path, task: Path, tmp_path: Path
 def test_after_rewards_with_the_weights_before_the_update_and_adapters_may_learn(
     task: Path, tmp_path: Path, processes: None
 ) -> None:
-    more = ("process_reward.update=after", "process_reward.lora.rank=4", "process_reward.parallel={pp: 2, tp: 1}")
+    more = [
+        "process_reward.update=after", "process_reward.lora.rank=4", "process_reward.parallel.tp=1",
+        "process_reward.parallel.pp=2", "process_reward.optim.lr=1e-2", RECORD,
+    ]  # fmt: skip
     with nothing_survives(tmp_path) as traces:
-        run = start(task, tmp_path / "run", traces, *of_prime(task, *more, "process_reward.optim.lr=1e-2"), steps=2)
+        run = start(task, tmp_path / "run", traces, *of_prime(task, *more), steps=2)
         assert run.finish() == 0, run.said()
     metrics = lines(tmp_path / "run")
     assert metrics[1]["process_reward/reward"] == 0 and metrics[1]["process_reward/grad_norm"] > 0
