@@ -30,11 +30,13 @@ MAX_VALUES = 100_000  # with every alias written out
 MAX_DEPTH = 32
 FREE = (
     "chat_template_kwargs",
+    "checkpoints",
     "config_overrides",
     "engine",
     "loops",
     "megatron",
-    "reward_kwargs", "checkpoints")  # groups, by last name, whose keys no dataclass knows
+    "reward_kwargs",
+)  # groups, by last name, whose keys no dataclass knows
 TEXT = "tag:yaml.org,2002:str"
 READ_BY_YAML = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp"))
 OmegaConfLoader: Any = get_yaml_loader()
