@@ -27,6 +27,8 @@ def test_a_teacher_of_drawn_tokens_is_ours() -> None:
     assert (alone.run.algorithm.adv_estimator, alone.run.algorithm.distill.coef) == ("none", 1.0)
 
 
-@pytest.mark.parametrize("other", ["loss_mode=k3", "loss_mode=forward_kl_topk", "use_policy_gradient=False"])
+@pytest.mark.parametrize(
+    "other", ["loss_mode=k3", "loss_mode=forward_kl_topk", "use_policy_gradient=False", "loss_max_clamp=10"]
+)
 def test_a_loss_of_its_own_is_not_here(other: str) -> None:
     assert not translated(*DISTILLED, f"distillation.distillation_loss.{other}").is_whole
