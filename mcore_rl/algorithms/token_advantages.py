@@ -146,10 +146,7 @@ def compute_advantages(
     correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
-    distance_T = None
-    if algorithm.distill.coef:
-        assert old_T is not None, "the teacher is compared with the policy before the step"
-        distance_T = kl_k1(old_T, batch.extra_T[TEACHER_LOGPROBS])
+    distance_T = _to_teacher(batch, old_T) if algorithm.distill.coef else None
 
     def sums(x_T: Tensor) -> Tensor:
         return sequence_sums(trained.gather(x_T).double(), counts_S)
@@ -187,6 +184,12 @@ def _counted(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig) 
     if outcomes.centred is not None and not bool(outcomes.centred.compared_S.all()):
         counted_T = counted_T & at_tokens(outcomes.centred.compared_S, batch.lengths_S)
     return counted_T
+
+
+def _to_teacher(batch: TrainBatch, old_T: Tensor | None) -> Tensor:
+    """``log p_old - log p_teacher`` of each token, nats."""
+    assert old_T is not None, "the teacher is compared with the policy before the step"
+    return kl_k1(old_T, batch.extra_T[TEACHER_LOGPROBS])
 
 
 def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) -> Correction | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from mcore_rl.config.bounds import Interval, Lines
 
@@ -42,7 +42,7 @@ class RecipeConfig:
 
     title: str = ""
     checkpoint: str = ""
-    checkpoints: dict[str, str] = field(default_factory=dict)
+    checkpoints: dict[str, Any] = field(default_factory=dict)
     cluster: str = ""
     datasets: list[str] = field(default_factory=list)
     published: PublishedConfig = field(default_factory=PublishedConfig)

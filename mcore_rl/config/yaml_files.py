@@ -30,6 +30,7 @@ MAX_VALUES = 100_000  # with every alias written out
 MAX_DEPTH = 32
 FREE = (
     "chat_template_kwargs",
+    "checkpoints",
     "config_overrides",
     "engine",
     "loops",

@@ -84,7 +84,7 @@ def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
         if (config_folder(path) / CONFIG).is_file():
             models[role.name] = model_of(read_config(config_folder(path)))[1]
         elif name := run.recipe.checkpoints.get(role.name):
-            published = published_config(find_checkpoint(name, MODEL_CONFIGS), MODEL_CONFIGS)
+            published = published_config(find_checkpoint(str(name), MODEL_CONFIGS), MODEL_CONFIGS)
             models[role.name] = model_of(published)[1]
         else:
             problem = "has no config.json, and recipe.checkpoints names no checkpoint of model_configs/"

@@ -297,34 +297,10 @@ ABSENT = {
     "trainer.logger": ("[console,clearml]", "[console,wandb]"),
     "trainer.device": ("npu", "cuda"),
     "distillation.enabled": ("True", "False"),  # its default is a loss over estimates, k3
-    "distillation.distillation_loss.loss_max_clamp": ("10", "null"),
     "distillation.teacher_models.math.model_path": ("m", "null"),
     "reward.reward_manager.source": ("importlib", "register"),
     "data.custom_cls.path": ("mine.py", "null"),
 }
-
-
-DISTILLED = (
-    "distillation.enabled=True", "distillation.distillation_loss.loss_mode=k1",
-    "distillation.distillation_loss.use_policy_gradient=True",
-    "distillation.distillation_loss.distillation_loss_coef=0.3",
-    "distillation.teacher_models.teacher_model.model_path=/t",
-    "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=4",
-)  # fmt: skip
-
-
-def test_a_teacher_of_drawn_tokens_is_ours() -> None:
-    """verl's coefficient counts beside task rewards alone (distillation_ppo_loss, 0.9)."""
-    beside = translated("algorithm.adv_estimator=grpo", *DISTILLED)
-    assert beside.is_whole and beside.run is not None and beside.run.teacher.path == "/t"
-    assert (beside.run.algorithm.adv_estimator, beside.run.algorithm.distill.coef) == ("grpo", 0.3)
-    alone = translated(
-        "algorithm.adv_estimator=grpo", *DISTILLED, "distillation.distillation_loss.use_task_rewards=False"
-    )
-    assert alone.is_whole and alone.run is not None
-    assert (alone.run.algorithm.adv_estimator, alone.run.algorithm.distill.coef) == ("none", 1.0)
-    for other in ("loss_mode=k3", "loss_mode=forward_kl_topk", "use_policy_gradient=False"):
-        assert not translated(*DISTILLED, f"distillation.distillation_loss.{other}").is_whole
 
 
 def test_what_is_not_here_is_said() -> None:

@@ -1,0 +1,58 @@
+"""The models that a plan is made for, of roles with models of their own too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.planning.plan import plan
+from mcore_rl.planning.recipes import other_models, recipe_model, run_model
+from mcore_rl.planning.search import search
+from tests.support.published import TINY
+
+RECIPE = "qwen3_4b_distill_30b_a3b"
+
+
+def taught(*more: str) -> RunConfig:
+    return compose(RunConfig, "train", ["algorithm=distill", "model.path=m", *more])
+
+
+def test_a_teacher_is_read_where_it_is_or_is_known_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY["llama"]))
+    here = other_models(taught(f"teacher.path={tmp_path}"))
+    assert here.keys() == {"teacher"} and here["teacher"].num_layers == TINY["llama"]["num_hidden_layers"]
+    named = other_models(taught("teacher.path=t", "recipe.checkpoints.teacher=qwen3-30b-a3b"))
+    assert named["teacher"].num_layers == 48 and named["teacher"].moe is not None
+    assert other_models(taught("algorithm.distill.coef=0")) == {}
+    with pytest.raises(ConfigError, match=r"teacher.path=t: has no config.json.*recipe.checkpoints.teacher=NAME"):
+        other_models(taught("teacher.path=t"))
+
+
+def test_a_plan_counts_the_teacher_s_own_model() -> None:
+    """Its weights, from the model alone: 30.5 billion parameters over 8 ranks, in 2 bytes."""
+    run = load_recipe(RECIPE)
+    assert isinstance(run, RunConfig)
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    assert model == recipe_model(run)
+    planned = plan(run, model, cluster, other_models(run))
+    rows = {row.part: row.num_bytes for peak in planned.peaks for row in peak.rows if row.part == "teacher weights"}
+    # Experts are spread over all ranks; attention, embeddings and routers, 1.6 billion, are on each.
+    assert rows["teacher weights"] == pytest.approx(2 * ((30.5e9 - 1.6e9) / 8 + 1.6e9), rel=0.05)
+    assert planned.seconds["teacher"] > 0
+    with pytest.raises(ConfigError, match=r"teacher.parallel.ep=8: the model has no experts"):
+        plan(run, model, cluster)  # of a teacher with the student's model
+
+
+def test_a_search_keeps_the_teacher_s_layout() -> None:
+    run = load_recipe(RECIPE)
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    fastest = search(run, model, cluster, other_models(run), limit=1).best[0]
+    assert isinstance(fastest.run, RunConfig) and isinstance(run, RunConfig)
+    assert fastest.run.teacher == run.teacher and fastest.plan.fits
+    assert not any(each.startswith("teacher.") for each in fastest.overrides)
