@@ -27,11 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import psutil
@@ -121,7 +122,7 @@ def train(words: Sequence[str], engine_core: int, ended: Path) -> int:
     from mcore_rl.controller.lifecycle import start
     from mcore_rl.controller.programs.train import run_training
     from mcore_rl.rollout.pool import EnginePool
-    from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
+    from mcore_rl.rollout.protocol import Request, Sample, Sampling
     from mcore_rl.runtime.engine_client import EngineClient
 
     class LimitedPool(EnginePool):
@@ -130,19 +131,8 @@ def train(words: Sequence[str], engine_core: int, ended: Path) -> int:
         timing: asyncio.Task[None] | None = None
 
         async def time_prompts(self, sampling: Sampling) -> None:
-            """Notes the seconds of a prompt's token: long prompts less short ones, one response token each."""
-            took = dict[int, list[float]]()
-            for turn in range(4):
-                for length in (SHORT, LONG):
-                    names = [f"{turn} {length} {number}" for number in range(TIMED_PROMPTS)]
-                    tokens = [tuple(Random(name).choices(range(100, 400), k=length)) for name in names]
-                    asked = [Request(Prompt(*each)) for each in zip(names, tokens, strict=True)]
-                    begun = time.perf_counter()
-                    async for _ in super().generate(asked, replace(sampling, max_tokens=1)):
-                        pass
-                    took.setdefault(length, []).append(time.perf_counter() - begun)
-            prompt_s = (min(took[LONG]) - min(took[SHORT])) / (TIMED_PROMPTS * (LONG - SHORT))
-            ended.with_suffix(f".{PROMPT_S}").write_text(str(prompt_s))
+            """Notes the seconds of a prompt's token."""
+            ended.with_suffix(f".{PROMPT_S}").write_text(str(await prompt_s(super().generate, sampling)))
 
         async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
             """See ``EnginePool.generate``."""
@@ -184,6 +174,23 @@ def train(words: Sequence[str], engine_core: int, ended: Path) -> int:
 
     start.pool_of = pool_of  # type: ignore[assignment]
     return asyncio.run(run_training(compose(RunConfig, "train", list(words))))
+
+
+async def prompt_s(draw: Callable[..., AsyncIterator[Any]], sampling: Any) -> float:
+    """Seconds of a prompt's token: long prompts less short ones, one response token each, none of them cached."""
+    from mcore_rl.rollout.protocol import Prompt, Request
+
+    took = dict[int, list[float]]()
+    for turn in range(4):
+        for length in (SHORT, LONG):
+            names = [f"{turn} {length} {number}" for number in range(TIMED_PROMPTS)]
+            tokens = [tuple(Random(name).choices(range(100, 400), k=length)) for name in names]
+            asked = [Request(Prompt(*each)) for each in zip(names, tokens, strict=True)]
+            begun = time.perf_counter()
+            async for _ in draw(asked, replace(sampling, max_tokens=1)):
+                pass
+            took.setdefault(length, []).append(time.perf_counter() - begun)
+    return (min(took[LONG]) - min(took[SHORT])) / (TIMED_PROMPTS * (LONG - SHORT))
 
 
 def move_engines(core: int) -> None:

@@ -39,12 +39,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)
-    groups = assemble(
-        trained.episodes,
-        rollouts.greedy,
-        config.algorithm.gdpo_reward_keys,
-        with_outcomes=bool(config.outcome_rows),
-    )
+    keys, with_outcomes = config.algorithm.gdpo_reward_keys, bool(config.outcome_rows)
+    groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=with_outcomes)
     place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 
     with clock("sync"):

@@ -332,9 +332,7 @@ def all_cases() -> list[Case]:
     cases += _feature_cases()
     cases += _adapter_cases()
     cases += _weighed_cases()
-    cases += _preference_cases()
-    cases += _score_cases()
-    cases += _outcome_cases()
+    cases += [*_preference_cases(), *_score_cases(), *_outcome_cases()]
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
