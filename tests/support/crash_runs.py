@@ -30,6 +30,7 @@ from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrid
 
 STEPS = 3
 SAMPLES = 32  # of a step
+TRIED = 1  # call of the reward function before anything is drawn: each start tries it
 AT_ONCE = 8  # that the engine draws: the first are graded while others are drawn
 PATIENCE_S = 500.0  # for anything, on a busy machine
 # The same text for every run, so that a copy of a run is graded by what it was begun with.
@@ -286,7 +287,7 @@ def starting(run: Started) -> bool:
 
 def drawing(step: int) -> Moment:
     """The engine draws for ``step``: its first samples are graded, and others are not drawn yet."""
-    return lambda run: run.num_logged == step - 1 and 0 < run.num_calls <= SAMPLES - 2 * AT_ONCE
+    return lambda run: run.num_logged == step - 1 and TRIED < run.num_calls <= SAMPLES - 2 * AT_ONCE
 
 
 def grading(step: int) -> Moment:
