@@ -297,10 +297,13 @@ def _take(
         if not tokens:
             reading.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
             continue
-        answer: list[int] | str | None = None
-        if answers is not None and isinstance(answer := answers.read(records[row - start] or {}, tokens), str):
-            reading.problems.append(f"{file.row_id(row)}: {answer}")
-            continue
+        answer: list[int] = []
+        if answers is not None:
+            said = answers.read(records[row - start] or {}, tokens)
+            if isinstance(said, str):
+                reading.problems.append(f"{file.row_id(row)}: {said}")
+                continue
+            answer = said
         fits = not answer or len(answer) <= config.max_response_length
         if answer and not fits:
             reading.long_answers.append(file.row_id(row))

@@ -64,10 +64,10 @@ class _Members:
         self.places.append(place)
 
     def add_pair(self, chosen: tuple[Episode, int | None], rejected: tuple[Episode, int | None]) -> None:
-        key, answers = len(self.same), [_response(each) for each, _ in (chosen, rejected)]
+        key = len(self.same)
         for episode, place in (chosen, rejected):
             self.add(replace(episode, pair=key), place)
-        self.same.append(np.array_equal(*answers))
+        self.same.append(np.array_equal(_response(chosen[0]), _response(rejected[0])))
         if chosen[1] is not None:
             self.gaps.append(chosen[0].reward - rejected[0].reward)
 
