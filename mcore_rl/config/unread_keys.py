@@ -209,7 +209,7 @@ SWITCHES = (
         "algorithm.filter_groups.enable=true",
     ),
     Switch(
-        ("algorithm.masked_in_baseline", "algorithm.whiten_advantages"),
+        ("algorithm.masked_in_baseline", "algorithm.whiten_advantages", "algorithm.distill.coef"),
         lambda run: estimator(run.algorithm.adv_estimator).scope is not Scope.pair,
         "pairs have no baseline, and no advantages",
         "another estimator",
