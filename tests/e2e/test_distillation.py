@@ -84,7 +84,7 @@ def drawn(directory: Path, step: int) -> list[tuple[list[int], list[bool]]]:
 @torch.no_grad()
 def logprobs(model: Path, responses: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
     """transformers' log-probs of the drawn tokens, float64, one response after the other."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager").eval()
     rows = []
     for tokens, mask in responses:
         of_tokens_TV = (network(torch.tensor([tokens])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
