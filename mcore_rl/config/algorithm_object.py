@@ -23,6 +23,7 @@ from mcore_rl.config.roles import LossAggregation
 T = TypeVar("T")
 Function = str | Callable[..., Any]
 ACTOR, CRITIC, REFERENCE, TEACHER, PROCESS_REWARD = "actor", "critic", "reference", "teacher", "process_reward"
+NO_REWARD = "none"  # the estimator of which every advantage is 0
 
 
 @dataclass(frozen=True)

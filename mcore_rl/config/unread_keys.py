@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
-from mcore_rl.config.algorithm_object import REFERENCE, TEACHER, Estimator, PolicyLoss, Scope
+from mcore_rl.config.algorithm_object import NO_REWARD, REFERENCE, TEACHER, Estimator, PolicyLoss, Scope
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
     LOSS_KEY,
@@ -153,6 +153,12 @@ SWITCHES = (
         ("algorithm.whiten_advantages",),
         lambda run: not estimator(run.algorithm.adv_estimator).whitens,
         "the estimator whitens its advantages by itself",
+        "another estimator",
+    ),
+    Switch(
+        ("algorithm.whiten_advantages",),
+        lambda run: run.algorithm.adv_estimator != NO_REWARD,
+        "every advantage is 0",
         "another estimator",
     ),
     Switch(

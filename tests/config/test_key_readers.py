@@ -17,7 +17,7 @@ from mcore_rl.algorithms.policy import policy_loss as actor_loss
 from mcore_rl.algorithms.process_rewards import LOGPROBS, REF_LOGPROBS, centred, process_stats
 from mcore_rl.algorithms.selection import num_selected
 from mcore_rl.algorithms.shaping import has_signal
-from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
+from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, compute_advantages
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.algorithm import (
     CorrectionLevel,
@@ -111,7 +111,7 @@ def batch() -> TrainBatch:
         old_logprobs_T=old_T,
         ref_logprobs_T=old_T + normal(0.6),
         old_values_T=normal(1),
-        extra_T={LOGPROBS: normal(1), REF_LOGPROBS: normal(1)},
+        extra_T={LOGPROBS: normal(1), REF_LOGPROBS: normal(1), TEACHER_LOGPROBS: normal(1)},
     )
 
 
@@ -137,8 +137,9 @@ def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
     final_T = None  # pairs have none
     if tokens.advantages_T is not None or of_step.advantages_S is not None:
         final_T = final_advantages(
-            tokens.advantages_T, of_step.advantages_S, of_step.whitening, tokens.mask_T, list(LENGTHS)
-        )
+            tokens.advantages_T, of_step.advantages_S, of_step.whitening, tokens.mask_T, list(LENGTHS),
+            tokens.teacher_advantages_T,
+        )  # fmt: skip
     returns_T = None if tokens.returns_T is None else tokens.returns_T * tokens.mask_T
     made = [tokens.mask_T, final_T, returns_T, tokens.old_logprobs_T]
     if tokens.weights_T is not None and stats.correction is not None:

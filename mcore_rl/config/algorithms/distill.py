@@ -9,14 +9,14 @@ to the KL of later ones is left out, as there and in arXiv:2306.13649, which sto
 
 from __future__ import annotations
 
-from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
+from mcore_rl.config.algorithm_object import NO_REWARD, Algorithm, Estimator, Scope, Sourced
 from mcore_rl.config.algorithms.rloo import POLICY_GRADIENT
 from mcore_rl.config.roles import LossAggregation
 
 COOKBOOK = "tinker-cookbook, recipes/distillation/on_policy_distillation.py"
 
-NO_REWARD = Estimator(
-    name="none",
+NOTHING = Estimator(
+    name=NO_REWARD,
     function="mcore_rl.algorithms.advantages.none:none",
     scope=Scope.sequence,
     formula="0: nothing is learnt from the reward",
@@ -29,7 +29,7 @@ DISTILL = Algorithm(
     title="On-policy distillation",
     about="a frozen teacher scores each token that the policy draws; the reward is measured and not learnt from; no KL",
     paper="arXiv:2306.08543, 2306.13649; Thinking Machines, On-policy distillation (2025)",
-    advantages=NO_REWARD,
+    advantages=NOTHING,
     loss=POLICY_GRADIENT,
     aggregation=Sourced(LossAggregation.token_mean, f"{COOKBOOK}: a sum over tokens, here over their number"),
     samples=Sourced(4, f"{COOKBOOK}: group_size"),
