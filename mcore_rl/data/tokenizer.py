@@ -34,18 +34,19 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
 
 
 def vocabulary_difference(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> str | None:
-    """How the tokens of the Hugging Face directory ``path`` differ from those of ``tokenizer``; None: not at all.
+    """Which tokens of ``tokenizer`` the Hugging Face directory ``path`` has otherwise, in words; None: none.
 
-    A number must mean the same text to both.  Merges, templates and the vocabulary's padding may differ, since tokens
-    are scored there and no text is read.  Raises DataError if ``path`` has no tokenizer that can be read.
+    A number that may be drawn must mean the same text to both.  Merges, templates and padding may differ, and it may
+    have more tokens, since tokens are scored there and no text is read.  Raises DataError if ``path`` has no tokenizer
+    that can be read.
     """
     ours, theirs = tokenizer.get_vocab(), _read(Path(path).expanduser()).get_vocab()
-    if ours == theirs:
+    wrong = [name for name, number in ours.items() if theirs.get(name) != number]
+    if not wrong:
         return None
-    wrong = {name for name, _ in ours.items() ^ theirs.items()}
-    first = min(wrong, key=lambda name: ours[name] if name in ours else theirs[name])
-    here, there = (str(each.get(first, "none")) for each in (ours, theirs))
-    return f"the numbers of {len(wrong):,} tokens differ, first of {first!r}: {there} there, and {here} here"
+    first = min(wrong, key=ours.__getitem__)
+    there = theirs.get(first, "none")
+    return f"the numbers of {len(wrong):,} tokens differ, first of {first!r}: {there} there, and {ours[first]} here"
 
 
 def _read(directory: Path) -> PreTrainedTokenizerBase:

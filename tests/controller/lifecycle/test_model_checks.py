@@ -166,16 +166,17 @@ def test_a_model_that_scores_has_the_policy_s_tokens(tmp_path: Path) -> None:
     more.save_pretrained(tmp_path / "more")
     (tmp_path / "none").mkdir()
 
-    def violations(path: str) -> list[Violation]:
+    def violations(path: str, policy: PreTrainedTokenizerBase) -> list[Violation]:
         config = replace(
             run(2, critic=""), model=PolicyModelConfig(path=str(tmp_path / "policy")),
             teacher=FrozenModelConfig(path=path), critic=CriticConfig(path=str(tmp_path / "none")),
             algorithm=AlgorithmConfig(adv_estimator="gae", distill=DistillConfig(coef=1.0)),
         )  # fmt: skip
-        return list(vocabulary_violations(config, prompt_files.tokenizer()))
+        return list(vocabulary_violations(config, policy))
 
-    assert violations(str(tmp_path / "same")) == [] and violations(str(tmp_path / "policy")) == []
-    (other,) = violations(str(tmp_path / "more"))
+    plain = prompt_files.tokenizer()
+    assert all(violations(str(tmp_path / name), plain) == [] for name in ("same", "more", "policy"))
+    (other,) = violations(str(tmp_path / "same"), more)
     assert other.key == "teacher.path" and "the numbers of 1 tokens differ, first of '<think>'" in other.problem
-    (lacking,) = violations(str(tmp_path / "none"))
+    (lacking,) = violations(str(tmp_path / "none"), plain)
     assert lacking.key == "teacher.path" and "has no tokenizer" in lacking.problem
