@@ -31,7 +31,7 @@ from tests.support.ahead_runs import APART
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600)]
 
-STEPS = 30
+STEPS = 80  # as `make train`
 POINTS = 0.03
 SETTINGS = (
     *APART, "trainer.test_freq=1000", "trainer.save_freq=0", "trainer.val_before_train=false", "trainer.logger=[]",
@@ -76,7 +76,7 @@ def files(data: Path) -> list[str]:
 
 
 def configuration(folder: Path, run: Path, *overrides: str) -> RunConfig:
-    """Of the recipe of `make train`, shorter."""
+    """Of the recipe of `make train`."""
     model = f"model.path={folder / 'sft' / 'hf' / 'final'}"
     own = [*files(folder / "data"), model, f"trainer.total_training_steps={STEPS}", *SETTINGS]
     made = load_recipe("arithmetic_grpo", [*own, f"trainer.default_local_dir={run}", *overrides])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
