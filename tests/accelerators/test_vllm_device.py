@@ -17,6 +17,7 @@ WITHOUT_ENGINE = (
     "tests/config/test_compose.py",
     "tests/config/test_run.py",
     "tests/controller/programs/test_prefer.py",
+    "tests/controller/programs/test_reward.py",
     "tests/controller/programs/test_sft.py",
     "tests/test_cli.py",
 )

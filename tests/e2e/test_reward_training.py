@@ -23,6 +23,7 @@ from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.tracking.jsonl import read_metrics
 from tests.support import prompt_files, reward_models
 from tests.support.forked import start_engine
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1800), pytest.mark.usefixtures("processes")]
 TOLD = 0.9  # of held-out pairs, at least
@@ -31,14 +32,14 @@ SFT_STEPS, STEPS = 200, 600
 TUNING = (
     "recipe=arithmetic_sft", "model.path=model", "data.train_files=[data/train.parquet]",
     "data.val_files=[data/val.parquet]", f"trainer.total_training_steps={SFT_STEPS}", "trainer.test_freq=0",
-    "actor.optim.lr_schedule=cosine", "trainer.default_local_dir=sft", "trainer.device=cpu",
+    "actor.optim.lr_schedule=cosine", "trainer.default_local_dir=sft", ON_VLLM_DEVICE["trainer"],
 )  # fmt: skip
 SCORING = (
     "model.path=sft/hf/final", "data.train_files=[pairs.parquet]", "data.val_files=[held_out.parquet]",
     "data.train_batch_size=64", "data.max_length=64", "actor.precision=float32", "actor.microbatch_tokens=8192",
     "actor.parallel.ep=2", "actor.optim.lr=2e-3", "actor.optim.lr_schedule=cosine", "actor.optim.weight_decay=0.0",
     f"trainer.total_training_steps={STEPS}", "trainer.test_freq=100", "trainer.n_gpus_per_node=2",
-    "trainer.default_local_dir=reward", "trainer.device=cpu",
+    "trainer.default_local_dir=reward", ON_VLLM_DEVICE["trainer"],
 )  # fmt: skip
 
 
