@@ -22,7 +22,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mcore_rl.algorithms.outcome_loss import OUTCOME, OutcomeLoss
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
+from mcore_rl.algorithms.process_rewards import REF_LOGPROBS
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
 from mcore_rl.config.model import ModelConfig
@@ -236,7 +238,8 @@ def _batch(part: RehearsedRank, groups: ProcessGroups, count: int) -> TrainBatch
         old_values_T=zeros,
         weights_T=zeros,
         selection_T=zeros,
-        extra_S={name: torch.zeros(len(lengths)) for name in (MARGIN, WEIGHT, LABEL)},
+        extra_T={REF_LOGPROBS: zeros} if isinstance(part.loss, OutcomeLoss) else {},
+        extra_S={name: torch.zeros(len(lengths)) for name in (MARGIN, WEIGHT, LABEL, OUTCOME)},
         pairs_S=_pairs(len(lengths) // count, count) if part.loss.with_pairs else None,
     )
 
