@@ -166,6 +166,42 @@ def _added(parts: list[LossSums]) -> LossSums:
     return LossSums(total=torch.stack([part.total for part in parts]).sum(), metrics=metrics, maxima=maxima)
 
 
+def assert_no_cut_changes(loss: Loss, minibatch: Minibatch, units: Sequence[Sequence[int]], seeds: int) -> None:
+    """Neither cuts into microbatches of any number, one of them empty, nor rows over two context ranks change the sums.
+
+    units: sequences that stay together.  seeds: how often rows are spread over the ranks.
+    """
+    reference = loss(whole(minibatch))
+    for microbatches in partitions(list(range(len(units)))):
+        cut = [sorted(sequence for unit in chosen for sequence in units[unit]) for chosen in microbatches]
+        assert_same(minibatch, over_microbatches(loss, minibatch, [*cut, []]), reference)
+    for seed in range(seeds):
+        assert_same(minibatch, over_context(loss, minibatch, seed), reference)
+
+
+def assert_connected_zero(loss: Loss, minibatch: Minibatch, members: list[int]) -> None:
+    """A microbatch of ``members`` adds nothing to loss, gradients and metrics, and takes part in the graph."""
+    sums = loss(whole(minibatch, members))
+    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
+    assert not any(gradient.any() for gradient in minibatch.gradients(sums.total))
+    assert not any(value.any() for value in sums.metrics.values())
+
+
+def assert_untrained_rows_reach_nothing(loss: Loss, clean: Minibatch) -> None:
+    """Neither -inf nor nan in every field at the rows that are not trained changes loss or gradients."""
+    reference = loss(whole(clean))
+    for poison in (-torch.inf, torch.nan):
+        fields = {
+            name: x.detach().masked_fill(~clean.mask, poison).requires_grad_(x.requires_grad)
+            for name, x in clean.fields.items()
+        }
+        broken = replace(clean, fields=fields)
+        sums = loss(whole(broken))
+        torch.testing.assert_close(sums.total, reference.total)
+        for mine, theirs in zip(broken.gradients(sums.total), clean.gradients(reference.total), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 def assert_same(minibatch: Minibatch, first: LossSums, second: LossSums) -> None:
     """Totals, metrics and gradients up to the order of float64 sums."""
     close = dict(atol=1e-11, rtol=1e-11)

@@ -16,11 +16,10 @@ from mcore_rl.config.roles import ProcessRewardConfig
 from mcore_rl.types import LossInputs, LossSums
 from tests.algorithms.loss_cases import (
     Minibatch,
-    assert_same,
+    assert_connected_zero,
+    assert_no_cut_changes,
+    assert_untrained_rows_reach_nothing,
     drawn,
-    over_context,
-    over_microbatches,
-    partitions,
     whole,
 )
 
@@ -102,34 +101,15 @@ def test_accuracy_is_of_responses() -> None:
 
 
 def test_no_cut_changes_the_sums() -> None:
-    batch = batch_of(7)
-    reference = loss(whole(batch))
-    for microbatches in partitions(list(range(6))):
-        assert_same(batch, over_microbatches(loss, batch, [*microbatches, []]), reference)
-    for seed in range(6):
-        assert_same(batch, over_context(loss, batch, seed), reference)
+    assert_no_cut_changes(loss, batch_of(7), [(sequence,) for sequence in range(6)], 6)
 
 
 def test_an_empty_microbatch_is_a_connected_zero() -> None:
-    batch = batch_of(7)
-    sums = loss(whole(batch, []))
-    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
-    assert not any(gradient.any() for gradient in batch.gradients(sums.total))
-    assert not any(value.any() for value in sums.metrics.values())
+    assert_connected_zero(loss, batch_of(7), [])
 
 
 def test_what_stands_at_untrained_rows_reaches_nothing() -> None:
-    clean = batch_of(8)
-    reference = loss(whole(clean))
-    for poison in (-torch.inf, torch.nan):
-        fields = {
-            each: x.detach().masked_fill(~clean.mask, poison).requires_grad_(x.requires_grad)
-            for each, x in clean.fields.items()
-        }
-        broken = replace(clean, fields=fields)
-        sums = loss(whole(broken))
-        torch.testing.assert_close(sums.total, reference.total)
-        torch.testing.assert_close(broken.gradients(sums.total), clean.gradients(reference.total))
+    assert_untrained_rows_reach_nothing(loss, batch_of(8))
 
 
 def test_far_rewards_stay_finite_in_float32() -> None:

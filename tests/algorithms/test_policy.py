@@ -19,7 +19,9 @@ from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms.loss_cases import (
     Minibatch,
+    assert_connected_zero,
     assert_same,
+    assert_untrained_rows_reach_nothing,
     drawn,
     over_context,
     over_microbatches,
@@ -268,29 +270,14 @@ def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> Non
 @pytest.mark.parametrize(("mode", "aggregation"), list(product(LOSSES, LossAggregation)))
 @pytest.mark.parametrize("members", [[], [3], [1, 3]])
 def test_nothing_trained_is_a_connected_zero(mode: str, aggregation: LossAggregation, members: list[int]) -> None:
-    batch = drawn(7)
-    sums = policy_loss(actor(mode, aggregation, **EVERYTHING))(whole(batch, members))
-    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
-    assert not any(gradient.any() for gradient in batch.gradients(sums.total))
-    assert not any(value.any() for value in sums.metrics.values())
+    assert_connected_zero(policy_loss(actor(mode, aggregation, **EVERYTHING)), drawn(7), members)
 
 
 @pytest.mark.parametrize("mode", LOSSES)
 @pytest.mark.parametrize("kind", list(KlPenalty))
 def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalty) -> None:
-    clean = drawn(8)
     config = actor(mode, LossAggregation.seq_mean_token_mean, **EVERYTHING, kl_loss_type=kind)
-    reference = policy_loss(config)(whole(clean))
-    for poison in (-torch.inf, torch.nan):
-        fields = {
-            name: x.detach().masked_fill(~clean.mask, poison).requires_grad_(x.requires_grad)
-            for name, x in clean.fields.items()
-        }
-        broken = replace(clean, fields=fields)
-        sums = policy_loss(config)(whole(broken))
-        torch.testing.assert_close(sums.total, reference.total)
-        for mine, theirs in zip(broken.gradients(sums.total), clean.gradients(reference.total), strict=True):
-            torch.testing.assert_close(mine, theirs)
+    assert_untrained_rows_reach_nothing(policy_loss(config), drawn(8))
 
 
 @pytest.mark.parametrize("mode", LOSSES)

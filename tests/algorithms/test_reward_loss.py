@@ -23,11 +23,10 @@ from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.config.reward_training import TrainedRewardConfig
 from tests.algorithms.loss_cases import (
     Minibatch,
-    assert_same,
+    assert_connected_zero,
+    assert_no_cut_changes,
+    assert_untrained_rows_reach_nothing,
     drawn,
-    over_context,
-    over_microbatches,
-    partitions,
     whole,
 )
 
@@ -162,35 +161,19 @@ def test_metrics_are_sums_over_pairs_or_answers() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_cut_changes_the_sums(name: str) -> None:
     """Whole pairs into microbatches of any number, and every sequence over two context ranks, row by row."""
-    loss, batch = loss_of(SETTINGS[name]), batch_of(7)
-    reference = loss(whole(batch))
+    batch = batch_of(7)
     assert batch.pairs is not None
-    for microbatches in partitions([0, 1, 2, 3]):
-        cut = [sorted(s for unit in units for s in batch.pairs[unit]) for units in microbatches]
-        assert_same(batch, over_microbatches(loss, batch, [*cut, []]), reference)
-    for seed in range(4):
-        assert_same(batch, over_context(loss, batch, seed), reference)
+    assert_no_cut_changes(loss_of(SETTINGS[name]), batch, batch.pairs, 4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_empty_microbatch_is_a_connected_zero(name: str) -> None:
-    batch = batch_of(7)
-    sums = loss_of(SETTINGS[name])(whole(batch, []))
-    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
-    assert not any(gradient.any() for gradient in batch.gradients(sums.total))
-    assert not any(value.any() for value in sums.metrics.values())
+    assert_connected_zero(loss_of(SETTINGS[name]), batch_of(7), [])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_stands_at_untrained_rows_reaches_nothing(name: str) -> None:
-    clean, loss = batch_of(8), loss_of(SETTINGS[name])
-    reference = loss(whole(clean))
-    for poison in (-torch.inf, torch.nan):
-        values = clean.fields["values"].detach().masked_fill(~clean.mask, poison).requires_grad_()
-        broken = replace(clean, fields={"values": values})
-        sums = loss(whole(broken))
-        torch.testing.assert_close(sums.total, reference.total)
-        torch.testing.assert_close(broken.gradients(sums.total), clean.gradients(reference.total))
+    assert_untrained_rows_reach_nothing(loss_of(SETTINGS[name]), batch_of(8))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

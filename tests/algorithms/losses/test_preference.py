@@ -20,11 +20,10 @@ from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms import test_preference as offline
 from tests.algorithms.loss_cases import (
     Minibatch,
-    assert_same,
+    assert_connected_zero,
+    assert_no_cut_changes,
+    assert_untrained_rows_reach_nothing,
     drawn,
-    over_context,
-    over_microbatches,
-    partitions,
     whole,
 )
 
@@ -147,41 +146,20 @@ def test_metrics_of_a_step_are_means_over_the_pairs_of_all_minibatches() -> None
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_cut_changes_the_sums(name: str) -> None:
     """Whole pairs into microbatches of any number, the response alone among them; rows over two context ranks."""
-    loss, batch = actor(SETTINGS[name], entropy_coeff=0.3), batch_of(7)
+    batch = batch_of(7)
     unlike_T = batch.fields["ref_logprobs"] - 0.1 * (batch.sequence == 5)  # no tie, which rounding would decide
     batch = replace(batch, fields=batch.fields | {"ref_logprobs": unlike_T})
-    reference = loss(whole(batch))
-    units = [*(batch.pairs or ()), (6,)]
-    for microbatches in partitions([0, 1, 2, 3]):
-        cut = [sorted(s for unit in chosen for s in units[unit]) for chosen in microbatches]
-        assert_same(batch, over_microbatches(loss, batch, [*cut, []]), reference)
-    for seed in range(4):
-        assert_same(batch, over_context(loss, batch, seed), reference)
+    assert_no_cut_changes(actor(SETTINGS[name], entropy_coeff=0.3), batch, [*(batch.pairs or ()), (6,)], 4)
 
 
 @pytest.mark.parametrize("members", [[], [6]])
 def test_without_a_pair_it_is_a_connected_zero(members: list[int]) -> None:
-    batch = batch_of(7)
-    sums = actor(PreferenceConfig(), entropy_coeff=0.3)(whole(batch, members))
-    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
-    assert not any(gradient.any() for gradient in batch.gradients(sums.total))
-    assert not any(value.any() for value in sums.metrics.values())
+    assert_connected_zero(actor(PreferenceConfig(), entropy_coeff=0.3), batch_of(7), members)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_stands_at_untrained_rows_reaches_nothing(name: str) -> None:
-    clean, loss = batch_of(8), actor(SETTINGS[name])
-    reference = loss(whole(clean))
-    for poison in (-torch.inf, torch.nan):
-        fields = {
-            each: x.detach().masked_fill(~clean.mask, poison).requires_grad_(x.requires_grad)
-            for each, x in clean.fields.items()
-        }
-        broken = replace(clean, fields=fields)
-        sums = loss(whole(broken))
-        torch.testing.assert_close(sums.total, reference.total)
-        for mine, theirs in zip(broken.gradients(sums.total), clean.gradients(reference.total), strict=True):
-            torch.testing.assert_close(mine, theirs)
+    assert_untrained_rows_reach_nothing(actor(SETTINGS[name]), batch_of(8))
 
 
 def test_a_loss_without_a_reference_reads_none() -> None:
