@@ -185,7 +185,7 @@ async def prompt_s(draw: Callable[..., AsyncIterator[Any]], sampling: Any) -> fl
         for length in (SHORT, LONG):
             names = [f"{turn} {length} {number}" for number in range(TIMED_PROMPTS)]
             tokens = [tuple(Random(name).choices(range(100, 400), k=length)) for name in names]
-            asked = [Request(Prompt(*each)) for each in zip(names, tokens, strict=True)]
+            asked = [Request(prompt=Prompt(id=name, tokens=each)) for name, each in zip(names, tokens, strict=True)]
             begun = time.perf_counter()
             async for _ in draw(asked, replace(sampling, max_tokens=1)):
                 pass

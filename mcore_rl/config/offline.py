@@ -10,6 +10,7 @@ from functools import partial
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import AnswersConfig, data_violations
 from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.preference import parted_pairs
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
@@ -106,9 +107,7 @@ def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
 
 def pairs_violations(config: OfflineConfig) -> Iterator[Violation]:
     """Microbatches that no pair fits into."""
-    if config.actor.microbatch_sequences == 1:
-        problem = "parts the two sequences of a pair"
-        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")
+    yield from parted_pairs(config.actor.microbatch_sequences)
 
 
 def _missing(config: OfflineConfig) -> Iterator[Violation]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mcore_rl.config.algorithm import OffPolicy, Rejection
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, estimator, estimators, policy_loss
-from mcore_rl.config.preference import PreferenceLoss, preference_violations
+from mcore_rl.config.preference import PreferenceLoss, parted_pairs, preference_violations
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.errors import Violation
 
@@ -58,9 +58,7 @@ def pair_violations(run: RunConfig) -> Iterator[Violation]:
         problem = "learns from labels of single responses, and here are pairs"
         others = [each.value for each in PreferenceLoss if each is not actor.preference.loss]
         yield Violation(f"{GROUP}loss", actor.preference.loss.value, problem, f"Write {' or '.join(others)}")
-    if actor.microbatch_sequences == 1:
-        problem = "parts the two sequences of a pair"
-        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")
+    yield from parted_pairs(actor.microbatch_sequences)
     if actor.use_kl_loss:
         problem = f"actor.loss_mode={loss.name} has the reference in it: actor.preference.beta is its weight"
         yield Violation("actor.use_kl_loss", True, problem, "Write false, and a larger beta")

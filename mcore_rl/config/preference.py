@@ -134,6 +134,13 @@ class PreferenceConfig:
         return self.row.sft_coef if self.sft_coef is None else self.sft_coef
 
 
+def parted_pairs(microbatch_sequences: int | None) -> Iterator[Violation]:
+    """Microbatches of the actor that no pair fits into."""
+    if microbatch_sequences == 1:
+        problem = "parts the two sequences of a pair"
+        yield Violation("actor.microbatch_sequences", 1, problem, "Write 2 or more, or actor.microbatch_tokens")
+
+
 def preference_violations(config: PreferenceConfig, prefix: str) -> Iterator[Violation]:
     """Settings that the loss does not read.  prefix: of the keys, with its dot."""
     plain: dict[str, Any] = vars(PreferenceConfig(loss=config.loss))

@@ -102,6 +102,7 @@ def part_of(
         num_microbatches=planner.num_microbatches,
         imbalance=EXPERT_IMBALANCE,
         loss=loss,
+        reads=role.reads,
         with_entropy=loss.with_entropy,
     )
     planned = Planned(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import psutil
 import torch
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mcore_rl.algorithms.outcome_loss import OUTCOME, OutcomeLoss
+from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
-from mcore_rl.algorithms.process_rewards import REF_LOGPROBS
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
 from mcore_rl.config.model import ModelConfig
@@ -59,6 +58,7 @@ class RehearsedRank:
 
     tokens: of a full microbatch, over its context ranks.  longest: tokens of the longest sequence.
     num_microbatches: of an optimizer step of the run; fewer are rehearsed where the rest would be alike.
+    reads: the fields of tokens that the loss reads, as the row of the role has them.
     imbalance: rows that this rank's experts get, in multiples of an even share; at most all of them.
     """
 
@@ -77,6 +77,7 @@ class RehearsedRank:
     imbalance: float
     loss: RoleLoss
     with_entropy: bool
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,7 @@ def _batch(part: RehearsedRank, groups: ProcessGroups, count: int) -> TrainBatch
         old_values_T=zeros,
         weights_T=zeros,
         selection_T=zeros,
-        extra_T={REF_LOGPROBS: zeros} if isinstance(part.loss, OutcomeLoss) else {},
+        extra_T=dict.fromkeys(sorted({*part.reads} - {each.name for each in fields(TrainBatch)}), zeros),
         extra_S={name: torch.zeros(len(lengths)) for name in (MARGIN, WEIGHT, LABEL, OUTCOME)},
         pairs_S=_pairs(len(lengths) // count, count) if part.loss.with_pairs else None,
     )
