@@ -117,13 +117,15 @@ class Members:
             waited = time.monotonic() - begun
             if waited > limit or self._looks_again():
                 peers = waited_for()
+                if not peers:  # all have come, and one was killed before it could say that it was the last
+                    return
                 try:
                     self.look_around(peers)
                 except PeerLostError:
                     if self.store.check([key]):  # it came, and left, since it was asked for
                         return
                     raise
-                if waited > limit and peers:
+                if waited > limit:
                     message = f"{self.address.title(peers[0])} timed out: nothing came for {limit:g} s"
                     raise PeerLostError(peers[0], message)
 

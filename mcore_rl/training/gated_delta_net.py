@@ -66,9 +66,11 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         )  # fmt: skip
         channels = self.conv_dim_local_tp
         taps = self.linear.conv_kernel_dim
-        self.conv1d = torch.nn.Conv1d(channels, channels, taps, groups=channels, bias=False, dtype=dtype)
-        self.dt_bias = torch.nn.Parameter(torch.empty(self.num_v_heads_local_tp, dtype=dtype))
-        self.A_log = torch.nn.Parameter(torch.empty(self.num_v_heads_local_tp, dtype=dtype))
+        # Where Megatron's ``reset_parameters`` computes what it writes into them.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.conv1d = torch.nn.Conv1d(channels, channels, taps, groups=channels, bias=False, dtype=dtype, device=device)
+        self.dt_bias = torch.nn.Parameter(torch.empty(self.num_v_heads_local_tp, dtype=dtype, device=device))
+        self.A_log = torch.nn.Parameter(torch.empty(self.num_v_heads_local_tp, dtype=dtype, device=device))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         self.out_norm = build_module(

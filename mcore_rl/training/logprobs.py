@@ -16,6 +16,8 @@ rank sums over its own columns and two all-reduces of [T]-vectors join the sums.
 
 The caller shifts targets against logits, masks, and reduces over tokens.
 
+On an accelerator both passes are kernels (``logits_kernels``), which need no scratch buffer and no chunks.
+
 Invariant: temporaries are at most ``chunk_bytes`` rounded to whole tokens, and a few [T]-vectors.
 
 Why backward may overwrite the logits (Megatron-core 0.16.1 does so to its float32 softmax,
@@ -28,6 +30,7 @@ views, so a later reader stops with "modified by an inplace operation" instead o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from mcore_rl.parallel.device import Platform
 
+_HAVE_TRITON = find_spec("triton") is not None
 _UNDERFLOW = -128.0  # exp of it is exactly 0 in float32, and 0 * -128 is 0 where 0 * -inf would be no number
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -67,7 +71,7 @@ def token_logprobs(
     with_entropy: False saves work and returns None for the entropy.
     group: the tensor-parallel group, None for whole logits.  Its ranks must pass the same T.
     skips_untrained: backward leaves out chunks without an upstream gradient (prompts).  The host reads which they are,
-    so on an accelerator, where it would wait, all chunks are computed; the gradient is the same.
+    so on an accelerator, where it would wait, leave it off: the kernels there skip such tokens anyway.
 
     Returns float32 [T] log-probabilities and float32 [T] entropies or None, the same on every rank, differentiable in
     ``logits_TV`` once.  Backward leaves out an entropy that the loss does not use.  T = 0 gives empty tensors that are
@@ -97,8 +101,8 @@ def token_logprobs(
 def cache_sized_chunk_bytes(platform: Platform) -> int:
     """The ``chunk_bytes`` for which the passes over a chunk stay in the cache (benchmarks/logprobs.py --sweep).
 
-    CPU: both buffers in the L2 of each thread's core; 10 MiB were 1.5 times slower, 37 MiB 3 times.  GPU: not measured;
-    both in an L2 of 50 MiB or nearly, with kernels still longer than their launch.
+    CPU: both buffers in the L2 of each thread's core; 10 MiB were 1.5 times slower, 37 MiB 3 times.  GPU: for what has
+    no kernel of its own; both in an L2 of 50 MiB or nearly, with operations still longer than their launch.
     """
     return 32 * 2**20 if platform.is_accelerator else 512 * 2**10 * torch.get_num_threads()
 
@@ -206,6 +210,10 @@ def _local_sums(
 
     z = logits (capped, with a soft cap) / temperature and m is its maximum; the third is zeros without entropy.
     """
+    if _has_kernels(logits_TV):
+        from mcore_rl.training import logits_kernels  # Triton is only where accelerators are
+
+        return logits_kernels.local_sums(logits_TV, inverse_temperature, soft_cap, with_entropy)
     num_tokens, num_columns = logits_TV.shape
     shift_T1 = logits_TV.new_full((num_tokens, 1), _FLOAT_MAX, dtype=torch.float32)  # -m; no columns: m = -max
     sum_T1, weighted_T1 = torch.zeros_like(shift_T1), torch.zeros_like(shift_T1)
@@ -243,6 +251,12 @@ def _overwrite_with_gradient(
     With a soft cap z is of capped logits, and the result is multiplied by the cap's slope.  is_trained_T: tokens whose
     offset or slope is not zero, None for all.
     """
+    if _has_kernels(logits_TV):
+        from mcore_rl.training import logits_kernels
+
+        return logits_kernels.overwrite_with_gradient(
+            logits_TV, max_T1, offset_T1, slope_T1, inverse_temperature, soft_cap
+        )
     num_tokens, num_columns = logits_TV.shape
     if num_columns == 0:
         return
@@ -267,6 +281,11 @@ def _overwrite_with_gradient(
             target_CV.mul_(cap_CV[0].div_(soft_cap).square_().neg_().add_(1.0))
         if target_CV is not chunk_CV:
             chunk_CV.copy_(target_CV)
+
+
+def _has_kernels(logits_TV: Tensor) -> bool:
+    """Whether ``logits_kernels`` can run: on real numbers of a real accelerator, with Triton, which some builds lack."""
+    return _HAVE_TRITON and logits_TV.is_cuda and torch.cuda.is_available() and type(logits_TV) is Tensor
 
 
 def _spans(num_tokens: int, rows: int) -> Iterator[slice]:

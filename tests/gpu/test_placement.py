@@ -15,7 +15,9 @@ from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.training import delta_rule
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.latent_attention import row_positions
 from tests.gpu.two_memories import HOST, THERE, TwoMemories
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights
@@ -28,6 +30,9 @@ CASES = {
     "experts": Case(problem=Problem(model="moe", aux=AuxLoss.sequence, z=0.01), recompute=Recompute.full),
     "experts of a whole batch": Case(problem=Problem(model="moe", aux=AuxLoss.batch)),
     "dictated experts": Case(problem=Problem(model="moe", replay=True)),
+    "latent attention": Case(problem=Problem(model="deepseek_v3")),
+    "linear attention": Case(problem=Problem(model="qwen3_next")),
+    "sinks": Case(problem=Problem(model="gpt_oss")),
 }
 # Patches that answer for the accelerator: the pretended memory does so itself.
 LEFT_OUT = ("to cuda", "factories", "optimizer type names", "clip type names")
@@ -74,6 +79,8 @@ def look_at_all(rank: Rank) -> dict[str, list[str]]:
     for name, case in CASES.items():
         for trainable in (False, True):
             memories = TwoMemories()
+            for cached in (row_positions, delta_rule._chunks):
+                cached.cache_clear()  # what they keep is of the memories of the case before
             with memories:
                 groups = init_groups(Layout.of(ParallelConfig(), 1), pretended, THERE, seed=1)
                 problems = look(case, memories, groups, pretended, trainable=trainable)
@@ -102,6 +109,7 @@ def test_the_pretended_memory_sees_what_is_left_behind() -> None:
         here.copy_(there)
         assert not memories.mixed
         there + here
+        torch.ones(3, out=torch.zeros(3), device=THERE)
         here[torch.zeros(1, dtype=torch.int64, device=THERE)]
         torch.where(there > 0, here, there)
-    assert [line.partition(" at ")[0] for line in memories.mixed] == ["add", "__getitem__", "where"]
+    assert [line.partition(" at ")[0] for line in memories.mixed] == ["add", "ones", "__getitem__", "where"]

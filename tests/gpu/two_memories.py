@@ -60,6 +60,8 @@ class TwoMemories(TorchFunctionMode):
         wanted = kwargs.get("device")
         if wanted is not None:
             kwargs["device"] = HOST
+            if (out := kwargs.get("out")) is not None and self.is_there(out) == (torch.device(wanted).type == "cpu"):
+                self._note(name)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name not in _MIXING_IS_FINE:
             self._judge(name, args, tensors)
@@ -92,9 +94,12 @@ class TwoMemories(TorchFunctionMode):
         here = [tensor for tensor in tensors if not self.is_there(tensor) and tensor.dim() > 0]
         is_index = name in ("__getitem__", "__setitem__") and self.is_there(args[0])  # torch moves an index itself
         if here and any(tensor.dim() > 0 for tensor in there) and not is_index:
-            frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__][-3:]
-            places = " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))
-            self.mixed[f"{name} at {places}"] += 1
+            self._note(name)
+
+    def _note(self, name: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__][-3:]
+        places = " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))
+        self.mixed[f"{name} at {places}"] += 1
 
     def _backward(self, outputs: Any, grad_tensors: Any = None, **_: Any) -> None:
         """As ``torch.autograd.backward`` does, but with this mode left on for what of it is Python."""

@@ -88,6 +88,31 @@ def test_nobody_leaves_a_meeting_before_all_have_come(at: Open, pool: ThreadPool
     assert not any(Members(address, 0).store.check([f"met/{meeting}/0"]) for meeting in range(1, 6)), "meetings stay"
 
 
+@pytest.mark.parametrize("call", ["add", "set"])
+def test_a_meeting_ends_though_a_member_is_killed_in_the_middle_of_coming(
+    call: str, at: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = at(1, 1)
+    first, killed = Members(address, 0), Members(address, 1)
+    if call == "set":  # the last to come, which tells the others
+        first.set("met/1/0", b"")
+        first.store.add("met/1/count", 1)
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if call == "add":
+            patched.setattr(killed.store, "add", dies)
+        else:
+            usual = killed.set
+            patched.setattr(killed, "set", lambda key, value: dies() if key.endswith("/all") else usual(key, value))
+        with pytest.raises(KeyboardInterrupt):
+            killed.meet("version 1")
+    assert killed.store.check(["met/1/1"]) and not killed.store.check(["met/1/all"])
+    first.meet("version 1", 20.0)
+
+
 def test_what_a_member_puts_down_is_there_until_it_is_deleted(at: Open) -> None:
     address = at(1, 1)
     one, other = Members(address, 0), Members(address, 1)
