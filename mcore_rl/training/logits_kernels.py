@@ -1,4 +1,4 @@
-"""The two passes of ``logprobs`` over logits as Triton kernels: for accelerators, where each operation reads them again.
+"""The two passes of ``logprobs`` over logits as Triton kernels, for accelerators.
 
 One by one, the operations of ``logprobs`` move each logit some fifteen times, and are launched for a few tokens at a
 time; on a CPU these stay in the cache.  Here forward reads each logit once, backward reads and writes it once, and
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 4_096  # of a row at a time
+COLUMNS = 8_192  # of a row at a time; with 8 warps the fastest of 15 pairs on an H200
 WARPS = 8
 UNDERFLOW = tl.constexpr(-128.0)  # see ``logprobs``
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)

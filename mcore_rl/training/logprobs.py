@@ -284,7 +284,7 @@ def _overwrite_with_gradient(
 
 
 def _has_kernels(logits_TV: Tensor) -> bool:
-    """Whether ``logits_kernels`` can run: on real numbers of a real accelerator, with Triton, which some builds lack."""
+    """Whether ``logits_kernels`` can run: on real numbers of an accelerator, with Triton, which some builds lack."""
     return _HAVE_TRITON and logits_TV.is_cuda and torch.cuda.is_available() and type(logits_TV) is Tensor
 
 

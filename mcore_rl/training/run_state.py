@@ -265,5 +265,5 @@ def _start_adam(engine: Engine, step: int | None) -> None:
                 state = inner.state[main]
                 for moment in MOMENTS:
                     state.setdefault(moment, torch.zeros_like(main))
-                if counts_by_tensor:
-                    state["step"] = torch.tensor(float(step))
+                if counts_by_tensor:  # a fused one counts beside the moments
+                    state["step"] = torch.tensor(float(step), device=main.device if group["fused"] else None)

@@ -133,27 +133,30 @@ def agree(name: str, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> N
         assert error < (5e-3 if what == "out" else 1e-2), f"{name}: {what}"
 
 
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_token_logprobs_agree_with_float64(platform: Platform, dtype: torch.dtype) -> None:
+def test_token_logprobs_agree_with_float64(platform: Platform, dtype: torch.dtype, soft_cap: float | None) -> None:
     """Values are computed in float32 from logits of any dtype: 1e-5 nats of about 10.
 
     Gradients are rounded to the dtype of the logits: 2^-9 of each at most in bfloat16, and about 1e-6 in float32.
     """
     device, random = set_device(platform, 0), torch.Generator().manual_seed(0)
-    vocab_size, num_tokens, temperature = 5_003, 301, 0.7
+    vocab_size, num_tokens, temperature = 20_003, 101, 0.7  # more columns than two blocks of a kernel
     logits_TV = (3 * torch.randn(num_tokens, vocab_size + 5, generator=random)).to(dtype)  # 5 columns of padding
     targets_T = torch.randint(vocab_size, (num_tokens,), generator=random)
     upstream_2T = torch.randn(2, num_tokens, generator=random)
+    upstream_2T[:, ::7] = 0.0  # untrained
 
     leaf_TV = logits_TV.to(device, copy=True).requires_grad_()  # its values are overwritten
     outputs = token_logprobs(
         leaf_TV.view_as(leaf_TV), targets_T.to(device), vocab_size=vocab_size, temperature=temperature,
-        chunk_bytes=cache_sized_chunk_bytes(platform) // 8,  # several chunks
+        soft_cap=soft_cap, chunk_bytes=cache_sized_chunk_bytes(platform) // 8,  # several chunks
     )  # fmt: skip
     (grad_TV,) = torch.autograd.grad(torch.stack(outputs), leaf_TV, upstream_2T.to(device))  # type: ignore[arg-type]
 
     exact_TV = logits_TV.double().requires_grad_()
-    log_p_TV = torch.log_softmax(exact_TV[:, :vocab_size] / temperature, dim=-1)
+    capped_TV = exact_TV if soft_cap is None else soft_cap * torch.tanh(exact_TV / soft_cap)
+    log_p_TV = torch.log_softmax(capped_TV[:, :vocab_size] / temperature, dim=-1)
     expected = (log_p_TV.gather(1, targets_T[:, None])[:, 0], -(log_p_TV.exp() * log_p_TV).sum(-1))
     (exact_grad_TV,) = torch.autograd.grad(torch.stack(expected), exact_TV, upstream_2T.double())
 

@@ -25,7 +25,6 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.run_state import begin_save
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, full_weights
-from tests.support.engines import CPU
 
 LENGTHS = (9, 5, 12, 7)  # a microbatch for each of four data-parallel ranks
 PRECISIONS = {"float32": Precision.float32, "bfloat16": Precision.bfloat16}
@@ -48,7 +47,7 @@ def engine_of(
 
 def save(engine: Engine, table: Table, directory: Path, *, behind: bool = False) -> Written:
     """Keep this rank's state, and say what became of it."""
-    writer = StateWriter(CPU)
+    writer = StateWriter(engine.platform)
     begin_save(engine, table, directory, writer, behind=behind)
     while (written := writer.outcome()) is None:
         pass
