@@ -2,7 +2,8 @@
 
 One start of all processes (a trainer of one process, an engine beside it), gone through by one mode after the other
 from the same weights: those of `make train`'s fine-tuning.  Every mode trains the same number of samples with the same
-settings.  Correction is off where the guard is to see that it is needed.
+settings, and the weights of the docs where samples are up to 4 versions old.  Correction is off where the guard is to see
+that it is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SETTINGS = (
 MODES = {
     "sync": (),
     "async 1": ("trainer.mode=async", "async.max_staleness=1"),
-    "async 4": ("trainer.mode=async", "async.max_staleness=4"),
+    "async 4": ("trainer.mode=async", "async.max_staleness=4", "algorithm.off_policy=decoupled"),
 }
 GUARDED = (
     "trainer.mode=async", "async.max_staleness=8", "algorithm.off_policy=recompute", "actor.optim.lr=5e-3",
