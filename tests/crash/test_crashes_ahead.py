@@ -50,7 +50,7 @@ LIVES: dict[str, tuple[tuple[str, ...], list[Blow]]] = {
     "an engine, stopped": (IMPATIENT, [stopped(drawing(1), 1, r"(generating \d+ samples|running|asked)")]),
     "an engine, stopped while a step is trained": (
         IMPATIENT,
-        [stopped(doing(2, SCORE), 1, r"(generating \d+ samples|running|asked)")],
+        [stopped(doing(2, SCORE), 1, r"(generating \d+ samples|running|asked|starting an update)")],
     ),
 }
 
