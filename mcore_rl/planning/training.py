@@ -242,7 +242,7 @@ class RolePlan:
             sum(kinds[model.kind(layer)] for chunk in self._chunks(stage) for layer in chunk)
             for stage in range(layout.pp)
         ]
-        stages[-1] += model.hidden_size * (1 if self.head is Head.value else model.vocab_size)
+        stages[-1] += model.hidden_size * {Head.lm: model.vocab_size, Head.value: 1, Head.hidden: 0}[self.head]
         return max(stages) * layout.pp / sum(stages)
 
     @property
