@@ -138,10 +138,7 @@ def test_the_hidden_states_are_those_of_transformers_in_any_layout(ranks: list[F
         teacher = hf_reference.build(model, seed=2).double()
         with torch.no_grad():
             expected_MH = torch.cat(
-                [
-                    teacher.model(tokens.unsqueeze(0)).last_hidden_state[0, :-1][mask[1:]]
-                    for tokens, mask in sequences()
-                ]
+                [teacher.model(tokens.unsqueeze(0)).last_hidden_state[0, :-1][mask[1:]] for tokens, mask in sequences()]
             )
         for layout in TEACHER_LAYOUTS:
             for of_rank in ranks:
