@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
@@ -27,6 +28,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
+from mcore_rl.planning.distillation import hidden_bytes, output_bytes
 from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
@@ -66,7 +68,9 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     run = with_replicas(run, on_accelerators=cluster.gpus_per_node > 0)
     world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
     refuse_if_any(_misfits(run, model, others, cluster))
-    roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
+    teacher = others.get(TEACHER, model)
+    taught = output_bytes(run, model, teacher)
+    roles = [role_plan(role, others.get(role.name, model), run, cluster, taught=taught) for role in run.group_rows]
     device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
     processes = ProcessMemory.of(cluster)
     room = serving(
@@ -87,6 +91,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         processes=processes,
         reward_model=_reward_model_bytes(run, device_bytes, processes),
         routes=route_bytes(run, model, per_node),
+        hidden=hidden_bytes(run, teacher, per_node),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
@@ -150,8 +155,11 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
     )
 
 
-def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
-    """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it."""
+def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig, *, taught: int = 0) -> RolePlan:
+    """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it.
+
+    taught: bytes of a teacher's output rows beside the policy.
+    """
     config = engine_on(cluster, run.role_config(role))
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
@@ -167,6 +175,7 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
         trains=role.trains,
         publishes=role.publishes,
         frozen=run.snapshots_of(role.name),
+        taught=taught if role.publishes else 0,
     )
 
 
