@@ -5,8 +5,10 @@ The rows are in the host memory of the last stage's processes, and on the device
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.pairs import sequences_per_prompt
 from mcore_rl.config.rollout import BYTES
@@ -16,25 +18,22 @@ from mcore_rl.parallel.layout import Layout
 PRODUCT_ROWS = 512  # ``training/divergence.py``, which needs torch
 
 
-def hidden_bytes(run: RunConfig, teacher: ModelConfig, per_node: int) -> int:
-    """Host memory of a step's hidden states on the node that has most, all responses as long as they may be.
+def taught_bytes(
+    run: RunConfig, policy: ModelConfig, others: Mapping[str, ModelConfig], per_node: int
+) -> tuple[int, int]:
+    """(hidden states, output rows): bytes that a teacher in the loss adds; (0, 0) without one.
 
-    Every process of the policy has those of its data-parallel coordinate, and the nodes' stores have all of them once.
+    The first are in the host memory of the node that has most, all responses as long as they may be: every process of
+    the policy has those of its data-parallel coordinate, and the nodes' stores have all of them once.  The second are
+    of one tensor rank of the policy.  others: the models of roles that start from another checkpoint.
     """
     if not run.algorithm.distill.in_loss:
-        return 0
+        return 0, 0
+    row = others.get(TEACHER, policy).hidden_size * BYTES[run.teacher.precision]
     tokens = run.data.train_batch_size * sequences_per_prompt(run) * run.data.max_response_length
-    of_step = tokens * teacher.hidden_size * BYTES[run.teacher.precision]
     dp = Layout.of(run.actor.parallel, run.trainer.world_size).dp
-    return ceil(of_step * (per_node / dp + 1 / run.trainer.nnodes))
-
-
-def output_bytes(run: RunConfig, policy: ModelConfig, teacher: ModelConfig) -> int:
-    """The teacher's output rows on one tensor rank of the policy; 0 if the loss reads none."""
-    if not run.algorithm.distill.in_loss:
-        return 0
     columns = -(-policy.vocab_size // run.actor.parallel.tp)
-    return columns * teacher.hidden_size * BYTES[run.teacher.precision]
+    return ceil(tokens * row * (per_node / dp + 1 / run.trainer.nnodes)), columns * row
 
 
 def product_bytes(columns: int, rows: int, size: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
@@ -28,7 +27,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
-from mcore_rl.planning.distillation import hidden_bytes, output_bytes
+from mcore_rl.planning.distillation import taught_bytes
 from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
@@ -68,9 +67,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     run = with_replicas(run, on_accelerators=cluster.gpus_per_node > 0)
     world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
     refuse_if_any(_misfits(run, model, others, cluster))
-    teacher = others.get(TEACHER, model)
-    taught = output_bytes(run, model, teacher)
-    roles = [role_plan(role, others.get(role.name, model), run, cluster, taught=taught) for role in run.group_rows]
+    roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
     device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
     processes = ProcessMemory.of(cluster)
     room = serving(
@@ -79,6 +76,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     )  # fmt: skip
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
+    hidden, roles[0].taught = taught_bytes(run, model, others, per_node)
     site = Site(
         device_bytes=device_bytes,
         host_bytes=int(cluster.host_memory_gib * GIB),
@@ -91,7 +89,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         processes=processes,
         reward_model=_reward_model_bytes(run, device_bytes, processes),
         routes=route_bytes(run, model, per_node),
-        hidden=hidden_bytes(run, teacher, per_node),
+        hidden=hidden,
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
@@ -103,12 +101,11 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
     if colocated and device_bytes is not None and engines < world:
         notes += (_idle(run, seconds),)
-    num_gpus = world + (0 if colocated else engines)
     return Plan(
         title=run.recipe.title or run.trainer.experiment_name,
         layout=f"{run.actor.parallel}; rollout {run.rollout.layout}",
         num_nodes=run.trainer.nnodes + (0 if colocated else -(-engines // per_node)),
-        num_gpus=num_gpus,
+        num_gpus=world + (0 if colocated else engines),
         num_parameters=roles[0].sizes.num_parameters,
         peaks=_in_order(run_peaks),
         seconds=seconds,
@@ -155,11 +152,8 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
     )
 
 
-def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig, *, taught: int = 0) -> RolePlan:
-    """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it.
-
-    taught: bytes of a teacher's output rows beside the policy.
-    """
+def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
+    """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it."""
     config = engine_on(cluster, run.role_config(role))
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
@@ -175,7 +169,6 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
         trains=role.trains,
         publishes=role.publishes,
         frozen=run.snapshots_of(role.name),
-        taught=taught if role.publishes else 0,
     )
 
 

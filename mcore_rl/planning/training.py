@@ -75,7 +75,7 @@ class RolePlan:
     accelerator: whether it computes on one.
     frozen: the roles whose frozen weights its processes keep in host memory.
     states: its states, if they are known already.
-    taught: bytes of the output rows of a teacher in its loss, of a tensor rank; 0: there is none.
+    taught: bytes of the output rows of a teacher in its loss, of a tensor rank; 0 until somebody says so.
 
     Raises ConfigError if the layout does not divide the world or the layers.
     """
@@ -95,11 +95,10 @@ class RolePlan:
         publishes: bool = False,
         frozen: Sequence[Role] = (),
         states: States | None = None,
-        taught: int = 0,
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
         self.head, self.trains, self.publishes = head, trains, publishes
-        self.frozen, self.taught = tuple(frozen), taught
+        self.frozen, self.taught = tuple(frozen), 0
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
             overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),

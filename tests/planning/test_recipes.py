@@ -13,9 +13,11 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.planning.distillation import PRODUCT_ROWS
 from mcore_rl.planning.plan import Phase, Place, plan
 from mcore_rl.planning.recipes import other_models, recipe_model, run_model
 from mcore_rl.planning.search import search
+from mcore_rl.training.divergence import PRODUCT_ROWS as OF_THE_LOSS
 from tests.support.published import TINY
 
 RECIPE = "qwen3_4b_distill_30b_a3b"
@@ -66,6 +68,7 @@ def test_a_plan_counts_what_a_teacher_in_the_loss_needs() -> None:
     )
     new = {part for _, _, part in after} - {part for _, _, part in before}
     assert new == {"teacher output and logits", "teacher output, away", "teacher hidden states"}
+    assert PRODUCT_ROWS == OF_THE_LOSS
     rows, columns = 16384, 151936 // 2
     product = 2 * columns * (rows + 512)
     assert after[Phase.update, Place.device, "teacher output and logits"] == 2 * columns * 2048 + product

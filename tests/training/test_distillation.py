@@ -125,7 +125,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(teachers: Path, processes: None) -> list[Found]:
-    return run_ranks(partial(on_ranks, directory=teachers), 4, timeout_s=300)
+    return run_ranks(partial(on_ranks, directory=teachers), 4, timeout_s=600)
 
 
 def sequences() -> Iterator[tuple[Tensor, Tensor]]:

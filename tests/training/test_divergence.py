@@ -236,7 +236,7 @@ def split(rank: Rank) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_vocabulary_over_ranks(size: int, processes: None) -> None:
-    of_ranks = run_ranks(split, size, timeout_s=120)
+    of_ranks = run_ranks(split, size, timeout_s=300)
     for case, *parts in zip(SPLIT, *of_ranks, strict=True):
         values = [value_T for value_T, _ in parts]
         assert all(torch.equal(values[0], value_T) for value_T in values)
