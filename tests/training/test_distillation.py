@@ -6,6 +6,7 @@ reads them.  Tolerances: two models in float32, sums of a thousand rounded produ
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,10 +75,10 @@ def hidden_of(name: str, directory: Path, layout: str) -> Tensor:
         batch, dp = batch_of(), groups.layout.dp
         states = engine.hidden_states(engines.share_of(batch, groups))
         counts = [int(part.sum()) for part in batch.mask_T.split(list(batch.lengths_S))]
-        gathered: list[tuple[int, Tensor]] = [None] * dist.get_world_size()  # type: ignore[list-item]
-        dist.all_gather_object(gathered, (groups.coords.dp, states))
+        gathered = [b""] * dist.get_world_size()
+        dist.all_gather_object(gathered, pickle.dumps((groups.coords.dp, states)))
         parts: dict[int, Tensor] = {}
-        for coordinate, of_rank in gathered:
+        for coordinate, of_rank in map(pickle.loads, gathered):
             members = range(coordinate, len(counts), dp)
             for index, part in zip(members, of_rank.split([counts[index] for index in members]), strict=True):
                 assert index not in parts or torch.equal(parts[index], part), "peers have the same"
