@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def measure(platform: Platform, tokens: int, hidden: int, repetitions: int) -> l
             block_BH @ rows_VH.t()
 
     copy_s = best_s(platform, logits_TV.clone, repetitions)
-    shared = {"vocab_size": VOCAB_SIZE, "chunk_bytes": chunk_bytes}
+    shared: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "chunk_bytes": chunk_bytes}
     logprobs = differentiated(lambda x_TV: token_logprobs(x_TV, places_T, with_entropy=False, **shared)[0])
     logprobs_s, product_s = (best_s(platform, run, repetitions) for run in (logprobs, products))
     return [

@@ -18,7 +18,7 @@ from mcore_rl.parallel.layout import Layout
 PRODUCT_ROWS = 512  # ``training/divergence.py``, which needs torch
 
 
-def taught_bytes(
+def teacher_bytes(
     run: RunConfig, policy: ModelConfig, others: Mapping[str, ModelConfig], per_node: int
 ) -> tuple[int, int]:
     """(hidden states, output rows): bytes that a teacher in the loss adds; (0, 0) without one.

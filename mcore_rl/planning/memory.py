@@ -297,7 +297,13 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
         frozen = role.frozen_parts(-worst)
         fixed += [(name, processes.pinned(num_bytes) * per_node, exact) for name, num_bytes, exact in frozen]
-        fixed.append(("teacher output, away", processes.pinned(role.taught) * per_node if role.taught else 0, True))
+        fixed.append(
+            (
+                "teacher output, away",
+                processes.pinned(role.teacher_output) * per_node if role.teacher_output else 0,
+                True,
+            )
+        )
     yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
     saving = [*fixed]
     if site.saves:

@@ -27,7 +27,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
-from mcore_rl.planning.distillation import taught_bytes
+from mcore_rl.planning.distillation import teacher_bytes
 from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
@@ -76,7 +76,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     )  # fmt: skip
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
-    hidden, roles[0].taught = taught_bytes(run, model, others, per_node)
+    hidden, roles[0].teacher_output = teacher_bytes(run, model, others, per_node)
     site = Site(
         device_bytes=device_bytes,
         host_bytes=int(cluster.host_memory_gib * GIB),

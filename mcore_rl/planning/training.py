@@ -75,7 +75,7 @@ class RolePlan:
     accelerator: whether it computes on one.
     frozen: the roles whose frozen weights its processes keep in host memory.
     states: its states, if they are known already.
-    taught: bytes of the output rows of a teacher in its loss, of a tensor rank; 0 until somebody says so.
+    teacher_output: bytes of the output rows of a teacher in its loss, of a tensor rank; 0 until somebody says so.
 
     Raises ConfigError if the layout does not divide the world or the layers.
     """
@@ -98,7 +98,7 @@ class RolePlan:
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
         self.head, self.trains, self.publishes = head, trains, publishes
-        self.frozen, self.taught = tuple(frozen), 0
+        self.frozen, self.teacher_output = tuple(frozen), 0
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
             overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
@@ -223,10 +223,10 @@ class RolePlan:
 
     @property
     def _teacher_bytes(self) -> int:
-        if not self.taught:
+        if not self.teacher_output:
             return 0
         columns = -(-self.model.vocab_size // self.layout.tp)
-        return self.taught + product_bytes(columns, self.rows, self.kernels.size)
+        return self.teacher_output + product_bytes(columns, self.rows, self.kernels.size)
 
     @cached_property
     def _head_gradient(self) -> float:

@@ -68,9 +68,9 @@ class Teacher:
             raise CheckpointError(str(directory), problems)
         return cls(rows_VH, model.output_soft_cap)
 
-    def lesson(
+    def for_step(
         self, batch: TrainBatch, microbatches: Sequence[Microbatch], config: DistillConfig, device: torch.device
-    ) -> Lesson:
+    ) -> DistillationStep:
         """What one optimizer step on ``batch`` needs of the teacher; the output rows go to ``device``."""
         hidden_MH, scored_T = batch.teacher_hidden_MH, batch.teacher_scored_T
         assert hidden_MH is not None and scored_T is not None, "the teacher has not scored this batch"
@@ -83,11 +83,11 @@ class Teacher:
             assert bool((states_M >= 0).all()), "a trained token has no hidden state of the teacher"
             places.append(rows_M)
             states.append(states_M)
-        return Lesson(self, config, self.rows_VH.to(device), hidden_MH, places, states)
+        return DistillationStep(self, config, self.rows_VH.to(device), hidden_MH, places, states)
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillationStep:
     """A teacher in one optimizer step.
 
     rows_VH: on the device.  hidden_MH: of the whole batch, in host memory.

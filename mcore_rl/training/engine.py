@@ -237,8 +237,8 @@ class Engine:
             if kl_to is not None:
                 kl_N = full_kl(logits_NV, kept[index], inputs.mask_N, temperature=temperature, **self._vocabulary)
                 inputs = replace(inputs, full_kl_N=kl_N)
-            if lesson is not None:
-                from_teacher_N = lesson.divergence(index, logits_NV, temperature, self._vocabulary)
+            if distillation is not None:
+                from_teacher_N = distillation.divergence(index, logits_NV, temperature, self._vocabulary)
                 inputs = replace(inputs, divergence_N=from_teacher_N)
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
@@ -249,9 +249,9 @@ class Engine:
         with phase("train_step", role=self.role):
             microbatches = self._microbatches(batch)
             kept = {} if kl_to is None else self._logits_of(kl_to, batch, microbatches)
-            lesson = None
+            distillation = None
             if distill is not None and self.teacher is not None:  # on the last stage
-                lesson = self.teacher.lesson(batch, microbatches, distill, self.groups.device)
+                distillation = self.teacher.for_step(batch, microbatches, distill, self.groups.device)
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
