@@ -275,7 +275,7 @@ def simulated_run(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), groups=groups,
         rollouts=SimpleNamespace(next=next_rollouts, settle=settle), keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
-        losses={role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows},
+        losses={role.name: config.loss_of(role) for role in config.trained_rows},
         on_accelerator=False,
         devices=DeviceSharing(Placement.colocated, groups[config.policy.name], nothing, weights, restarter),
         weights=weights,

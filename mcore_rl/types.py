@@ -41,6 +41,9 @@ class TrainBatch:
         (``algorithms/selection.py``).
     routing_TLK: expert choices to replay, one row per token and layer of the model, uint8 or int16
         (``MoeConfig.choice_bytes``); those of dense layers are not read.
+    teacher_hidden_MH: the teacher's last hidden states that predict the M tokens of ``teacher_scored_T``, in its dtype,
+        where a divergence over the vocabulary is trained; both stay in host memory.
+    teacher_scored_T: bool, tokens that were to be trained when the teacher scored the batch.
     unrouted_T: bool, tokens whose routers choose in spite of ``routing_TLK``, because nobody recorded them; None: none.
     extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
     extra_S: numbers of each sequence that a loss of whole sequences reads, float32, by name, one that ends in ``_S``.
@@ -63,6 +66,8 @@ class TrainBatch:
     selection_T: Tensor | None = None
     routing_TLK: Tensor | None = None
     unrouted_T: Tensor | None = None
+    teacher_scored_T: Tensor | None = None
+    teacher_hidden_MH: Tensor | None = None
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)
     extra_S: Mapping[str, Tensor] = field(default_factory=dict)
     pairs_S: tuple[int | None, ...] | None = None
@@ -72,6 +77,8 @@ class TrainBatch:
         assert self.lengths_S and min(self.lengths_S) >= 1, "a batch holds at least one sequence and none is empty"
         for name, tensor in self.token_fields():
             assert tensor.shape[0] == num_tokens, f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens"
+        if self.teacher_hidden_MH is not None:
+            assert len(self.teacher_hidden_MH) == sum(self.scored_S), "a hidden state for each token that was scored"
         assert self.pairs_S is None or len(self.pairs_S) == len(self.lengths_S), "pairs_S has a key a sequence"
         assert all(x_S.shape == (len(self.lengths_S),) for x_S in self.extra_S.values()), "a number a sequence"
         assert self.mask_T.dtype == torch.bool, "masks are bool"
@@ -84,6 +91,12 @@ class TrainBatch:
         for length in self.lengths_S[:-1]:
             offsets.append(offsets[-1] + length)
         return tuple(offsets)
+
+    @property
+    def scored_S(self) -> list[int]:
+        """How many tokens of each sequence the teacher scored."""
+        assert self.teacher_scored_T is not None, "no teacher scored this batch"
+        return [int(part.sum()) for part in torch.split(self.teacher_scored_T, list(self.lengths_S))]
 
     def token_fields(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of every per-token field that is present."""
@@ -99,13 +112,13 @@ class TrainBatch:
         extra_S: Mapping[str, Tensor] | None = None,
     ) -> TrainBatch:
         """From per-token fields by name, as ``token_fields`` has them, and what is of sequences."""
-        known = {name: tensor for name, tensor in named.items() if name in _TOKEN_FIELDS}
+        known = {name: tensor for name, tensor in named.items() if name in (*_TOKEN_FIELDS, HIDDEN)}
         extra_T = {name: tensor for name, tensor in named.items() if name not in known}
         return cls(lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, extra_S=extra_S or {}, **known)
 
     def to(self, device: torch.device) -> TrainBatch:
-        """The same batch with its tensors on ``device``."""
-        moved = {name: tensor.to(device) for name, tensor in self.token_fields()}
+        """The same batch with its tensors on ``device``, but for what a teacher said."""
+        moved = {name: tensor.to(device) for name, tensor in self.token_fields() if name not in _ON_HOST}
         batch = copy(self)  # not checked again: the host would wait for the device
         for name, tensor in moved.items():
             if name in _TOKEN_FIELDS:
@@ -119,12 +132,17 @@ class TrainBatch:
         for name, tensor in self.token_fields():
             sequences = torch.split(tensor, list(self.lengths_S))
             selected[name] = torch.cat([sequences[i] for i in indices])
+        if self.teacher_hidden_MH is not None:
+            states = torch.split(self.teacher_hidden_MH, self.scored_S)
+            selected[HIDDEN] = torch.cat([states[i] for i in indices])
         pairs_S = None if self.pairs_S is None else tuple(self.pairs_S[i] for i in indices)
         extra_S = {name: x_S[list(indices)] for name, x_S in self.extra_S.items()}
         return TrainBatch.of_fields(tuple(self.lengths_S[i] for i in indices), selected, pairs_S, extra_S)
 
 
-_NOT_OF_TOKENS = ("lengths_S", "extra_T", "extra_S", "pairs_S")
+HIDDEN = "teacher_hidden_MH"
+_NOT_OF_TOKENS = ("lengths_S", HIDDEN, "extra_T", "extra_S", "pairs_S")
+_ON_HOST = ("teacher_scored_T",)
 _TOKEN_FIELDS = tuple(each.name for each in fields(TrainBatch) if each.name not in _NOT_OF_TOKENS)
 
 
@@ -149,8 +167,9 @@ class LossInputs:
     actor never has them.  mask_N: rows that are trained; all other rows hold zeros.  sequence_N: a row's sequence in
     this microbatch, -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a
     part of each sequence, so whole-sequence quantities are made with ``sequence_sums``.  full_kl_N: exact KL to the
-    reference at trained rows, with gradient, where the engine was asked for it.  extra_N: the batch's ``extra_T``,
-    ``NAME_N`` for ``NAME_T``.  extra_S: the batch's ``extra_S`` of the microbatch's sequences, the same on every
+    reference at trained rows, with gradient, where the engine was asked for it; divergence_N: the same of a divergence
+    from the teacher.  extra_N: the batch's ``extra_T``, ``NAME_N`` for ``NAME_T``.  extra_S: the batch's ``extra_S`` of
+    the microbatch's sequences, the same on every
     context rank.  pairs_P2: int64, the numbers in this microbatch of both sequences of each pair, the preferred one
     first; None if the batch has no pairs.
     """
@@ -163,6 +182,7 @@ class LossInputs:
     entropy_N: Tensor | None = None
     values_N: Tensor | None = None
     full_kl_N: Tensor | None = None
+    divergence_N: Tensor | None = None
     old_logprobs_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
     rollout_logprobs_N: Tensor | None = None

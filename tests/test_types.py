@@ -42,6 +42,11 @@ def test_token_fields_are_those_that_are_there() -> None:
         ({"tokens_T": torch.arange(7)}, "tokens_T has 7 rows for 8 tokens"),
         ({"advantages_T": torch.zeros(9)}, "advantages_T has 9 rows for 8 tokens"),
         ({"routing_TLK": torch.zeros(3, 8, 2)}, "routing_TLK has 3 rows for 8 tokens"),
+        (
+            {"teacher_hidden_MH": torch.zeros(3, 2), "teacher_scored_T": torch.arange(8) > 3},
+            "a hidden state for each token that was scored",
+        ),
+        ({"teacher_hidden_MH": torch.zeros(3, 2)}, "no teacher scored"),
         ({"pairs_S": (1, 1)}, "pairs_S has a key a sequence"),
         ({"extra_S": {"margin_S": torch.zeros(2)}}, "a number a sequence"),
         ({"mask_T": torch.zeros(8)}, "masks are bool"),

@@ -1,4 +1,4 @@
-"""The actor's loss: policy loss, entropy bonus and KL to the reference, added up token by token.
+"""The actor's loss: policy loss, entropy bonus, KL to the reference and divergence from a teacher, token by token.
 
 Every metric is a sum over trained tokens; divided by the trained tokens of the global minibatch it is a mean over
 tokens, whatever the loss's own aggregation:
@@ -10,6 +10,7 @@ tokens, whatever the loss's own aggregation:
   largest ``log r`` and ``-log r``, nats
 - ``actor/entropy``: if entropies are computed
 - ``actor/kl_loss``: the KL to the reference, before its coefficient
+- ``distill/DIVERGENCE``, and as a maximum ``distill/DIVERGENCE_max``: from the teacher, before its coefficient
 
 Those of pairs, ``pairs/*``, are sums and means over responses (``preference.py``).
 """
@@ -29,7 +30,7 @@ from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, mas
 from mcore_rl.algorithms.preference import means
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
-from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.algorithm import DistillConfig, KlPenalty
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs, LossSums
 
@@ -48,14 +49,23 @@ REPORTED = {
 
 @dataclass(frozen=True)
 class ActorLoss(RoleLoss):
-    """``aggregate(weight * policy_loss - entropy_coeff * entropy + kl_loss_coef * kl)`` as a sum; see the module."""
+    """The actor's loss as a sum; see the module.  teacher: the term that a teacher adds; None: it adds none.
+
+    ``aggregate(weight * policy_loss - entropy_coeff * entropy + kl_loss_coef * kl + distill.coef * divergence)``
+    """
 
     config: ActorConfig
+    teacher: DistillConfig | None = None
 
     @property
     def with_entropy(self) -> bool:
         """Whether the engine must compute entropies with gradient, which only the entropy bonus needs."""
         return self.config.entropy_coeff != 0
+
+    @property
+    def distill(self) -> DistillConfig | None:
+        """The divergence from a teacher that the engine must compute; None: none."""
+        return self.teacher
 
     @property
     def with_pairs(self) -> bool:
@@ -88,11 +98,18 @@ class ActorLoss(RoleLoss):
             kl_N = self._kl(inputs)
             loss_N = loss_N + config.kl_loss_coef * kl_N
             per_token["actor/kl_loss"] = kl_N
+        maxima = _extremes(inputs)
+        if self.teacher is not None:
+            assert inputs.divergence_N is not None, "the divergence is the engine's to compute (train_step's distill)"
+            name, divergence_N = f"distill/{self.teacher.divergence.value}", inputs.divergence_N
+            loss_N = loss_N + self.teacher.coef * divergence_N
+            per_token[name] = divergence_N
+            maxima[f"{name}_max"] = divergence_N.detach().masked_fill(~inputs.mask_N, -torch.inf).amax()
         if inputs.old_logprobs_N is not None:
             per_token |= _change(inputs)
         metrics = losses.metrics | {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
         total = sum_token_losses(loss_N, inputs, config.loss_agg_mode)
-        return LossSums(total=total, metrics=metrics, maxima=_extremes(inputs))
+        return LossSums(total=total, metrics=metrics, maxima=maxima)
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
         """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where ``p / old`` must be 1."""
@@ -102,6 +119,10 @@ class ActorLoss(RoleLoss):
         rise, fall = sums.largest("actor/log_ratio_rise"), sums.largest("actor/log_ratio_fall")
         if rise is not None and fall is not None:
             metrics |= {"actor/ratio_max": exp(rise), "actor/ratio_min": exp(-fall)}
+        if self.teacher is not None:
+            name = f"distill/{self.teacher.divergence.value}"
+            both = {name: sums.mean(name), f"{name}_max": sums.largest(f"{name}_max")}
+            metrics |= {key: value for key, value in both.items() if value is not None}
         if self.with_pairs:
             totals = {name.removeprefix(PREFIX): x for name, x in sums.totals().items() if name.startswith(PREFIX)}
             metrics |= {f"{PREFIX}{name}": value for name, value in means(totals).items()} if totals else {}

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.types import LossInputs, LossSums
 
 
@@ -50,6 +51,11 @@ class RoleLoss(ABC):
     def with_full_kl(self) -> bool:
         """Whether the engine must compute the exact KL to frozen weights in the role's processes."""
         return False
+
+    @property
+    def distill(self) -> DistillConfig | None:
+        """The divergence from a teacher that the engine must compute; None: none."""
+        return None
 
     @property
     def with_pairs(self) -> bool:

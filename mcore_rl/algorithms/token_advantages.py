@@ -146,7 +146,7 @@ def compute_advantages(
     correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
-    distance_T = _to_teacher(batch, old_T) if algorithm.distill.coef else None
+    distance_T = _to_teacher(batch, old_T) if algorithm.distill.in_advantages else None
 
     def sums(x_T: Tensor) -> Tensor:
         return sequence_sums(trained.gather(x_T).double(), counts_S)

@@ -139,8 +139,8 @@ def _pattern(template: str) -> str:
 
 
 def _other_heads(table: Table) -> Iterable[str]:
-    """The output projection in a checkpoint from which a model with a value head starts: that model has none."""
-    if table.head is not Head.value:
+    """The output projection in a checkpoint from which a model with another head starts: that model has none."""
+    if table.head is Head.lm:
         return ()
     rules = (rule for rule in table.family.weights if rule.name == VALUE_HEAD.name and rule.only(table.model))
     return {tensor.name for rule in rules for tensor in rule.hf} - table.hf_tensors.keys()

@@ -36,6 +36,21 @@ class KlPenalty(Enum):
     full = "full"
 
 
+class Divergence(Enum):
+    """How far the policy is from its teacher at a token: p is the policy's distribution, q the teacher's.
+
+    ``drawn``: ``log p - log q`` of the token drawn, an estimate of KL(p || q), in the advantages.  The others are sums
+    over the vocabulary, and terms of the policy's loss (arXiv:2306.13649).  ``reverse_kl``: KL(p || q).
+    ``forward_kl``: KL(q || p).  ``jensen_shannon``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, where ``m = beta q +
+    (1 - beta) p``, as in TRL's GKDTrainer.
+    """
+
+    drawn = "drawn"
+    reverse_kl = "reverse_kl"
+    forward_kl = "forward_kl"
+    jensen_shannon = "jensen_shannon"
+
+
 class KlControl(Enum):
     """``adaptive`` moves the coefficient so that the KL comes to ``target_kl`` (arXiv:1909.08593, section 2.2)."""
 
@@ -200,11 +215,26 @@ class FilterGroupsConfig:
 class DistillConfig:
     """On-policy distillation: the policy learns from a frozen teacher, ``teacher.*``, on samples of its own.
 
-    coef: ``coef * (log p_teacher - log p_policy)`` of the token drawn is added to its advantage; 0: there is no teacher
-    (arXiv:2306.08543, 2306.13649).
+    coef: with ``divergence=drawn``, ``coef * (log p_teacher - log p_policy)`` of the token drawn is added to its
+    advantage; else ``coef`` times the divergence is added to its loss.  0: there is no teacher (arXiv:2306.08543,
+    2306.13649).
+    jsd_beta: for ``divergence=jensen_shannon``: the teacher's share of the mixture; towards 0 it is a forward KL,
+    towards 1 a reverse KL.
     """
 
     coef: NonNegativeFloat = 0.0
+    divergence: Divergence = Divergence.drawn
+    jsd_beta: Annotated[float, Interval("(0, 1)")] = 0.5
+
+    @property
+    def in_advantages(self) -> bool:
+        """Whether the teacher is a part of the advantages."""
+        return self.coef > 0 and self.divergence is Divergence.drawn
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the teacher is a term of the policy's loss, over the whole vocabulary."""
+        return self.coef > 0 and self.divergence is not Divergence.drawn
 
 
 @dataclass(kw_only=True)

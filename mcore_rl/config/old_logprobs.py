@@ -32,7 +32,7 @@ def why_scored(run: RunConfig) -> str | None:
     reasons = {
         "a step has several updates": config.ppo_epochs > 1 or config.ppo_mini_batch_size < run.data.train_batch_size,
         "the KL is in the reward": algorithm.use_kl_in_reward,
-        "the teacher is compared with them": algorithm.distill.coef > 0,
+        "the teacher is compared with them": algorithm.distill.in_advantages,
         "the ratio of trainer to sampler weighs the loss": algorithm.weighs,
         "the loss selects tokens of the whole step": policy_loss(run.actor.loss_mode).selection is not None,
         "truncated responses are measured, but not trained": algorithm.mask_truncated,

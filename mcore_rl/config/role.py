@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 class Head(Enum):
     """The output of a model.  ``lm``: logits over the vocabulary.  ``value``: one number per token, the value head's.
 
+    ``hidden``: the last hidden states, after the final norm; the model has no output projection then.
     There is no scalar head (one number per sequence): a reward model's score is the value at the last token
     (``data/scored_answers.py``).
     """
 
     lm = "lm"
     value = "value"
+    hidden = "hidden"
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,10 @@ class RoleGroups:
         assert isinstance(config, TrainedConfig), f"{role.name} is not trained"
         return config
 
+    def loss_of(self, role: Role) -> Any:
+        """The ``RoleLoss`` of a trained role, with the settings of the run."""
+        return role.make_loss(self.role_config(role))
+
     def weights_of(self, role: Role) -> str:
         """The Hugging Face checkpoint of the role's first weights."""
         path: str | None = self._value_at(role.weights or POLICY)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from mcore_rl.config.role import Head, Never, Role
 from mcore_rl.config.roles import ActorConfig, CriticConfig, FrozenModelConfig, ProcessRewardConfig
 
+# What a teacher of the loss makes instead of log-probs: ``config.run.RunConfig.role_rows``.
+TEACHER_HIDDEN, TEACHER_SCORED = "teacher_hidden_MH", "teacher_scored_T"
+
 ROLES: dict[str, Role] = {
     role.name: role
     for role in (
@@ -25,6 +28,8 @@ ROLES: dict[str, Role] = {
                 "ref_logprobs_T",
                 "advantages_T",
                 "teacher_advantages_T",
+                TEACHER_HIDDEN,
+                TEACHER_SCORED,
                 "weights_T",
                 "selection_T",
                 "routing_TLK",

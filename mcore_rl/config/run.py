@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt
+from typing import Any
 
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE, TEACHER
@@ -21,9 +22,9 @@ from mcore_rl.config.pairs import pair_violations, trains_pairs
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.role import Every, Role
+from mcore_rl.config.role import Every, Head, Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
-from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import ActorConfig, RouterReplay
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
@@ -69,9 +70,21 @@ class RunConfig(RoleGroups, Composed):
 
     @property
     def role_rows(self) -> tuple[Role, ...]:
-        """The roles that the run builds, in the order of the table; the reference moves as ``ref_update_freq`` says."""
-        steps, rows = self.algorithm.ref_update_freq, [ROLES[name] for name in self.roles]
-        return tuple(replace(row, moves=Every(steps)) if steps and row.name == REFERENCE else row for row in rows)
+        """The roles that the run builds, in the order of the table.
+
+        The reference moves as ``ref_update_freq`` says.  A teacher of the loss gives hidden states, not log-probs.
+        """
+        changes: dict[str, dict[str, Any]] = {}
+        if steps := self.algorithm.ref_update_freq:
+            changes[REFERENCE] = {"moves": Every(steps)}
+        if self.algorithm.distill.in_loss:
+            changes[TEACHER] = {"head": Head.hidden, "makes": (TEACHER_HIDDEN, TEACHER_SCORED)}
+        return tuple(replace(ROLES[name], **changes.get(name, {})) for name in self.roles)
+
+    def loss_of(self, role: Role) -> Any:
+        """The ``RoleLoss`` of a trained role; a teacher may be a term of the policy's."""
+        loss, distill = super().loss_of(role), self.algorithm.distill
+        return replace(loss, teacher=distill) if role.publishes and distill.in_loss else loss
 
     @property
     def served_rollout(self) -> RolloutConfig:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.algorithm import CorrectionMode, KlControl, KlPenalty, Rejection
+from mcore_rl.config.algorithm import CorrectionMode, Divergence, KlControl, KlPenalty, Rejection
 from mcore_rl.config.algorithm_object import NO_REWARD, REFERENCE, TEACHER, Estimator, PolicyLoss, Scope
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
@@ -215,10 +215,22 @@ SWITCHES = (
         "algorithm.filter_groups.enable=true",
     ),
     Switch(
-        ("algorithm.masked_in_baseline", "algorithm.whiten_advantages", "algorithm.distill.coef"),
+        ("algorithm.masked_in_baseline", "algorithm.whiten_advantages", "algorithm.distill."),
         lambda run: estimator(run.algorithm.adv_estimator).scope is not Scope.pair,
         "pairs have no baseline, and no advantages",
         "another estimator",
+    ),
+    Switch(
+        ("algorithm.distill.divergence", "algorithm.distill.jsd_beta"),
+        lambda run: run.algorithm.distill.coef > 0,
+        "there is no teacher",
+        "algorithm.distill.coef=1",
+    ),
+    Switch(
+        ("algorithm.distill.jsd_beta",),
+        lambda run: run.algorithm.distill.divergence is Divergence.jensen_shannon,
+        "nothing is mixed",
+        "algorithm.distill.divergence=jensen_shannon",
     ),
     Switch(
         ("reward.code.first_cases",),

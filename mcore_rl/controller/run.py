@@ -77,9 +77,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
-        self.losses: dict[str, RoleLoss] = {
-            role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
-        }
+        self.losses: dict[str, RoleLoss] = {role.name: config.loss_of(role) for role in config.trained_rows}
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
         """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""

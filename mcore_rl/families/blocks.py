@@ -38,13 +38,14 @@ def untied(model: ModelConfig) -> bool:
 
 
 EMBEDDING_TENSOR = hf("model.embed_tokens.weight", "vocab", "hidden")
+OUTPUT_TENSOR = hf("lm_head.weight", "vocab", "hidden")
 
 ENDS = (
     Rule("embedding.word_embeddings.weight", (EMBEDDING_TENSOR,), megatron_vocab, axis=Axis.tensor, stage=Stage.first),
     Rule("decoder.final_layernorm.weight", (hf("model.norm.weight", "hidden"),), stage=Stage.last),
     Rule(
         "output_layer.weight",
-        (hf("lm_head.weight", "vocab", "hidden"),),
+        (OUTPUT_TENSOR,),
         megatron_vocab,
         axis=Axis.tensor,
         stage=Stage.last,

@@ -28,7 +28,7 @@ def matmul_parameters(model: ModelConfig, *, head: Head = Head.lm) -> int:
 
     head: the value head has one column, the projection to the vocabulary as many as there are tokens.
     """
-    outputs = 1 if head is Head.value else model.vocab_size
+    outputs = {Head.lm: model.vocab_size, Head.value: 1, Head.hidden: 0}[head]
     return sum(_layer_parameters(model, layer) for layer in range(model.num_layers)) + outputs * model.hidden_size
 
 

@@ -141,7 +141,7 @@ def layer_bytes(
 def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, head: Head) -> RowBytes:
     """The bytes of what follows the last layer: norm, projection, and what the losses keep."""
     e, h, tp = kernels.size, model.hidden_size, parallel.tp
-    outputs = 4 * (h / tp + 1) if head is Head.value else e * -(-model.vocab_size // tp)
+    outputs = {Head.lm: e * -(-model.vocab_size // tp), Head.value: 4 * (h / tp + 1), Head.hidden: e * h}[head]
     kept = _norm(model, kernels, h) / tp + outputs + LOSS_BYTES
     return RowBytes(kept=kept, core=0, passed=e * h / tp, backward=e * h)
 

@@ -52,6 +52,7 @@ class Site:
     ranks_per_engine: rollout ranks of one engine.
     reward_model: the bytes that its engine may use of a device (on the CPU: of the machine); 0 without one.
     routes: of experts that updates repeat, on the node that has most; 0 without ``actor.router_replay``.
+    hidden: of a teacher's hidden states, on the node that has most; 0 unless it is in the loss.
     """
 
     device_bytes: int | None
@@ -65,11 +66,13 @@ class Site:
     ranks_per_engine: int = 1
     reward_model: int = 0
     routes: int = 0
+    hidden: int = 0
 
     @property
-    def route_parts(self) -> list[Part]:
-        """``routes`` as a row of the host's memory, where there are any."""
-        return [("experts to repeat", self.routes, False)] if self.routes else []
+    def shared_parts(self) -> list[Part]:
+        """``routes`` and ``hidden`` as rows of the host's memory, where there are any."""
+        parts = [("experts to repeat", self.routes, False), ("teacher hidden states", self.hidden, False)]
+        return [part for part in parts if part[1]]
 
 
 def route_bytes(run: RunConfig, model: ModelConfig, per_node: int) -> int:
@@ -118,6 +121,7 @@ def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
         ("activations", step.activations, False),
         ("logits", step.logits, False),
         ("working memory", step.working, False),
+        ("teacher output and logits", step.teacher, False),
         ("allocator", round(lost), False),
     ]
 
@@ -280,7 +284,7 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
     processes, trainers = site.processes, per_node * len(roles)
     needed = ("trainer", "engine") if engines else ("trainer",)
     taken = trainers * processes.trainer + engines * processes.engine
-    fixed: list[Part] = [(processes.named("processes", *needed), taken, False), *site.route_parts]
+    fixed: list[Part] = [(processes.named("processes", *needed), taken, False), *site.shared_parts]
     if room is not None and site.colocated:
         for role in roles:
             state = _worst(role, lambda each: each.weights + each.optimizer)
@@ -293,6 +297,13 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
         frozen = role.frozen_parts(-worst)
         fixed += [(name, processes.pinned(num_bytes) * per_node, exact) for name, num_bytes, exact in frozen]
+        fixed.append(
+            (
+                "teacher output, away",
+                processes.pinned(role.teacher_output) * per_node if role.teacher_output else 0,
+                True,
+            )
+        )
     yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
     saving = [*fixed]
     if site.saves:
@@ -324,7 +335,7 @@ def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iter
     fixed: list[Part] = [
         (site.processes.named("processes", "trainer"), site.per_node * len(roles) * site.processes.trainer, False),
         ("controller and Ray", CPU_CONTROLLER_BYTES, False),
-        *site.route_parts,
+        *site.shared_parts,
         *(_engine_parts(room, site) if room is not None else ()),
     ]
     for role in roles:

@@ -27,6 +27,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
+from mcore_rl.planning.distillation import teacher_bytes
 from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
@@ -75,6 +76,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     )  # fmt: skip
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
+    hidden, roles[0].teacher_output = teacher_bytes(run, model, others, per_node)
     site = Site(
         device_bytes=device_bytes,
         host_bytes=int(cluster.host_memory_gib * GIB),
@@ -87,6 +89,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         processes=processes,
         reward_model=_reward_model_bytes(run, device_bytes, processes),
         routes=route_bytes(run, model, per_node),
+        hidden=hidden,
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
@@ -98,12 +101,11 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
     if colocated and device_bytes is not None and engines < world:
         notes += (_idle(run, seconds),)
-    num_gpus = world + (0 if colocated else engines)
     return Plan(
         title=run.recipe.title or run.trainer.experiment_name,
         layout=f"{run.actor.parallel}; rollout {run.rollout.layout}",
         num_nodes=run.trainer.nnodes + (0 if colocated else -(-engines // per_node)),
-        num_gpus=num_gpus,
+        num_gpus=world + (0 if colocated else engines),
         num_parameters=roles[0].sizes.num_parameters,
         peaks=_in_order(run_peaks),
         seconds=seconds,

@@ -19,6 +19,7 @@ from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
+from mcore_rl.planning.distillation import product_bytes
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States
 
 
@@ -41,17 +42,18 @@ class StepBytes:
     """The temporary memory of one rank, bytes.
 
     activations: kept for backward, over all microbatches in flight.  logits: and what the loss keeps.
-    working: the largest other temporaries.
+    working: the largest other temporaries.  teacher: what a teacher in the loss needs on the device.
     """
 
     activations: int
     logits: int
     working: int
+    teacher: int = 0
 
     @property
     def total(self) -> int:
-        """The bytes of all three."""
-        return self.activations + self.logits + self.working
+        """The bytes of all four."""
+        return self.activations + self.logits + self.working + self.teacher
 
 
 def lora_of(engine: EngineConfig) -> LoraConfig | None:
@@ -73,6 +75,7 @@ class RolePlan:
     accelerator: whether it computes on one.
     frozen: the roles whose frozen weights its processes keep in host memory.
     states: its states, if they are known already.
+    teacher_output: bytes of the output rows of a teacher in its loss, of a tensor rank; 0 until somebody says so.
 
     Raises ConfigError if the layout does not divide the world or the layers.
     """
@@ -95,7 +98,7 @@ class RolePlan:
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
         self.head, self.trains, self.publishes = head, trains, publishes
-        self.frozen = tuple(frozen)
+        self.frozen, self.teacher_output = tuple(frozen), 0
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
             overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
@@ -207,6 +210,7 @@ class RolePlan:
             activations=round(kept * self.in_flight(stage) * rows),
             logits=round(logits),
             working=round(working + (gradient if stage != layout.pp - 1 else 0)),
+            teacher=self._teacher_bytes if stage == layout.pp - 1 else 0,
         )
 
     def scoring(self, stage: int) -> StepBytes:
@@ -216,6 +220,13 @@ class RolePlan:
         logits = self._head.kept * self.rows if stage == self.layout.pp - 1 else 0.0
         passed = 2 * self._layers[next(iter(kinds))].passed * self.rows
         return StepBytes(activations=round(passed), logits=round(logits), working=round(max(0.0, layer - logits)))
+
+    @property
+    def _teacher_bytes(self) -> int:
+        if not self.teacher_output:
+            return 0
+        columns = -(-self.model.vocab_size // self.layout.tp)
+        return self.teacher_output + product_bytes(columns, self.rows, self.kernels.size)
 
     @cached_property
     def _head_gradient(self) -> float:
@@ -242,7 +253,7 @@ class RolePlan:
             sum(kinds[model.kind(layer)] for chunk in self._chunks(stage) for layer in chunk)
             for stage in range(layout.pp)
         ]
-        stages[-1] += model.hidden_size * (1 if self.head is Head.value else model.vocab_size)
+        stages[-1] += model.hidden_size * {Head.lm: model.vocab_size, Head.value: 1, Head.hidden: 0}[self.head]
         return max(stages) * layout.pp / sum(stages)
 
     @property

@@ -70,10 +70,14 @@ def part_of(
     if not 0 <= rank < layout.world_size:
         problem, remedy = f"the run has {layout.world_size} ranks", f"Write rank=0 to rank={layout.world_size - 1}"
         raise ConfigError([Violation("rank", rank, problem, remedy)])
-    loss = role.make_loss(run.role_config(role))
+    loss = run.loss_of(role)
     if loss.with_full_kl:
         problem = "needs logits of frozen weights, which are not rehearsed"
         raise ConfigError([Violation(f"{role.name}.kl_loss_type", "full", problem, "Write k3 for the rehearsal")])
+    if loss.distill is not None:
+        kind, problem = loss.distill.divergence.value, "needs hidden states of a teacher, which are not rehearsed"
+        remedy = "Write drawn for the rehearsal; the plan counts what this one needs"
+        raise ConfigError([Violation("algorithm.distill.divergence", kind, problem, remedy)])
     local = replace(config, layer_spec=LayerSpec.local)
     planner = RolePlan(
         role.name,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import HIDDEN, TrainBatch
 
 X = TypeVar("X")
 R = TypeVar("R")
@@ -35,6 +35,17 @@ class Shard:
         ends = np.cumsum(lengths_S)[:-1]
         there = {name: tensor.numpy() for name, tensor in tensors_T.items() if tensor is not None}
         return cls({name: np.split(array, ends) for name, array in there.items()})
+
+    @classmethod
+    def of_hidden(cls, batch: TrainBatch, hidden_MH: Tensor) -> Shard:
+        """What a teacher said of ``batch``: a row for each trained token, and which tokens those are.
+
+        numpy has no bfloat16: its bits are there as int16.
+        """
+        bits_MH = hidden_MH.view(torch.int16) if hidden_MH.dtype is torch.bfloat16 else hidden_MH
+        scored = cls.of(batch.lengths_S, teacher_scored_T=batch.mask_T)
+        counts = [int(part.sum()) for part in scored.fields["teacher_scored_T"]]
+        return cls(scored.fields | cls.of(counts, teacher_hidden_MH=bits_MH).fields)
 
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
         """Pickles plain buffers, which Ray's pickler stores directly; for each array it would call back into Python.
@@ -88,7 +99,7 @@ class Portion(Generic[X]):
     extra: tuple[dict[str, NDArray[np.float32]], ...] = ()
 
     def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
-        """The batches, copied out of ``shards``, tokens as int64."""
+        """The batches, copied out of ``shards``, tokens as int64, and hidden states in their dtype."""
         joined = []
         for number, columns in enumerate(self.batches):
             parts = {
@@ -97,6 +108,8 @@ class Portion(Generic[X]):
             }
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
             tensors["tokens_T"] = tensors["tokens_T"].long()
+            if (hidden := tensors.get(HIDDEN)) is not None and hidden.dtype is torch.int16:
+                tensors[HIDDEN] = hidden.view(torch.bfloat16)
             pairs_S = None if self.pairs is None else self.pairs[number]
             extra_S = {name: torch.from_numpy(x_S) for name, x_S in self.extra[number].items()} if self.extra else {}
             joined.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S, extra_S))

@@ -19,7 +19,7 @@ from mcore_rl.algorithms.selection import Moments
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.checkpoints.state_writer import Written
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
@@ -28,9 +28,10 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
+from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
-from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
+from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
 from mcore_rl.sync.check import Expected
@@ -120,6 +121,14 @@ class TrainGroup:
         )
         return [scores for scores in scores_of_ranks if scores is not None], shards
 
+    async def hidden_states(self, inputs: Sequence[ShardRefs[None]]) -> list[ShardRef]:
+        """The last hidden states of the trained tokens, as references to shards in the store.
+
+        inputs: one batch for each data-parallel rank.
+        """
+        _, shards = await self.workers.map(TrainWorker.hidden_states, inputs)
+        return shards
+
     async def process_stats(self, inputs: Sequence[ShardRefs[None]]) -> list[ProcessStats]:
         """Each data-parallel rank's statistics of process rewards (``algorithms/process_rewards.py``).
 
@@ -163,6 +172,7 @@ class TrainGroup:
         temperature: float = 1.0,
         with_entropy: bool = False,
         kl_to: str | None = None,
+        distill: DistillConfig | None = None,
         with_scores: bool = False,
         numbers: StepNumbers = StepNumbers(),  # noqa: B008  frozen
     ) -> TrainResults:
@@ -170,10 +180,20 @@ class TrainGroup:
 
         inputs: for each data-parallel rank, its part of every minibatch.  denominators: one per minibatch, over all
         ranks.  with_entropy: the loss receives entropies.  kl_to: the loss receives the exact KL to this snapshot.
+        distill: the loss receives this divergence from the teacher.
         with_scores: each rank also returns the ``OwnScores`` of its first minibatch.  numbers: of the whole step.
         """
         results, _ = await self.workers.map(
-            TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, with_scores, numbers
+            TrainWorker.train,
+            inputs,
+            loss,
+            denominators,
+            temperature,
+            with_entropy,
+            kl_to,
+            distill,
+            with_scores,
+            numbers,
         )
         assert results[0] is not None, "rank 0 answers"
         scores = [own for of_rank in results if of_rank is not None for own in of_rank.scores]

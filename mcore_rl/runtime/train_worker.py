@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,10 +30,9 @@ from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adapter_config
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
-from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.engine import EngineConfig, Precision
-from mcore_rl.config.lora import LoraConfig, PublishedLora, is_the_base
-from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import PublishedLora, is_the_base
 from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -46,6 +45,7 @@ from mcore_rl.parallel.phase import mark_phases
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.runtime.answers import Answering
+from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
 from mcore_rl.sync.check import Expected, expected_weights
@@ -61,32 +61,6 @@ if TYPE_CHECKING:
     from mcore_rl.training.engine import Loss
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleSpec:
-    """What a worker must know of its role.
-
-    role: its name.
-    directory: the Hugging Face checkpoint of its first weights.
-    engine, parallel, head: settings of its engine, its layout, and the output of its model.
-    trains: whether it has an optimizer; without one, it only scores.
-    lora: the adapters that it trains; None: it trains the weights themselves.
-    shares_device: whether rollout engines use the same device by turns.
-    publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
-    leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
-    """
-
-    role: str
-    directory: Path
-    engine: EngineConfig
-    parallel: ParallelConfig
-    head: Head = Head.lm
-    trains: bool = True
-    lora: LoraConfig | None = None
-    shares_device: bool = False
-    publishes: bool = False
-    leaves_behind: bool = False
 
 
 class TrainWorker(Answering):
@@ -117,6 +91,7 @@ class TrainWorker(Answering):
 
     def build(self) -> None:
         """Builds the engine, with the checkpoint's weights."""
+        from mcore_rl.training.distillation import Teacher
         from mcore_rl.training.engine import Engine
 
         spec = self.spec
@@ -131,6 +106,9 @@ class TrainWorker(Answering):
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
+        if spec.teacher is not None and self.groups.is_last_stage:
+            teacher = spec.teacher
+            self.engine.teacher = Teacher.load(teacher.directory, teacher.precision, model, self.groups, self.platform)
         if adapters is not None and adapters.lora.path is not None:
             with open_peft(Path(adapters.lora.path), adapters) as checkpoint:
                 self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=adapters, rank=self.rank))
@@ -162,6 +140,14 @@ class TrainWorker(Answering):
         assert scored_T is not None
         sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
         return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}, routing_TLK=scores.routing_TLK))
+
+    def hidden_states(self, given: WorkerInput[None]) -> WorkerOutput[None]:
+        """``Engine.hidden_states``: the shard holds them, with the tokens that they are of.  Only leaders return it."""
+        (batch,) = given.batches
+        self.onload([OffloadPart.weights])
+        hidden_MH = self.engine.hidden_states(batch)
+        self.rest()
+        return WorkerOutput(None, Shard.of_hidden(batch, hidden_MH) if self._leads else None)
 
     def process_stats(self, given: WorkerInput[None]) -> WorkerOutput[ProcessStats | None]:
         """See ``algorithms.process_rewards``.  Only leaders compute it."""
@@ -198,6 +184,7 @@ class TrainWorker(Answering):
         temperature: float,
         with_entropy: bool,
         kl_to: str | None,
+        distill: DistillConfig | None,
         with_scores: bool,
         numbers: StepNumbers,
     ) -> WorkerOutput[TrainResults | None]:
@@ -217,6 +204,7 @@ class TrainWorker(Answering):
                 temperature=temperature,
                 with_entropy=with_entropy,
                 kl_to=kl_to,
+                distill=distill,
                 with_scores=with_scores and number == 0,
             )
             if result.scores is not None and self._leads:

@@ -129,7 +129,18 @@ _ADVANTAGES = (
     Metric("kl/reward_per_token", "nats", "mean", "over responses, of their tokens' mean", "KL reward per token"),
     Metric("kl/loss", "nats", "mean", "to the reference, of a trained token: what the loss adds", "KL loss"),
     Metric("kl/coef", "1", "last", "of the KL in the reward or in the loss", "KL coef"),
-    Metric("distill/reverse_kl", "nats", "mean", "KL(policy || teacher) of a trained token, k1", "teacher KL", "down"),
+    Metric(
+        "distill/reverse_kl",
+        "nats",
+        "mean",
+        "KL(policy || teacher) of a trained token; k1 of the drawn",
+        "teacher KL",
+        "down",
+    ),
+    Metric("distill/forward_kl", "nats", "mean", "KL(teacher || policy) of a trained token", "forward KL", "down"),
+    Metric("distill/forward_kl_max", "nats", "max", "KL(teacher || policy) of a trained token", "forward KL max"),
+    Metric("distill/jensen_shannon", "nats", "mean", "generalized JSD of a trained token", "teacher JSD", "down"),
+    Metric("distill/jensen_shannon_max", "nats", "max", "generalized JSD of a trained token", "teacher JSD max"),
     Metric("distill/reverse_kl_std", "nats", "std", "log(policy / teacher), over trained tokens", "teacher KL std"),
     Metric("distill/reverse_kl_max", "nats", "max", "log(policy / teacher) of a trained token", "teacher KL max"),
 )
@@ -288,7 +299,7 @@ _PERFORMANCE = (
     Metric("progress/epoch", "epochs", "last", "of the training data seen", "epoch"),
 )
 
-_SAYS = {Head.lm: "log-probs", Head.value: "values"}
+_SAYS = {Head.lm: "log-probs", Head.value: "values", Head.hidden: "hidden states"}
 _TRAINED = sorted((role for role in ROLES.values() if role.trains), key=lambda role: role.publishes)  # as a step does
 _UPDATES_OF = {role: (role.update_phase, f"the {role.name} is trained") for role in _TRAINED}
 

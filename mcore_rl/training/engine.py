@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig
@@ -28,14 +29,16 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, pinned_empty_like
-from mcore_rl.parallel.groups import ProcessGroups, sum_over
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training.adapters import attach, start, sum_expert_replicas
+from mcore_rl.training.distillation import Teacher
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
+from mcore_rl.training.loss_inputs import loss_inputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
@@ -45,7 +48,7 @@ from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
 from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
-from mcore_rl.training.step_outputs import RunningSums, TokenOutputs, keep_scores
+from mcore_rl.training.step_outputs import HiddenOutputs, RunningSums, TokenOutputs, keep_scores
 from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 
@@ -58,7 +61,8 @@ BUCKET_ELEMENTS: int | None = None  # of ``overlap_grad_reduce``; None is Megatr
 class Engine:
     """The model of one role on this rank.
 
-    head: a value head gives values instead of log-probs.  trainable: with gradients and an optimizer.
+    head: a value head gives values instead of log-probs; without an output projection the engine gives
+    ``hidden_states`` alone.  trainable: with gradients and an optimizer.
     adapters: train these tensors and freeze all others; None trains all.
     Raises ConfigError with every violation of model, layout, engine and optimizer settings at once.
     """
@@ -108,6 +112,7 @@ class Engine:
         if model.moe is not None:
             self.routing = Routing(self.models, model.num_layers, model.moe, config.moe, groups)
         self._watch = FiniteWatch(groups, self.models, parallel.pp * parallel.vpp)
+        self.teacher: Teacher | None = None  # on the last stage of a policy that is distilled in its loss
         self.num_skipped = 0
         self._skipped_in_a_row: list[str] = []
         if groups.rank == 0 and platform.is_accelerator and config.layer_spec is LayerSpec.auto and why_local:
@@ -182,6 +187,18 @@ class Engine:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
         return replace(scored, routing_TLK=routing_TLK)
 
+    def hidden_states(self, batch: TrainBatch) -> Tensor:
+        """The last hidden states that predict the trained tokens, [M, H], in the model's dtype, on the CPU.
+
+        In the order of the batch; the same on every peer.
+        """
+        self.memory.require(OffloadPart.weights)
+        out = HiddenOutputs(batch.mask_T, self.model.hidden_size, self.dtype, self.groups)
+        batch = batch.to(self.groups.device)
+        with phase("score", role=self.role):
+            self._forward(batch, self._microbatches(batch), out.add, None)
+            return out.over_ranks()
+
     def train_step(
         self,
         batch: TrainBatch,
@@ -191,6 +208,7 @@ class Engine:
         temperature: float = 1.0,
         with_entropy: bool = False,
         kl_to: str | None = None,
+        distill: DistillConfig | None = None,
         with_scores: bool = False,
     ) -> StepResult:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
@@ -198,6 +216,7 @@ class Engine:
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
         snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.  A
         ``batch.routing_TLK`` is replayed, recomputation included, but not in the snapshot's pass.
+        distill: give it the divergence from the ``teacher``, whose hidden states ``batch`` has.
         with_scores: also return what ``score`` says of ``batch`` before the step, entropies included, from the step's
         own forward pass; if ``batch`` has no old log-probs, the loss gets these.
         A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
@@ -214,19 +233,25 @@ class Engine:
             inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy or with_scores)
             if out is not None:
                 inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
+            index, logits_NV = microbatch.index, output.view(-1, output.shape[-1])
             if kl_to is not None:
-                reference_MV, logits_NV = kept[microbatch.index], output.view(-1, output.shape[-1])
-                kl_N = full_kl(logits_NV, reference_MV, inputs.mask_N, temperature=temperature, **self._vocabulary)
+                kl_N = full_kl(logits_NV, kept[index], inputs.mask_N, temperature=temperature, **self._vocabulary)
                 inputs = replace(inputs, full_kl_N=kl_N)
+            if distillation is not None:
+                from_teacher_N = distillation.divergence(index, logits_NV, temperature, self._vocabulary)
+                inputs = replace(inputs, divergence_N=from_teacher_N)
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
-            self._watch.loss(total, microbatch.index)
+            self._watch.loss(total, index)
             sums.add(total, loss_sums)
             return total
 
         with phase("train_step", role=self.role):
             microbatches = self._microbatches(batch)
             kept = {} if kl_to is None else self._logits_of(kl_to, batch, microbatches)
+            distillation = None
+            if distill is not None and self.teacher is not None:  # on the last stage
+                distillation = self.teacher.for_step(batch, microbatches, distill, self.groups.device)
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -350,7 +375,7 @@ class Engine:
 
     @property
     def _vocabulary(self) -> dict[str, Any]:
-        """The arguments that ``token_logprobs`` and ``full_kl`` share."""
+        """The arguments that ``token_logprobs``, ``full_kl`` and ``divergence`` share."""
         return {
             "vocab_size": self.model.vocab_size,
             "soft_cap": self.model.output_soft_cap,
@@ -369,25 +394,6 @@ class Engine:
             logprobs_N, entropy_N = self._logprobs(microbatch, output, temperature, with_entropy)
             logprobs_N = logprobs_N.masked_fill(nothing_N, 0)
             entropy_N = None if entropy_N is None else entropy_N.masked_fill(nothing_N, 0)
-        mask_N = microbatch.at_targets(batch.mask_T)
-        assert mask_N is not None
-        return LossInputs(
-            mask_N=mask_N,
-            sequence_N=microbatch.sequence_N,
-            num_sequences=len(microbatch.lengths),
-            sum_over_context=lambda x: sum_over(x, self.groups.cp),
-            logprobs_N=logprobs_N,
-            entropy_N=entropy_N,
-            values_N=values_N,
-            old_logprobs_N=microbatch.at_targets(batch.old_logprobs_T),
-            ref_logprobs_N=microbatch.at_targets(batch.ref_logprobs_T),
-            rollout_logprobs_N=microbatch.at_targets(batch.rollout_logprobs_T),
-            advantages_N=microbatch.at_targets(batch.advantages_T),
-            returns_N=microbatch.at_targets(batch.returns_T),
-            old_values_N=microbatch.at_targets(batch.old_values_T),
-            weights_N=microbatch.at_targets(batch.weights_T),
-            selection_N=microbatch.at_targets(batch.selection_T),
-            extra_N=microbatch.extra_at_targets(batch.extra_T),
-            extra_S=microbatch.extra_of_sequences(batch.extra_S),
-            pairs_P2=microbatch.pairs(batch.pairs_S),
+        return loss_inputs(
+            batch, microbatch, self.groups, logprobs_N=logprobs_N, entropy_N=entropy_N, values_N=values_N
         )

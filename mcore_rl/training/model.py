@@ -24,6 +24,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.fusions import UNFUSED, Fusions
+from mcore_rl.training.hidden_head import HiddenHead
 from mcore_rl.training.layers import block_spec
 from mcore_rl.training.rope import frequency_sets, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
@@ -182,7 +183,8 @@ def build_chunks(
 ) -> list[GPTModel]:  # fmt: skip
     """The model chunks of this rank, one per virtual stage, with Megatron's initial weights.
 
-    head: a value head takes the place of the output projection in the last stage, and is never tied to the embedding.
+    head: a value head takes the place of the output projection in the last stage, and is never tied to the embedding;
+    so does what hands out hidden states.
     """
     placement = place_layers(model.num_layers, parallel)
     chunks = []
@@ -210,6 +212,8 @@ def build_chunks(
         _forget_routing(chunk)
         if is_last and head is Head.value:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
+        if is_last and head is Head.hidden:
+            chunk.output_layer = HiddenHead(config, groups.tp)
         # Megatron makes weights on the current device, except those of torch's norms and of routers
         # (transformer/moe/router.py:53): its own gating moves these at the first forward, and ours does not.
         chunk.to(groups.device)

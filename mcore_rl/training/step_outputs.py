@@ -35,6 +35,35 @@ class TokenOutputs:
         return TokenScores(**dict(zip(self._names, self._out[:, :-1].cpu(), strict=True)))
 
 
+class HiddenOutputs:
+    """The hidden states [M, H] that predict the tokens of ``mask_T``, bool [T], of a rank's batch, in host memory."""
+
+    BLOCK = 8192  # tokens that ranks exchange at once
+
+    def __init__(self, mask_T: Tensor, width: int, dtype: torch.dtype, groups: ProcessGroups) -> None:
+        self.groups = groups
+        mask_T = mask_T.cpu()
+        self._place_T = torch.where(mask_T, mask_T.cumsum(0) - 1, -1)
+        self._out_MH = torch.zeros(int(mask_T.sum()), width, dtype=dtype)
+
+    def add(self, microbatch: Microbatch, output: Tensor) -> None:
+        """Keeps the trained rows of ``output``, [B, N/B, H], of a microbatch."""
+        targets_N = microbatch.targets_N.cpu()
+        place_N = torch.where(targets_N >= 0, self._place_T[targets_N.clamp(min=0)], -1)
+        rows_M = (place_N >= 0).nonzero().squeeze(1)
+        self._out_MH[place_N[rows_M]] = output.view(-1, output.shape[-1])[rows_M.to(output.device)].cpu()
+
+    def over_ranks(self) -> Tensor:
+        """Those of all rows, the same on every peer.  Collective over context and pipeline ranks."""
+        layout = self.groups.layout
+        for block_MH in self._out_MH.split(self.BLOCK) if layout.cp > 1 or layout.pp > 1 else ():
+            moved_MH = block_MH.to(self.groups.device)
+            dist.all_reduce(moved_MH, group=self.groups.cp)  # each row is one rank's, and 0 on the others
+            dist.all_reduce(moved_MH, group=self.groups.pp)
+            block_MH.copy_(moved_MH)
+        return self._out_MH
+
+
 def keep_scores(out: TokenOutputs, microbatch: Microbatch, inputs: LossInputs, *, with_entropy: bool) -> LossInputs:
     """Keeps log-probs and entropies of ``inputs``; returns what the loss gets.  with_entropy: it gets entropies.
 

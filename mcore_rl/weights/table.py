@@ -96,7 +96,8 @@ def pieces(shard: ShardRanges, dim: int, hf_names: tuple[str, ...], hf_shapes: l
 class Table:
     """The tensors of every rank of ``parallel`` over ``world_size`` processes (None: one replica).
 
-    head: a value head replaces the output projection.  Raises ConfigError if the layout does not fit the world.
+    head: a value head, or nothing, replaces the output projection.
+    Raises ConfigError if the layout does not fit the world.
     """
 
     def __init__(
@@ -116,8 +117,9 @@ class Table:
         self.head = head
         self.placement = place_layers(model.num_layers, self.parallel)
         rules = family.weights
-        if head is Head.value:
-            rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
+        if head is not Head.lm:
+            rules = tuple(rule for rule in rules if rule.name != VALUE_HEAD.name)
+            rules += (VALUE_HEAD,) if head is Head.value else ()
         self.rules = tuple(rule for rule in rules if rule.only(model))
         for rule in self.rules:
             assert rule.turn == (0, 1), f"{rule.name}: Megatron has the gate before the other half"

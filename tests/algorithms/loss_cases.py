@@ -14,9 +14,9 @@ from mcore_rl.types import LossInputs, LossSums
 Loss = Callable[[LossInputs], LossSums]
 FIELDS = (
     "logprobs", "entropy", "values", "old_logprobs", "ref_logprobs", "advantages", "returns", "old_values", "weights",
-    "full_kl", "selection",
+    "full_kl", "divergence", "selection",
 )  # fmt: skip
-LEAVES = ("logprobs", "entropy", "values", "full_kl")  # what a forward pass makes
+LEAVES = ("logprobs", "entropy", "values", "full_kl", "divergence")  # what a forward pass makes
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def drawn(seed: int, lengths: Sequence[int] = (5, 1, 7, 4), dtype: torch.dtype =
         "weights": normal(1).abs(),
     }
     fields["full_kl"] = fields["values"].square()
+    fields["divergence"] = fields["returns"].square()
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = torch.rand(num_tokens, generator=random) < 0.8
     mask[[sum(lengths[:index]) for index in range(len(lengths))]] = False

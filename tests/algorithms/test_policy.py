@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts
-from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.algorithms.role_loss import UpdateSums
+from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms.loss_cases import (
@@ -182,6 +183,38 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregati
         met = {name: met.get(name, 0) + value for name, value in metrics.items()}
     clips = [value for name, value in met.items() if "clip" in name]
     assert all(clips) or mode == "gspo"  # else the cases prove nothing; its means of many ratios clip elsewhere
+
+
+TEACHER = DistillConfig(coef=0.3, divergence=Divergence.jensen_shannon)
+
+
+@pytest.mark.parametrize("aggregation", list(LossAggregation))
+def test_a_teacher_adds_its_divergence(aggregation: LossAggregation) -> None:
+    """Token by token, aggregated like the rest, and not weighed: ``weights`` correct samples, and it has none."""
+    batch = drawn(7, lengths=(2, 5, 1, 17))
+    config = actor("ppo_clip", aggregation)
+    alone, taught = (ActorLoss(config, teacher)(whole(batch)) for teacher in (None, TEACHER))
+    expected = torch.zeros((), dtype=torch.float64)
+    for index in range(len(batch.lengths)):
+        of_one_N = batch.fields["divergence"][(batch.sequence == index) & batch.mask]
+        mean = aggregation is LossAggregation.seq_mean_token_mean and len(of_one_N)
+        expected = expected + TEACHER.coef * of_one_N.sum() / (len(of_one_N) if mean else 1)
+    torch.testing.assert_close(taught.total - alone.total, expected)
+    ours, theirs = (torch.autograd.grad(each, batch.fields["divergence"]) for each in (taught.total, expected))
+    torch.testing.assert_close(ours, theirs)
+    trained_N = batch.fields["divergence"].detach()[batch.mask]
+    assert float(taught.metrics["distill/jensen_shannon"]) == pytest.approx(float(trained_N.sum()))
+    assert float(taught.maxima["distill/jensen_shannon_max"]) == float(trained_N.max())
+    assert taught.metrics.keys() - alone.metrics.keys() == {"distill/jensen_shannon"}
+
+
+def test_a_teacher_s_metrics_are_of_all_minibatches() -> None:
+    sums = UpdateSums(
+        [{"distill/forward_kl": 3.0}, {"distill/forward_kl": 5.0}], [2, 2],
+        [{"distill/forward_kl_max": 2.0}, {"distill/forward_kl_max": 4.0}],
+    )  # fmt: skip
+    metrics = ActorLoss(actor("ppo_clip"), DistillConfig(coef=1.0, divergence=Divergence.forward_kl)).metrics(sums)
+    assert (metrics["distill/forward_kl"], metrics["distill/forward_kl_max"]) == (2.0, 4.0)
 
 
 def test_extremes_are_those_of_trained_tokens() -> None:

@@ -30,6 +30,7 @@ def composed(*more: str) -> RunConfig:
         ("algorithm.off_policy=bypass", "algorithm.use_kl_in_reward=true"),
         ("algorithm.off_policy=bypass", "algorithm.distill.coef=0.5", "teacher.path=t"),
         ("algorithm.off_policy=bypass", "actor.loss_mode=clip_cov", "algorithm.mask_truncated=true"),
+        ("algorithm.distill.coef=0.5", "algorithm.distill.divergence=forward_kl", "teacher.path=t"),
         ("algorithm.adv_estimator=gae",),
         ("algorithm.filter_groups.enable=true",),
     ],

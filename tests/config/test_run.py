@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.config.role import Head
 from mcore_rl.config.run import RunConfig, run_violations
 from tests.support.composed import composed
 
@@ -51,6 +52,17 @@ def test_the_roles_that_an_algorithm_needs() -> None:
     }
     assert {name for name, run in needs.items() if "reference" in run.roles} == referring
     assert {name: run.roles for name, run in needs.items()} == {each.name: each.roles for each in algorithms().values()}
+
+
+def test_a_teacher_of_the_loss_gives_hidden_states() -> None:
+    taught = ("algorithm=distill", "teacher.path=t")
+    rows = {row.name: row for row in run_of(*taught, "algorithm.distill.divergence=jensen_shannon").role_rows}
+    assert rows["teacher"].head is Head.hidden and rows["teacher"].makes == ("teacher_hidden_MH", "teacher_scored_T")
+    assert set(rows["teacher"].makes) <= set(rows["actor"].reads)
+    drawn = {row.name: row for row in run_of(*taught).role_rows}
+    assert drawn["teacher"].head is Head.lm and drawn["teacher"].makes == ("teacher_logprobs_T",)
+    nobody = run_of("algorithm.distill.divergence=jensen_shannon")
+    assert "teacher" not in nobody.roles and not nobody.algorithm.distill.in_loss
 
 
 def test_what_one_key_says_holds_for_all_that_follow_it() -> None:

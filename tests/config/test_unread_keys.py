@@ -34,6 +34,10 @@ CASES = {
     ),
     "algorithm=dapo actor.kl_loss_coef=0.001": ("there is no KL in the loss", "actor.use_kl_loss=true"),
     "algorithm=dapo actor.kl_loss_type=k3": ("there is no KL in the loss", "actor.use_kl_loss=true"),
+    "algorithm.distill.divergence=forward_kl": ("there is no teacher", "algorithm.distill.coef=1"),
+    "algorithm.distill.coef=1 teacher.path=t algorithm.distill.divergence=forward_kl algorithm.distill.jsd_beta=0.1": (
+        "nothing is mixed", "algorithm.distill.divergence=jensen_shannon",
+    ),
     "actor.full_kl_gib=9": ("no logits of the reference are kept", "actor.kl_loss_type=full"),
     "algorithm.kl_ctrl.kl_coef=0.01": ("there is no KL in the reward", "algorithm.use_kl_in_reward=true"),
     "algorithm.kl_penalty=k1": ("there is no KL in the reward", "algorithm.use_kl_in_reward=true"),

@@ -1,7 +1,8 @@
 """On-policy distillation from the command line: a teacher of another size, vocabulary padding and layout.
 
 One run of three steps, and one that goes on from its second.  The teacher is mixed with a reward, so that one run has
-both parts of the advantages, a reference, and two updates of a batch.
+both parts of the advantages, a reference, and two updates of a batch.  And a run of each divergence over the whole
+vocabulary, from which alone it learns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from tests.e2e.test_roles import Observed
 from tests.house.source import ROOT
@@ -45,14 +46,20 @@ def write_teacher(directory: Path, tokenizer_of: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+OF_THE_LOSS = (
+    "algorithm.adv_estimator=none", "actor.loss_mode=policy_gradient",
+    "actor.ppo_mini_batch_size=${data.train_batch_size}", "actor.use_kl_loss=false", "algorithm.use_kl_in_reward=false",
+)  # fmt: skip
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "mcore_rl.cli", *words]
     return subprocess.run(program, cwd=ROOT, text=True, capture_output=True, check=False, timeout=400)
 
 
-def run(task: Path, directory: Path) -> Observed:
+def run(task: Path, directory: Path, *more: str) -> Observed:
     with nothing_left():
-        overrides = run_task.overrides(task, directory, f"teacher.path={task}/teacher", *SETTINGS)
+        overrides = run_task.overrides(task, directory, f"teacher.path={task}/teacher", *SETTINGS, *more)
         done = command("train", *overrides)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -82,6 +89,17 @@ def drawn(directory: Path, step: int) -> list[tuple[list[int], list[bool]]]:
 
 
 @torch.no_grad()
+def distributions(model: Path, responses: list[tuple[list[int], list[bool]]], size: int) -> torch.Tensor:
+    """transformers' log-probs of the first ``size`` tokens of the vocabulary at each drawn token, float64."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager").eval()
+    rows = []
+    for tokens, mask in responses:
+        logits_TV = network(torch.tensor([tokens])).logits[0, :-1, :size] / TEMPERATURE
+        rows.append(logits_TV.log_softmax(-1)[torch.tensor(mask[1:])])
+    return torch.cat(rows)
+
+
+@torch.no_grad()
 def logprobs(model: Path, responses: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
     """transformers' log-probs of the drawn tokens, float64, one response after the other."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager").eval()
@@ -104,6 +122,33 @@ def test_the_distance_to_the_teacher_is_what_transformers_says(task: Path, whole
     assert metrics["distill/reverse_kl_std"] == pytest.approx(float(distances.std(unbiased=False)), abs=1e-5)
     assert metrics["distill/reverse_kl_max"] == pytest.approx(float(distances.max()), abs=1e-4)
     assert whole.metrics[STEPS]["distill/reverse_kl"] < metrics["distill/reverse_kl"], "it learns from the teacher"
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jensen_shannon"])
+def test_divergences_over_the_vocabulary_are_what_transformers_says(
+    divergence: str, task: Path, tmp_path: Path, processes: None
+) -> None:
+    beta = ["algorithm.distill.jsd_beta=0.3"] if divergence == "jensen_shannon" else []
+    taught = run(task, tmp_path, *OF_THE_LOSS, f"algorithm.distill.divergence={divergence}", *beta)
+    responses, size = drawn(tmp_path, 1), AutoConfig.from_pretrained(task / "model").vocab_size
+    p_MV, q_MV = (distributions(task / name, responses, size) for name in ("model", "teacher"))
+    m_MV = (0.7 * p_MV.exp() + 0.3 * q_MV.exp()).log()
+
+    def kl(a_MV: torch.Tensor, b_MV: torch.Tensor) -> torch.Tensor:
+        return (a_MV.exp() * (a_MV - b_MV)).sum(-1)
+
+    expected_M = {
+        "reverse_kl": kl(p_MV, q_MV),
+        "forward_kl": kl(q_MV, p_MV),
+        "jensen_shannon": 0.7 * kl(p_MV, m_MV) + 0.3 * kl(q_MV, m_MV),
+    }[divergence]
+    first, last = taught.metrics[1], taught.metrics[STEPS]
+    assert len(expected_M) > 100 and expected_M.std() > 0.01
+    assert first[f"distill/{divergence}"] == pytest.approx(float(expected_M.mean()), abs=1e-5)
+    assert first[f"distill/{divergence}_max"] == pytest.approx(float(expected_M.max()), abs=1e-4)
+    assert last[f"distill/{divergence}"] < first[f"distill/{divergence}"], "it learns from the teacher"
 
 
 @pytest.mark.tier("full")

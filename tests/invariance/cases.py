@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rl.config.algorithm import CorrectionLevel
+from mcore_rl.config.algorithm import CorrectionLevel, Divergence
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.preference import PreferenceLoss
 from mcore_rl.config.reward_loss import RewardLoss
@@ -283,6 +283,21 @@ def _outcome_cases() -> list[Case]:
     return [*cases, Case(problem=replace(dense, lora=True), layout="cp=2", world_size=2)]
 
 
+def _distillation_cases() -> list[Case]:
+    """Divergences from a teacher: sums over the vocabulary, which tensor ranks split."""
+    dense = Problem(model="dense", temperature=0.7, distill=Divergence.jensen_shannon)
+    layouts = (("", 2), ("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("tp=4", 4), ("tp=2,cp=2", 4), ("tp=2,pp=2", 4))
+    cases = [Case(problem=dense, layout=layout, world_size=size) for layout, size in layouts]
+    cases += [replace(cases[1], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full)]
+    for kind in (Divergence.forward_kl, Divergence.reverse_kl):
+        cases += [
+            Case(problem=replace(dense, distill=kind), layout=layout, world_size=2) for layout in ("tp=2", "cp=2")
+        ]
+    capped = replace(dense, model="gemma2", distill=Divergence.forward_kl)
+    return [*cases, Case(problem=capped, layout="tp=2", world_size=2),
+            Case(problem=replace(dense, lora=True), layout="tp=2", world_size=2)]  # fmt: skip
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -324,6 +339,7 @@ def all_cases() -> list[Case]:
         cases.append(Case(problem=DENSE, layout=layout, world_size=8))
     for layout in ("tp=2,pp=2,ep=2,etp=1", "cp=2,pp=2,ep=4", "tp=2,cp=2,ep=4,etp=1"):
         cases.append(Case(problem=MOE, layout=layout, world_size=8))
+    cases += _distillation_cases()
     cases += _expert_cases()
     cases += _mixed_layer_cases()
     cases += _attention_cases()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.algorithm import CorrectionLevel
+from mcore_rl.config.algorithm import CorrectionLevel, Divergence
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.preference import PreferenceLoss
@@ -25,6 +25,7 @@ class Problem:
     preference: a loss of pairs, or of responses and their labels.
     scores: a reward model's loss, of pairs of answers or of labelled ones; with ``Head.value``.
     outcomes: the loss of a process reward model, of whole responses.
+    distill: the divergence from a teacher with another hidden size, beside a policy loss.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Problem:
     weighed: CorrectionLevel | None = None
     preference: PreferenceLoss | None = None
     scores: RewardLoss | None = None
+    distill: Divergence | None = None
 
     @property
     def paired(self) -> bool:
@@ -89,6 +91,7 @@ class Case:
         parts += [problem.preference.value] if problem.preference is not None else []
         parts += [problem.scores.value] if problem.scores is not None else []
         parts += ["outcomes"] if problem.outcomes else []
+        parts += [f"distill-{problem.distill.value}"] if problem.distill is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
         return "-".join(parts).replace("=", "")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.algorithm import DistillConfig, Divergence
 from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.planning.plan import plan
+from mcore_rl.planning.distillation import PRODUCT_ROWS
+from mcore_rl.planning.plan import Phase, Place, plan
 from mcore_rl.planning.recipes import other_models, recipe_model, run_model
 from mcore_rl.planning.search import search
+from mcore_rl.training.divergence import PRODUCT_ROWS as OF_THE_LOSS
 from tests.support.published import TINY
 
 RECIPE = "qwen3_4b_distill_30b_a3b"
@@ -47,6 +51,31 @@ def test_a_plan_counts_the_teacher_s_own_model() -> None:
     assert planned.seconds["teacher"] > 0
     with pytest.raises(ConfigError, match=r"teacher.parallel.ep=8: the model has no experts"):
         plan(run, model, cluster)  # of a teacher with the student's model
+
+
+def test_a_plan_counts_what_a_teacher_in_the_loss_needs() -> None:
+    """Of Qwen3-30B-A3B beside Qwen3-4B, tp=2 and dp=4: 151,936 tokens, a hidden size of 2,048, two bytes."""
+    run = load_recipe(RECIPE)
+    assert isinstance(run, RunConfig)
+    drawn, taught = (
+        replace(run, algorithm=replace(run.algorithm, distill=DistillConfig(coef=1.0, divergence=divergence)))
+        for divergence in (Divergence.drawn, Divergence.jensen_shannon)
+    )
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    before, after = (
+        {(row.phase, row.place, row.part): row.num_bytes for peak in planned.peaks for row in peak.rows}
+        for planned in (plan(each, model, cluster, other_models(run)) for each in (drawn, taught))
+    )
+    new = {part for _, _, part in after} - {part for _, _, part in before}
+    assert new == {"teacher output and logits", "teacher output, away", "teacher hidden states"}
+    assert PRODUCT_ROWS == OF_THE_LOSS
+    rows, columns = 16384, 151936 // 2
+    product = 2 * columns * (rows + 512)
+    assert after[Phase.update, Place.device, "teacher output and logits"] == 2 * columns * 2048 + product
+    states = 256 * 4 * 8192 * 2048 * 2
+    assert after[Phase.rollout, Place.host, "teacher hidden states"] == states * 2 + states  # of 8 ranks, dp=4
+    weights = [rows[Phase.logprobs, Place.device, "teacher weights"] for rows in (before, after)]
+    assert weights[0] - weights[1] == 2 * 151936 * 2048  # its own output projection, which only the policy's ranks read
 
 
 def test_a_search_keeps_the_teacher_s_layout() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from mcore_rl.runtime.shard import Portion, Shard, shards_of
@@ -74,6 +76,32 @@ def test_shards_travel_out_of_band() -> None:
     received = pickle.loads(sent, buffers=[bytes(buffer.raw()) for buffer in buffers])
     assert list(received.fields) == ["old_logprobs_T"]
     assert [part.tolist() for part in received.fields["old_logprobs_T"]] == [[0, 1, 2], [3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_hidden_states_travel_with_the_tokens_that_they_are_of(dtype: torch.dtype) -> None:
+    """In their dtype, also where a shard has none; and of what is trained later, some are not read."""
+    batch = whole()
+    hidden_MH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(dtype)  # of sequences 0, 1, 1 and 3
+    taught = replace(batch, teacher_hidden_MH=hidden_MH, teacher_scored_T=batch.mask_T)
+    shared = SharedBatch(batch.lengths_S, [[0, 1, 2, 3]])
+    names = [name for name, _ in batch.token_fields()]
+    shared.add(shared.assignment, shards_of(batch, shared.assignment), names)
+    ranks = [[3, 1], [2], [0]]
+    parts = [taught.select(members) for members in ranks]
+    assert parts[1].teacher_hidden_MH is not None and len(parts[1].teacher_hidden_MH) == 0
+    sent = [pickle.dumps(Shard.of_hidden(each, each.teacher_hidden_MH), protocol=5) for each in parts]  # type: ignore[arg-type]
+    made = ("teacher_hidden_MH", "teacher_scored_T")
+    shared.add(ranks, [pickle.loads(each) for each in sent], made)
+    (refs,) = shared.shard_refs([[[0, 1, 2], [2, 3]]], [*names, *made], [None])
+    for indices, joined in zip([[0, 1, 2], [2, 3]], pickle.loads(refs.portion).join(refs.shards), strict=True):
+        expected = taught.select(indices)
+        assert joined.teacher_hidden_MH is not None and expected.teacher_hidden_MH is not None
+        assert joined.teacher_hidden_MH.dtype == dtype
+        assert torch.equal(joined.teacher_hidden_MH, expected.teacher_hidden_MH)
+        assert joined.teacher_scored_T is not None and torch.equal(
+            joined.teacher_scored_T, batch.select(indices).mask_T
+        )
 
 
 def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:

@@ -15,10 +15,13 @@ from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolic
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss
 from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
+from mcore_rl.training.distillation import Teacher
+from mcore_rl.training.model import padded_vocab_size
 from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
 NUM_PAIRS = 4
+TEACHER_WIDTH = 40
 NUM_RESPONSES = 7  # of which something is trained
 
 
@@ -72,6 +75,20 @@ def with_outcomes(batch: TrainBatch) -> TrainBatch:
     assert batch.old_logprobs_T is not None
     outcome_S = torch.tensor([1, 0, 1, 1, 0, 0.25, 0, 1, 0.75, 0])
     return replace(batch, extra_T={"process_ref_logprobs_T": batch.old_logprobs_T}, extra_S={OUTCOME: outcome_S})
+
+
+def taught(batch: TrainBatch) -> TrainBatch:
+    """Hidden states of a teacher at the trained tokens, from a normal distribution."""
+    random = torch.Generator().manual_seed(31)
+    hidden_MH = torch.randn(int(batch.mask_T.sum()), TEACHER_WIDTH, generator=random)
+    return replace(batch, teacher_hidden_MH=hidden_MH, teacher_scored_T=batch.mask_T)
+
+
+def teacher(vocab_size: int, *, tp: int, rank: int) -> Teacher:
+    """Its output rows of the columns of tensor rank ``rank``, and a low soft cap."""
+    rows_VH = 0.3 * torch.randn(vocab_size, TEACHER_WIDTH, generator=torch.Generator().manual_seed(32))
+    columns = padded_vocab_size(vocab_size, tp) // tp
+    return Teacher(rows_VH[rank * columns : (rank + 1) * columns], soft_cap=3.0)
 
 
 def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.outcome_loss import outcome_loss
-from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.policy import ActorLoss, policy_loss
+from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
@@ -104,6 +105,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         batch = batches.paired(batch if problem.scores is None else batches.scored(batch))
     if problem.outcomes:
         batch = batches.with_outcomes(batch)
+    if problem.distill is not None:
+        batch = batches.taught(batch)
     if not problem.replay:
         return batch
     assert model.moe is not None
@@ -174,6 +177,8 @@ def _run_in_groups(
         adapters.gather(engine, table)
         of_adapters = start | {adapters.SCORE: start.get("output_layer.weight")}
         engine.load_weights(lambda models: adapters.load(models, table, groups.rank, of_adapters))
+    if problem.distill is not None and groups.is_last_stage:
+        engine.teacher = batches.teacher(model.vocab_size, tp=groups.layout.tp, rank=groups.coords.tp)
     if case.sabotage is not None:
         SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
@@ -193,6 +198,7 @@ def _run_in_groups(
             counts,
             temperature=problem.temperature,
             with_entropy=problem.head is Head.lm,
+            distill=loss.distill if isinstance(loss, ActorLoss) else None,
             with_scores=number == 0 and problem.head is Head.lm,
         )
         if step.scores is not None:  # the same weights, microbatches and operations: the same bits
@@ -225,6 +231,8 @@ def _loss(problem: Problem, counts: Denominators) -> tuple[Loss, Denominators]:
         return outcome_loss(ProcessRewardConfig(beta=0.3)), replace(counts, loss=batches.NUM_RESPONSES)
     if problem.weighed is not None:
         return policy_loss(ActorConfig()), counts
+    if problem.distill is not None:
+        return ActorLoss(ActorConfig(), DistillConfig(coef=0.7, divergence=problem.distill, jsd_beta=0.3)), counts
     return batches.value_loss if problem.head is Head.value else batches.policy_loss, counts
 
 

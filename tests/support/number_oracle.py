@@ -88,6 +88,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "actor.tau_neg": POSITIVE,
     "actor.tau_pos": POSITIVE,
     "algorithm.distill.coef": COEFFICIENT,
+    "algorithm.distill.jsd_beta": (("0", "1", "-0.5", "2"), ("0.1", "0.5", "0.9")),
     "algorithm.filter_groups.lower": ANY,
     "algorithm.filter_groups.max_num_gen_batches": COUNT,
     "algorithm.filter_groups.upper": ANY,

@@ -38,6 +38,8 @@ from mcore_rl.weights.table import Table
 def demand_weights(directory: Path, head: Head) -> None:
     """Raises CheckpointError unless ``directory`` has the tensors that its config.json describes; reads headers."""
     family, model = model_of(read_config(directory))
+    if head is Head.hidden:  # the role does without the output projection, and the policy's processes read it
+        head = Head.lm
     with HfCheckpoint.open(directory) as checkpoint:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
 
@@ -102,7 +104,7 @@ def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, 
 def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig) -> Iterator[Violation]:
     """Refuses a model that cannot read the policy's samples: too few tokens or positions."""
     path, longest = run.weights_of(role), run.rollout.max_model_len
-    if role.head is Head.lm and model.vocab_size < policy.vocab_size:
+    if role.head is not Head.value and model.vocab_size < policy.vocab_size:
         problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: it cannot score all of them"
         yield Violation(f"{role.weights}", path, problem, "Name a model with the policy's tokenizer")
     if longest > model.max_position_embeddings:
@@ -117,7 +119,7 @@ def vocabulary_violations(run: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     """
     for role in run.group_rows:
         path = run.weights_of(role)
-        if role.publishes or role.head is not Head.lm or path == run.model_directory:
+        if role.publishes or role.head is Head.value or path == run.model_directory:
             continue
         try:
             problem = vocabulary_difference(tokenizer, path)

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from mcore_rl.config.offline import OfflineConfig
-from mcore_rl.config.role import Role
+from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
@@ -14,9 +14,9 @@ from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.placement import Places
+from mcore_rl.runtime.role_spec import RoleSpec, TeacherSpec
 from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import RoleSpec
 
 
 async def start_roles(
@@ -68,6 +68,7 @@ async def _start_role(
         shares_device=shares_device,
         publishes=role.publishes,
         leaves_behind=leaves_behind,
+        teacher=_teacher(config) if role.publishes else None,
     )
     group = await start_trainers(spec, places, platform, logs, config.trainer, store)
     stack.callback(group.close)
@@ -80,3 +81,11 @@ async def _start_role(
     if shares_device:
         await group.offload()  # an engine that starts needs its share of the device to be free
     return group
+
+
+def _teacher(config: RunConfig | OfflineConfig) -> TeacherSpec | None:
+    """What the policy's processes must know of a teacher that is in its loss; None without one."""
+    rows = [role for role in config.group_rows if role.head is Head.hidden]
+    if not rows:
+        return None
+    return TeacherSpec(Path(config.weights_of(rows[0])), config.role_config(rows[0]).precision)

@@ -19,7 +19,7 @@ from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.algorithms.selection import Moments, num_selected, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
-from mcore_rl.config.role import Role
+from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import ActorConfig, RouterReplay, TrainedConfig
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
@@ -122,11 +122,15 @@ async def score_role(
 ) -> SequenceScores | None:
     """Runs the scoring pass of ``role``, which fills the fields that it makes.
 
+    That of a teacher in the loss makes hidden states.
     group: the workers that it runs on.  temperature: of the sampling.  router_replay: of the policy; other roles, and
     frozen weights, have routers of their own and choose freely.  Returns sums per sequence; None if ``role`` makes no
     fields.
     """
     if not role.makes:
+        return None
+    if role.head is Head.hidden:
+        await score_hidden(group, shared, role.makes)
         return None
     return await score(
         group,
@@ -138,6 +142,13 @@ async def score_role(
         replay=role.publishes,
         record=role.publishes and router_replay is RouterReplay.r2,
     )
+
+
+async def score_hidden(group: TrainGroup, shared: SharedBatch, fields: Sequence[str]) -> None:
+    """Adds the last hidden states of the trained tokens to the batch, as ``fields``."""
+    ranks = balance(shared.lengths_S, group.layout.dp)
+    inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * len(ranks))
+    shared.add(ranks, await group.hidden_states(inputs), fields)
 
 
 async def score_copy(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> None:
@@ -201,6 +212,7 @@ async def update(
         temperature=temperature,
         with_entropy=loss.with_entropy,
         kl_to=reference if loss.with_full_kl else None,
+        distill=loss.distill,
         with_scores=with_scores,
         numbers=numbers,
     )

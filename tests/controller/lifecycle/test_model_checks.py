@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, KlPenalty
+from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import LoraConfig
@@ -149,10 +150,12 @@ def test_adapters_of_layers_that_the_model_lacks_are_refused(tmp_path: Path) -> 
     assert keys(list(adapter_violations(sft))) == ["actor.lora.exclude_modules"]
 
 
-def test_a_teacher_may_have_more_rows_of_padding_and_no_fewer() -> None:
+@pytest.mark.parametrize("divergence", [Divergence.drawn, Divergence.forward_kl])
+def test_a_teacher_may_have_more_rows_of_padding_and_no_fewer(divergence: Divergence) -> None:
     taught = replace(
-        run(2), algorithm=AlgorithmConfig(distill=DistillConfig(coef=1.0)), teacher=FrozenModelConfig(path="t")
-    )
+        run(2), algorithm=AlgorithmConfig(distill=DistillConfig(coef=1.0, divergence=divergence)),
+        teacher=FrozenModelConfig(path="t"),
+    )  # fmt: skip
     dense = models.dense()
     wide, narrow = (replace(dense, vocab_size=dense.vocab_size + more) for more in (8, -8))
     assert model_run_violations(taught, {"actor": dense, "teacher": wide}) == []

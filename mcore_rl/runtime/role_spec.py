@@ -1,0 +1,47 @@
+"""What a worker must know of its role, and of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.config.engine import EngineConfig, Precision
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """A teacher in the policy's loss.  directory: its Hugging Face checkpoint.  precision: of its hidden states."""
+
+    directory: Path
+    precision: Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """What a worker must know of its role.
+
+    role: its name.
+    directory: the Hugging Face checkpoint of its first weights.
+    engine, parallel, head: settings of its engine, its layout, and the output of its model.
+    trains: whether it has an optimizer; without one, it only scores.
+    lora: the adapters that it trains; None: it trains the weights themselves.
+    shares_device: whether rollout engines use the same device by turns.
+    publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
+    leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
+    teacher: whose output projection it has beside its own, for its loss; None: nobody's.
+    """
+
+    role: str
+    directory: Path
+    engine: EngineConfig
+    parallel: ParallelConfig
+    head: Head = Head.lm
+    trains: bool = True
+    lora: LoraConfig | None = None
+    shares_device: bool = False
+    publishes: bool = False
+    leaves_behind: bool = False
+    teacher: TeacherSpec | None = None
