@@ -62,7 +62,7 @@ class _Completion(msgspec.Struct):
 
 
 class JudgeClient:
-    """Requests to ``config.address``, ``config.concurrency`` at a time; an async context manager.
+    """Requests to ``config.address``; an async context manager.
 
     num_retries: requests that were sent once more.  ConfigError: the variable of its key is not set, or is no header.
     """
@@ -71,7 +71,6 @@ class JudgeClient:
         assert config.address is not None
         self._config, self._url = config, f"{config.address.rstrip('/')}/chat/completions"
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | _authorization(config)
-        self._room = asyncio.Semaphore(config.concurrency)
         self._session: aiohttp.ClientSession | None = None
         self.num_retries = 0
 
@@ -93,16 +92,15 @@ class JudgeClient:
 
     async def ask(self, request: Mapping[str, Any], retries: int) -> Judgement:
         """The answer to ``request``.  JudgeError: there is none after ``retries`` further attempts."""
-        async with self._room:
-            for attempt in range(retries + 1):
-                try:
-                    return await self._once(request)
-                except JudgeError as error:
-                    if not error.again or attempt == retries:
-                        raise
-                    wait_s = error.wait_s
-                self.num_retries += 1
-                await asyncio.sleep(backoff_s(attempt) if wait_s is None else min(wait_s, LONGEST_WAIT_S))
+        for attempt in range(retries + 1):
+            try:
+                return await self._once(request)
+            except JudgeError as error:
+                if not error.again or attempt == retries:
+                    raise
+                wait_s = error.wait_s
+            self.num_retries += 1
+            await asyncio.sleep(backoff_s(attempt) if wait_s is None else min(wait_s, LONGEST_WAIT_S))
         raise AssertionError("the last attempt returns or raises")
 
     async def _once(self, request: Mapping[str, Any]) -> Judgement:

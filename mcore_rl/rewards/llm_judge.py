@@ -36,7 +36,7 @@ class JudgeCostError(McoreRLError):
 
 
 class Judge:
-    """Scores responses with the server of ``config.judge``; an async context manager.
+    """Scores responses with the server of ``config.judge``, ``concurrency`` at a time; an async context manager.
 
     path: the file of its judgements, in which earlier ones are looked up; None: those of this object alone.
     at_limit: called at each request after ``max_cost`` is reached, instead of which the response has an error; None:
@@ -47,7 +47,7 @@ class Judge:
 
     def __init__(self, config: RewardConfig, path: Path | None = None) -> None:
         self._reward, self._config, self._template = config, config.judge, config.judge.template
-        self._client = JudgeClient(config.judge)
+        self._client, self._room = JudgeClient(config.judge), asyncio.Semaphore(config.judge.concurrency)
         self._judgements = Judgements(path)
         self._under_way: dict[str, asyncio.Task[Judgement]] = {}
         self.at_limit: Callable[[], None] | None = None
@@ -166,6 +166,10 @@ class Judge:
         task.cancelled() or task.exception()  # nobody may be waiting for it any more
 
     async def _asked(self, key: str, request: Mapping[str, Any], retries: int) -> Judgement:
+        async with self._room:  # and only then is looked whether it may be asked: others have cost something meanwhile
+            return await self._asked_now(key, request, retries)
+
+    async def _asked_now(self, key: str, request: Mapping[str, Any], retries: int) -> Judgement:
         if self._is_at_limit:
             problem = f"it has cost {self.cost:.6g}, and reward.judge.max_cost={self._config.max_cost:g}"
             if self.at_limit is None:

@@ -1,4 +1,4 @@
-"""Real runs with a judge over HTTP: rewards, metrics, the judgements that a resumed run finds, the limit of the cost."""
+"""Real runs with a judge over HTTP: rewards, metrics, judgements that a later run finds, the limit of the cost."""
 
 from __future__ import annotations
 
@@ -130,6 +130,6 @@ def test_a_judge_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatc
         monkeypatch.delenv(NAME)
         with pytest.raises(ConfigError, match=r"reward\.judge\.api_key_env=JUDGE_API_KEY: is not set"):
             check_training(config)
+    monkeypatch.setenv(NAME, KEY)
     with pytest.raises(ConfigError, match=r"reward\.judge\.address=.*does not judge"):
-        monkeypatch.setenv(NAME, KEY)
         check_training(config)
