@@ -65,7 +65,7 @@ class ScoresLoss(RoleLoss):
         assert inputs.values_N is not None
         value_N, row_N = inputs.values_N, torch.arange(len(inputs.values_N), device=inputs.values_N.device)
         extra_N = {LABEL: inputs.extra_N[STEP_LABEL_N].to(value_N.dtype)}
-        if WEIGHT in inputs.extra_S:
+        if WEIGHT in inputs.extra_S and inputs.num_sequences:  # an empty microbatch has padding alone
             extra_N[WEIGHT] = inputs.expand(inputs.extra_S[WEIGHT].to(value_N.dtype))
         loss_N = losses(value_N, row_N, None, extra_N, self.config)
         metrics = score_sums(value_N.detach(), row_N, None, extra_N, self.config, inputs.mask_N.to(value_N.dtype))

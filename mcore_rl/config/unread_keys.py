@@ -237,7 +237,7 @@ SWITCHES = (
         tuple(f"reward.judge.{each.name}" for each in fields(JudgeConfig) if each.name != "address"),
         lambda run: run.reward.judge.address is not None,
         "there is no judge",
-        "reward.judge.address=URL",
+        "reward.judge.address=http://HOST:8000/v1",
     ),
 )
 

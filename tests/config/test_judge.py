@@ -61,4 +61,4 @@ def test_scores_follow_from_the_rubric_and_not_from_the_way_to_the_judge(tmp_pat
 def test_settings_of_no_judge_are_refused() -> None:
     run = composed(RunConfig, "train", ["algorithm=grpo", "reward.judge.model=m"])
     (violation,) = [each for each in run_violations(run, planned=True) if each.key.startswith("reward.judge")]
-    assert violation.key == "reward.judge.model" and "reward.judge.address=URL" in violation.remedy
+    assert violation.key == "reward.judge.model" and "reward.judge.address=http://HOST:8000/v1" in violation.remedy

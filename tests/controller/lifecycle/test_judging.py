@@ -126,7 +126,7 @@ def test_a_judge_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatc
         config = settings(task, tmp_path / "run", server)
         server.replies.append(Reply(b"who are you?", 401))
         with pytest.raises(ConfigError, match=r"reward\.judge\.address=.*answered 401: who are you\?"):
-            asyncio.run(run_training(config))
+            check_training(config)
         monkeypatch.delenv(NAME)
         with pytest.raises(ConfigError, match=r"reward\.judge\.api_key_env=JUDGE_API_KEY: is not set"):
             check_training(config)
