@@ -58,7 +58,7 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {line.pop("step"): line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
 
 
-def keys_seen(server: JudgeServer) -> list[psutil.Process]:
+def keys_seen() -> list[psutil.Process]:
     """The processes below this one whose environment has the key."""
     return [each for each in descendants() if NAME in each.environ()]
 
@@ -74,8 +74,7 @@ def test_a_run_trains_on_what_the_judge_says(
     with serving(said) as server, nothing_left():
         config = settings(task, run_dir, server, f"trainer.save_freq={STEPS}")
         assert check_training(config) == 0 and len(server.requests) == 1
-        look = lambda step, metrics: leaked.extend(keys_seen(server))  # noqa: E731
-        assert asyncio.run(run_training(config, [look])) == 0
+        assert asyncio.run(run_training(config, [lambda step, metrics: leaked.extend(keys_seen())])) == 0
         assert not leaked and all(headers["Authorization"] == f"Bearer {KEY}" for headers, _ in server.requests)
         asked = len(server.requests)
         _see_rewards(task, run_dir)
@@ -100,7 +99,7 @@ def test_a_run_trains_on_what_the_judge_says(
             task, run_dir, server, "trainer.total_training_steps=9", f"reward.judge.max_cost={spent + 0.15}"
         )
         assert asyncio.run(run_training(more)) == REQUEUE
-        assert "on reward.judge.max_cost" in capfd.readouterr().err
+        assert "on reward.judge.max_cost" in capfd.readouterr().out
         with pytest.raises(ConfigError, match=r"reward\.judge\.max_cost"):
             asyncio.run(run_training(more))
     for path in run_dir.rglob("*"):
