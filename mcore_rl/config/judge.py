@@ -21,6 +21,7 @@ from mcore_rl.config.bounds import (
 from mcore_rl.errors import Violation
 from mcore_rl.tracking.secrets import is_secret
 
+SCALE = [0.0, 10.0]  # of RUBRIC
 RESPONSE = "{response}"  # no template is without it
 # The fence is drawn from what it encloses, so that no response can write the line that would end it.
 RUBRIC = """\
@@ -68,7 +69,7 @@ class JudgeConfig:
     api_key_env: str | None = None
     prompt: Lines | None = None
     pattern: str = r"(?mi)^[ *_#]{0,8}score[ *_:=]{1,8}(-?\d{1,9}(?:\.\d{1,9})?)"
-    scale: list[Annotated[float, Interval("(-inf, inf)")]] = field(default_factory=lambda: [0.0, 10.0])
+    scale: list[Annotated[float, Interval("(-inf, inf)")]] = field(default_factory=lambda: [*SCALE])
     temperature: Annotated[float, Interval("[0, 2]")] = 0.0
     max_tokens: PositiveInt = 1024
     concurrency: Annotated[int, Interval("[1, 65536]")] = 32
@@ -140,6 +141,9 @@ def _reading_violations(judge: JudgeConfig) -> Iterator[Violation]:
             yield Violation("reward.judge.pattern", judge.pattern, "has no group for the score", remedy)
     if len(judge.scale) != 2 or not judge.scale[0] < judge.scale[1]:
         yield Violation("reward.judge.scale", judge.scale, "is not two rising numbers", "Write [0,10], say")
+    elif judge.prompt is None and list(judge.scale) != SCALE:
+        problem, remedy = "is not what the built-in rubric asks for, 0 to 10", "Write a rubric: reward.judge.prompt"
+        yield Violation("reward.judge.scale", judge.scale, problem, remedy)
 
 
 def _address_problem(address: str) -> str:

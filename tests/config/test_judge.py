@@ -25,6 +25,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     assert keys(judge) == ["address", "model", "api_key_env", "prompt", "pattern", "scale", "price_per_million"]
     said = "\n".join(map(str, judge_violations(judge)))
     assert "sk-secret" not in said and "sk-abcdef0123" not in said and "https://***@host/v1" in said
+    assert keys(JudgeConfig(address="http://x/v1", model="m", scale=[1, 5])) == ["scale"], "the rubric asks for 0 to 10"
     assert keys(GOOD) == [] and keys(JudgeConfig(pattern="(")) == [], "without an address nothing is read"
 
 

@@ -163,7 +163,11 @@ class Graders:
 
     def of(self, row: ResponseRow) -> Scorer | RewardModel | Judge:
         """Who grades ``row``."""
-        by_style = {Style.rule: self.scorer, Style.model: self.reward_model, Style.judge: self.judge}
+        by_style: dict[Style, Scorer | RewardModel | Judge | None] = {
+            Style.rule: self.scorer,
+            Style.model: self.reward_model,
+            Style.judge: self.judge,
+        }
         return by_style[row.style] or self.scorer
 
 

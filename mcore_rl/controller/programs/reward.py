@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -50,7 +49,8 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
         scores, numbers = list[Tensor](), list[Mapping[str, Tensor]]()
         for start in range(0, len(rows), SCORED_AT_ONCE):
             read = [rows[index] for index in range(start, min(start + SCORED_AT_ONCE, len(rows)))]
-            batch = score_batch([part for row in read for part in (row.by_step if _has_steps(row) else [row])])
+            parts = [row.by_step if isinstance(row, LabelledSteps) else [row] for row in read]
+            batch = score_batch([part for of_row in parts for part in of_row])
             scores.append(await self.scored(batch))
             numbers.append(batch.extra_S)
         joined = {name: torch.cat([each[name] for each in numbers]).double() for name in numbers[0]}
@@ -65,10 +65,6 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
         return (await updates.score(group, shared, "old_values_T")).sums_S[:number]
 
 
-def _has_steps(row: PreferredAnswers | LabelledSteps) -> TypeGuard[LabelledSteps]:
-    return isinstance(row, LabelledSteps)
-
-
 def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ScoredSet | StepSet]:
     """Reads rows of pairs, or of answers and their labels, or of steps and theirs."""
     data, row = config.data, config.actor.reward.row
@@ -78,8 +74,7 @@ def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ScoredSet | StepSet:
         if data.step_labels_key is not None:
-            known = {"pad_token_id": pad_token_id, "max_samples": max_samples, "title": title}
-            return StepSet.load(files, data, tokenizer, **known)
+            return StepSet.load(files, data, tokenizer, pad_token_id=pad_token_id, max_samples=max_samples, title=title)
         return ScoredSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
 
     return load
@@ -89,10 +84,10 @@ async def train_step(run: RewardRun, step: int) -> dict[str, float]:
     """Trains one optimizer step on the next rows."""
     prepared, group, loss = run.prepared, run.group, ACTOR.make_loss(run.config.actor)
     rows = [prepared.train[index] for index in prepared.sampler.next(run.config.data.train_batch_size)]
-    if steps := [row for row in rows if _has_steps(row)]:
+    if steps := [row for row in rows if isinstance(row, LabelledSteps)]:
         batch, count, labels = step_batch(steps), sum(len(row.labels) for row in steps), [STEP_LABEL_T]
     else:
-        batch, count, labels = score_batch([row for row in rows if not _has_steps(row)]), len(rows), []
+        batch, count, labels = score_batch([row for row in rows if not isinstance(row, LabelledSteps)]), len(rows), []
     with run.clock(ACTOR.update_phase):
         shared = updates.send_whole(group, batch)
         result = await updates.update_alone(group, shared, loss, float(count), (*updates.TOKENS, *labels))

@@ -283,7 +283,11 @@ class RolloutCollector:
 
     async def _by_grader(self, episode: Episode, max_tokens: int) -> Episode:
         request = reward_request(episode, max_tokens)
-        by_style = {Style.rule: self.scorer, Style.model: self._reward_model, Style.judge: self._judge}
+        by_style: dict[Style, Scorer | RewardModel | Judge | None] = {
+            Style.rule: self.scorer,
+            Style.model: self._reward_model,
+            Style.judge: self._judge,
+        }
         grader = by_style[episode.row.style] or self.scorer  # the user's function grades what nobody else does
         return episode.with_score(await grader.score(request))
 
