@@ -93,9 +93,9 @@ class JudgeConfig:
         """What a score follows from, with the text of the rubric: without the way to the judge, limits and prices."""
         if self.address is None:
             return self
-        way = dict(address="", api_key_env=None, concurrency=1, timeout_s=1.0, retries=0)
-        cost = dict(price_per_million=[], max_cost=None)
-        return replace(self, prompt=self.template, **way, **cost)  # type: ignore[arg-type]  # of several types
+        plain = JudgeConfig()
+        way = ("api_key_env", "concurrency", "timeout_s", "retries", "price_per_million", "max_cost")
+        return replace(self, address="", prompt=self.template, **{name: getattr(plain, name) for name in way})
 
 
 def judge_violations(judge: JudgeConfig) -> Iterator[Violation]:
