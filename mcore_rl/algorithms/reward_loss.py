@@ -1,6 +1,7 @@
 """Losses of reward models: scores of whole answers in, one loss per pair or answer out, and how far scores are right.
 
-The score of an answer is the value at its only trained token (``data/scored_answers.py``), so the sum over its trained
+Of an answer whose steps have labels, the value at each trained token is the score of a step.  Else the score of an
+answer is the value at its only trained token (``data/scored_answers.py``), so the sum over its trained
 tokens; an answer without one has the score 0.  Every number of a pair is computed from two whole sequences, which all
 context ranks have; each rank adds its share of it (``LossInputs.own_shares``), so that the ranks' sum has it once.
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.algorithms.losses.token_losses import trained_rows
+from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT, wins
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.config.reward_training import TrainedRewardConfig
 from mcore_rl.types import LossInputs, LossSums
 
+STEP_LABEL_T, STEP_LABEL_N = "step_label_T", "step_label_N"  # of a batch, and of what a loss sees of it
 BINS = 10  # of a calibration error, of equal width from 0 to 1
 
 
@@ -32,6 +34,8 @@ class ScoresLoss(RoleLoss):
 
     Reads values, and of ``extra_S``, where they are there, ``margin_S``, ``weight_S`` (both the first sequence's of a
     pair) and ``label_S``; a loss of pairs also ``pairs_P2``.  Its metrics are sums, as ``score_sums`` has them.
+    Where ``extra_N`` has ``step_label_N``, every trained row is the score of a step, and losses and metrics are of
+    steps (arXiv:2312.08935, eq. 2), each times its sequence's weight.
     """
 
     config: RewardLossConfig
@@ -45,6 +49,8 @@ class ScoresLoss(RoleLoss):
         """The sums over this rank's shares; without a pair, a zero that is connected to the graph."""
         inputs = trained_rows(inputs)
         assert inputs.values_N is not None, "a reward model's forward pass makes values"
+        if STEP_LABEL_N in inputs.extra_N:
+            return self._of_steps(inputs)
         score_S, share_S = inputs.sequence_sums(inputs.values_N), inputs.own_shares(inputs.values_N.dtype)
         extra_S = {name: x_S.to(score_S.dtype) for name, x_S in inputs.extra_S.items()}
         first_S, second_S = torch.arange(inputs.num_sequences, device=score_S.device), None
@@ -54,6 +60,16 @@ class ScoresLoss(RoleLoss):
         loss_U = losses(score_S, first_S, second_S, extra_S, self.config)
         metrics = score_sums(score_S.detach(), first_S, second_S, extra_S, self.config, share_S)
         return LossSums(total=(loss_U * share_S[first_S]).sum(), metrics=metrics)
+
+    def _of_steps(self, inputs: LossInputs) -> LossSums:
+        assert inputs.values_N is not None
+        value_N, row_N = inputs.values_N, torch.arange(len(inputs.values_N), device=inputs.values_N.device)
+        extra_N = {LABEL: inputs.extra_N[STEP_LABEL_N].to(value_N.dtype)}
+        if WEIGHT in inputs.extra_S and inputs.num_sequences:  # an empty microbatch has padding alone
+            extra_N[WEIGHT] = inputs.expand(inputs.extra_S[WEIGHT].to(value_N.dtype))
+        loss_N = losses(value_N, row_N, None, extra_N, self.config)
+        metrics = score_sums(value_N.detach(), row_N, None, extra_N, self.config, inputs.mask_N.to(value_N.dtype))
+        return LossSums(total=masked_sum(loss_N, inputs.mask_N), metrics=metrics)
 
 
 def scores_loss(config: TrainedRewardConfig) -> ScoresLoss:

@@ -111,6 +111,8 @@ class PreferenceDataConfig(AnswersConfig):
     completion_key, label_key: of a single answer: its column, and that of its label.  Of prefer with kto, in a file
     without the two columns above, the label is whether it is desirable; of reward with regression a number, with bce
     the probability that it is right.
+    step_labels_key: with bce, the column of a list of labels, one for each step of the answer, which is then a list of
+    texts; None: an answer has one label.
     margin_key: the column of the margin by which the preferred answer's reward must be the higher; None: there is none.
     weight_key: the column of what a row's loss is multiplied by; None: there is none.
     """
@@ -119,6 +121,7 @@ class PreferenceDataConfig(AnswersConfig):
     rejected_key: str = "rejected"
     completion_key: str = "completion"
     label_key: str = "label"
+    step_labels_key: str | None = None
     margin_key: str | None = None
     weight_key: str | None = None
 

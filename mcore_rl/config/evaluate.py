@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, check
 from mcore_rl.config.files import place_of
+from mcore_rl.config.judge import judge_violations
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.trainer import RayInitConfig
@@ -46,7 +47,8 @@ def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
     rules: list[CrossCheck[EvaluateConfig]] = [
         lambda config: custom_violations(config.custom_reward_function),
         lambda config: reward_model_violations(config.reward_model),
-        _judge_violations,
+        lambda config: judge_violations(config.reward.judge),
+        _reward_model_violations,
         _path_violations,
         _k_violations,
         _overlong_violations,
@@ -55,7 +57,7 @@ def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
     return check(config, rules)
 
 
-def _judge_violations(config: EvaluateConfig) -> list[Violation]:
+def _reward_model_violations(config: EvaluateConfig) -> list[Violation]:
     if not config.reward_model.enable or config.reward_model.max_length is not None:
         return []
     remedy = "Write reward_model.max_length=TOKENS, of the longest conversation"

@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from mcore_rl.config.bounds import InputFile, Interval, NonNegativeFloat, PositiveInt, Seconds, check
+from mcore_rl.config.bounds import InputFile, Interval, NonNegativeFloat, PositiveInt, Seconds
+from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.errors import Violation
+
+
+class Style(Enum):
+    """Who scores a row, by its ``reward_model.style``.
+
+    ``rule``: a grader, or a function of the user's.  ``model``: the reward model.  ``judge``: the judge.
+    """
+
+    rule = "rule"
+    model = "model"
+    judge = "judge"
 
 
 class AnswerMethod(Enum):
@@ -159,11 +171,7 @@ class RewardConfig:
     xml: XmlConfig = field(default_factory=XmlConfig)
     code: CodeConfig = field(default_factory=CodeConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-
-
-def reward_violations(reward: RewardConfig) -> list[Violation]:
-    """Every violation within ``reward``, not looking at other groups."""
-    return check(reward, prefix="reward.")
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
 
 def custom_violations(custom: CustomRewardFunction) -> Iterator[Violation]:

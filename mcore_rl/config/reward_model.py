@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rl.config.bounds import PositiveInt, check
 from mcore_rl.config.data import Truncation
-from mcore_rl.config.reward import CustomRewardFunction
+from mcore_rl.config.judge import JudgeConfig
+from mcore_rl.config.reward import CustomRewardFunction, Style
 from mcore_rl.config.rollout import MemoryShare, ServingConfig
 from mcore_rl.config.trainer import ModelPathConfig
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
@@ -55,14 +56,28 @@ def _engine_violations(config: RewardModelConfig) -> list[Violation]:
     return VLLM_FIELDS.violations(config.engine, "reward_model.engine") if config.enable else []
 
 
-def style_violations(config: RewardModelConfig, custom: CustomRewardFunction, ids: Sequence[str]) -> list[Violation]:
-    """Refuses a reward model that no row asks for, and rows that nothing scores.  ids: the rows of style ``model``."""
-    if config.enable and not ids:
-        problem = "no row asks for it: reward_model.style is model in none"
-        remedy = "Write the style model into the rows that it shall score, or reward_model.enable=false"
-        return [Violation("reward_model.enable", True, problem, remedy)]
-    if ids and not config.enable and custom.path is None:
-        problem = f"reward_model.style is model in {len(ids)} rows, and nobody scores them; {ids[0]} is the first"
-        remedy = "Write reward_model.enable=true reward_model.model.path=DIR, name a custom_reward_function.path, or "
-        return [Violation("reward_model.enable", False, problem, f"{remedy}give them the style rule, for a grader")]
+def style_violations(
+    config: RewardModelConfig, judge: JudgeConfig, custom: CustomRewardFunction, ids: Mapping[Style, Sequence[str]]
+) -> list[Violation]:
+    """Refuses a reward model or a judge that no row asks for, and rows that nobody scores.  ids: rows of each style."""
+    violations, own = list[Violation](), custom.path is not None
+    asked = "reward_model.enable=true reward_model.model.path=DIR"
+    violations += _unmatched(Style.model, ids, "reward_model.enable", config.enable, config.enable, own, asked)
+    asked, key = "reward.judge.address=URL reward.judge.model=NAME", "reward.judge.address"
+    return violations + _unmatched(Style.judge, ids, key, judge.address, judge.address is not None, own, asked)
+
+
+def _unmatched(
+    style: Style, ids: Mapping[Style, Sequence[str]], key: str, value: object, there: bool, own: bool, asked: str
+) -> list[Violation]:
+    """there: who scores rows of ``style``, as ``key`` says.  own: there is a function of the user's.  asked: for it."""
+    rows = ids.get(style, ())
+    if there and not rows:
+        problem = f"no row asks for it: reward_model.style is {style.value} in none"
+        remedy = f"Write the style {style.value} into the rows that it shall score, or leave {key} out"
+        return [Violation(key, value, problem, remedy)]
+    if rows and not there and not own:
+        problem = f"reward_model.style is {style.value} in {len(rows)} rows, and nobody scores them; {rows[0]} is the"
+        remedy = f"Write {asked}, name a custom_reward_function.path, or give them the style rule, for a grader"
+        return [Violation(key, value, f"{problem} first", remedy)]
     return []

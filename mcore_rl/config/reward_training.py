@@ -10,7 +10,7 @@ from typing import Any
 from mcore_rl.config.bounds import CrossCheck
 from mcore_rl.config.data import PreferenceDataConfig
 from mcore_rl.config.offline import OfflineConfig, pairs_violations
-from mcore_rl.config.reward_loss import RewardLossConfig, reward_loss_violations
+from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig, reward_loss_violations
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.errors import Violation
@@ -79,6 +79,12 @@ def _column_violations(config: OfflineConfig, training: RewardTrainingConfig) ->
     loss, data, plain = training.actor.reward.loss, training.data, PreferenceDataConfig()
     pairs = training.actor.reward.row.pairs
     unread = ("completion_key", "label_key") if pairs else ("chosen_key", "rejected_key", "margin_key")
+    if data.step_labels_key is not None and loss is not RewardLoss.bce:
+        remedy = "Leave it out, or write actor.reward.loss=bce"
+        yield Violation("data.step_labels_key", data.step_labels_key, f"is not read by {loss.value}", remedy)
+    elif data.step_labels_key is not None and data.label_key != plain.label_key:
+        remedy = "Leave one of the two out"
+        yield Violation("data.label_key", data.label_key, "is not read with data.step_labels_key", remedy)
     of_others = "regression or bce" if pairs else "bradley_terry"
     for name in unread:
         value = getattr(data, name)

@@ -18,6 +18,7 @@ from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.asynchrony import AsyncConfig, mode_violations, trains_stale
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
+from mcore_rl.config.judge import judge_violations
 from mcore_rl.config.pairs import pair_violations, trains_pairs
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
@@ -110,6 +111,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: routing_violations(run.rollout, "false; actor.router_replay=r3 lets engines record"),
         lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
+        lambda run: judge_violations(run.reward.judge),
         lambda run: trainer_violations(run.trainer),
         *(() if planned else (_missing,)),
         *(partial(_role_violations, role=role) for role in (() if unknown else run.group_rows)),

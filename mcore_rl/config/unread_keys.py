@@ -23,6 +23,7 @@ from mcore_rl.config.algorithm_registry import (
 )
 from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
+from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.names import value_at
 from mcore_rl.config.pairs import needs_answers, trains_pairs
@@ -243,6 +244,12 @@ SWITCHES = (
         lambda run: run.reward.overlong.enable,
         "long responses are not punished",
         "reward.overlong.enable=true",
+    ),
+    Switch(
+        tuple(f"reward.judge.{each.name}" for each in fields(JudgeConfig) if each.name != "address"),
+        lambda run: run.reward.judge.address is not None,
+        "there is no judge",
+        "reward.judge.address=http://HOST:8000/v1",
     ),
 )
 

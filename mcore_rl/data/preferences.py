@@ -182,7 +182,7 @@ def _take(
     encode: Encode,
 ) -> None:
     """Add one row to ``reading``.  read: as ``_conversations`` has it."""
-    numbers = _numbers(record, config)
+    numbers = row_numbers(record, config)
     for said in (read, numbers):
         if isinstance(said, str):
             reading.problems.append(f"{row_id}: {said}")
@@ -229,7 +229,7 @@ def _cut(tokens: list[int], mask: list[bool], config: PreferenceDataConfig) -> t
     return list(kept), [bool(each) for each in truncated(mask, config.max_length, config.truncation)]
 
 
-def _numbers(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[float, float] | str:
+def row_numbers(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[float, float] | str:
     """(margin, weight) of a row, or its problem in words."""
     read = []
     for key, otherwise, least in ((config.margin_key, 0.0, -float("inf")), (config.weight_key, 1.0, 0.0)):
@@ -257,11 +257,13 @@ def _conversations(
         columns = [(config.completion_key, float(label))]
     answers = []
     for key, _ in columns:
-        answer = _messages(record[key], ASSISTANT)
+        answer = as_messages(record[key], ASSISTANT)
         if isinstance(answer, str):
             return f"{key} {answer}"
         answers.append(answer)
-    prompt: MessageList | str = _messages(record.get(config.prompt_key), "user") if config.prompt_key in record else []
+    prompt: MessageList | str = (
+        as_messages(record.get(config.prompt_key), "user") if config.prompt_key in record else []
+    )
     if isinstance(prompt, str):
         return f"{config.prompt_key} {prompt}"
     if not prompt:
@@ -292,7 +294,7 @@ def _said(message: dict[str, Any]) -> tuple[Any, Any]:
     return message["role"], message["content"]
 
 
-def _messages(value: Any, role: str) -> MessageList | str:
+def as_messages(value: Any, role: str) -> MessageList | str:
     """Messages, or one text as a message of ``role``; or what is wrong, in words."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value or role == ASSISTANT else "is empty. Write a text"

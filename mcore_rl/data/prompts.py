@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.reward import Style
 from mcore_rl.data.rows import (
     MESSAGES,
     AgentRows,
@@ -29,7 +30,7 @@ from mcore_rl.data.rows import (
     named,
     progress_bar,
     read_files,
-    scored_by_model,
+    style_of,
     wants_more_than_text,
 )
 from mcore_rl.errors import DataError
@@ -78,9 +79,9 @@ class PromptRow:
     answer: tuple[int, ...] = ()
 
     @property
-    def scored_by_model(self) -> bool:
-        """Whether ``reward_model.style`` is ``model``."""
-        return scored_by_model(self.columns.get("reward_model"))
+    def style(self) -> Style:
+        """Who scores it, by ``reward_model.style``."""
+        return style_of(self.columns.get("reward_model"))
 
 
 @dataclass
@@ -135,8 +136,8 @@ class PromptSet:
 
         max_samples: take only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
         title: the key that names the files, as ``data.train_files``.  graded: require a data source for every row, and
-        a ground truth unless a reward model scores it.  agents: read the columns of agents; None: they are refused.
-        answers: reads each row's own answer; None: they are not read.
+        a ground truth unless a reward model or a judge scores it.  agents: read the columns of agents; None: they are
+        refused.  answers: reads each row's own answer; None: they are not read.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without ground truth, refused by the chat template or meant
@@ -339,7 +340,7 @@ def _rendered(
         if not record["data_source"]:
             return "", "data_source is null or empty. Write the name of the data set"
         asked = record["reward_model"]
-        if not scored_by_model(asked) and (asked is None or asked.get("ground_truth") is None):
+        if style_of(asked) is Style.rule and (asked is None or asked.get("ground_truth") is None):
             return "", "reward_model has no ground_truth. Write the right answer, or leave the row out"
     if agents is not None and (problem := agents.problem_of(record)):
         return "", problem

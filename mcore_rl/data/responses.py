@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.config.reward import Style
 from mcore_rl.data.rows import (
     MESSAGES,
     SourceFile,
@@ -26,7 +27,7 @@ from mcore_rl.data.rows import (
     is_messages,
     is_text,
     read_files,
-    scored_by_model,
+    style_of,
 )
 from mcore_rl.errors import DataError
 from mcore_rl.tracking.atomic import replaced
@@ -143,9 +144,9 @@ class ResponseRow:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def scored_by_model(self) -> bool:
-        """Whether ``reward_model.style`` is ``model``."""
-        return scored_by_model(self.columns["reward_model"])
+    def style(self) -> Style:
+        """Who scores it, by ``reward_model.style``."""
+        return style_of(self.columns["reward_model"])
 
 
 def taken_columns(names: Sequence[str]) -> list[str]:
@@ -193,7 +194,7 @@ class ResponseSet:
         self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
         self.data_sources: list[str] = []
-        self.by_model: list[bool] = []  # whether a reward model scores the row
+        self.styles: list[Style] = []  # who scores the row
 
     @classmethod
     def load(cls, path: str | Path, prompt_key: str, response_key: str) -> ResponseSet:
@@ -229,10 +230,9 @@ class ResponseSet:
                 assert record is not None, "load has seen this row"
                 yield self._row(self._file.row_id(index), record)
 
-    @property
-    def ids_by_model(self) -> list[str]:
-        """Ids of the rows that a reward model scores."""
-        return [self._file.row_id(index) for index, by_model in enumerate(self.by_model) if by_model]
+    def ids_of(self, style: Style) -> list[str]:
+        """Ids of the rows of ``style``."""
+        return [self._file.row_id(index) for index, each in enumerate(self.styles) if each is style]
 
     def _check(self, record: dict[str, Any] | None) -> str:
         """What is wrong with a row, else ""; then its number of responses and its data source are noted."""
@@ -244,11 +244,12 @@ class ResponseSet:
         if not record["data_source"]:
             return "data_source is null or empty. Write the name of the data set"
         asked = record["reward_model"]
-        if scored_by_model(asked):
+        if (style := style_of(asked)) is not Style.rule:
             key = self._prompt_key
+            reader = "the judge" if style is Style.judge else "the reward model"
             messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
             if isinstance(messages, str):
-                return f"{key} {messages}, and the reward model reads it. Write {MESSAGES}, or name it as prompt_key"
+                return f"{key} {messages}, and {reader} reads it. Write {MESSAGES}, or name it as prompt_key"
         elif asked is None or asked.get("ground_truth") is None:
             return "reward_model has no ground_truth. Write the right answer, or leave the row out"
         for name in (NUM_TOKENS, FINISH, TURNS, *(column for column, _ in OF_AGENTS.values() if self._has_agents)):
@@ -257,7 +258,7 @@ class ResponseSet:
                 return f"{name} has {have}. Generate it again, or drop the column"
         self.counts.append(len(responses))
         self.data_sources.append(record["data_source"])
-        self.by_model.append(scored_by_model(asked))
+        self.styles.append(style)
         return ""
 
     def _row(self, name: str, record: dict[str, Any]) -> ResponseRow:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mcore_rl.config.reward import Style
 from mcore_rl.data.tables import read_table
 
 BATCH_ROWS = 1_000
@@ -189,9 +190,10 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list)) and not value)
 
 
-def scored_by_model(reward_model: Any) -> bool:
-    """Whether a row with this value of the column ``reward_model`` asks for a reward model, and not for a grader."""
-    return isinstance(reward_model, dict) and reward_model.get("style") == "model"
+def style_of(reward_model: Any) -> Style:
+    """Who scores a row with this value of the column ``reward_model``; ``rule`` where its style is no other."""
+    style = reward_model.get("style") if isinstance(reward_model, dict) else None
+    return Style(style) if style in (Style.model.value, Style.judge.value) else Style.rule
 
 
 def named(ids: Sequence[str]) -> str:

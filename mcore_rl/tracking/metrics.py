@@ -117,6 +117,17 @@ _AGREEMENT = (
     Metric("rollout/masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"),
 )
 
+_JUDGE = (
+    Metric("judge/requests", "requests", "sum", "to the judge, since the step before", "judged"),
+    Metric("judge/cached", "responses", "sum", "whose judgement was there, or under way", "cached"),
+    Metric("judge/retries", "requests", "sum", "to the judge once more: 429, 5xx, timeouts", "retries", "down"),
+    Metric("judge/failed", "responses", "sum", "that the judge gave no score", "unjudged", "down"),
+    Metric("judge/prompt_tokens", "tokens", "sum", "that the judge read", "judge read"),
+    Metric("judge/completion_tokens", "tokens", "sum", "that the judge wrote", "judge wrote"),
+    Metric("judge/seconds", "s", "sum", "of requests to the judge, which overlap", "judge s", "down"),
+    Metric("judge/cost", "currency", "last", "of all judgements in the run directory", "judge cost"),
+)
+
 _ADVANTAGES = (
     Metric("advantage/mean", "reward", "mean", "over trained tokens, without a teacher's part", "adv"),
     Metric("advantage/std", "reward", "std", "over trained tokens, without a teacher's part", "adv std"),
@@ -323,8 +334,8 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_SUPERVISED, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT, *_ADVANTAGES,
-    *_UPDATES, *_PERFORMANCE, *_TIME,
+    *_REWARD, *_JUDGE, *_SUPERVISED, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT,
+    *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
 from mcore_rl.algorithms.reward_loss import (
+    STEP_LABEL_N,
     ScoresLoss,
     calibration_error,
     correlation,
@@ -21,6 +22,7 @@ from mcore_rl.algorithms.reward_loss import (
 )
 from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.config.reward_training import TrainedRewardConfig
+from mcore_rl.types import LossInputs, LossSums
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_connected_zero,
@@ -186,6 +188,70 @@ def test_far_scores_stay_finite_in_float32(name: str) -> None:
         sums = loss_of(SETTINGS[name])(whole(extreme))
         assert sums.total.dtype == torch.float32 and sums.total.isfinite()
         assert all(gradient.isfinite().all() for gradient in extreme.gradients(sums.total))
+
+
+def steps_of(seed: int, lengths: Sequence[int] = (5, 9, 1, 7, 6)) -> Minibatch:
+    """Answers of several steps, their labels as returns; one is a single token, and nothing of the last is trained."""
+    made, random = drawn(seed, lengths=lengths), torch.Generator().manual_seed(seed)
+    label_T = torch.rand(sum(lengths), generator=random, dtype=torch.float64)
+    label_T = torch.where(label_T < 0.6, (label_T < 0.3).double(), label_T)
+    weight_S = 0.5 + torch.rand(len(lengths), generator=random, dtype=torch.float64)
+    return replace(made, fields={"values": made.fields["values"], "returns": label_T}, extra={WEIGHT: weight_S})
+
+
+def steps_loss(inputs: LossInputs) -> LossSums:
+    assert inputs.returns_N is not None
+    return loss_of(SETTINGS["bce"])(replace(inputs, returns_N=None, extra_N={STEP_LABEL_N: inputs.returns_N}))
+
+
+def steps_by_hand(batch: Minibatch, values_T: Tensor) -> Tensor:
+    """The sum over steps of the papers' cross entropy, one step after another."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in batch.mask.nonzero().squeeze(1).tolist():
+        y, p = float(batch.fields["returns"][t]), sigma(values_T[t])
+        total = total - (y * torch.log(p) + (1 - y) * torch.log(1 - p)) * batch.extra[WEIGHT][batch.sequence[t]]
+    return total
+
+
+def test_each_step_is_trained_to_its_label() -> None:
+    """Loss, gradient and metrics by hand, step by step; the gradient once more by central differences."""
+    for seed in range(4):
+        batch = steps_of(seed)
+        values_T = batch.fields["values"]
+        sums, expected = steps_loss(whole(batch)), steps_by_hand(batch, values_T)
+        torch.testing.assert_close(sums.total, expected, atol=1e-12, rtol=1e-12)
+        (mine_T,), (theirs_T,) = batch.gradients(sums.total), batch.gradients(expected)
+        torch.testing.assert_close(mine_T, theirs_T, atol=1e-12, rtol=1e-12)
+        assert mine_T[~batch.mask].eq(0).all() and mine_T[batch.mask].all()
+        trained_T, label_T = values_T.detach()[batch.mask], batch.fields["returns"][batch.mask]
+        assert {name: float(x) for name, x in sums.metrics.items()} == pytest.approx({
+            "count": len(trained_T), "score": float(trained_T.sum()),
+            "accuracy": float(((trained_T > 0) == (label_T > 0.5)).sum()),
+        })  # fmt: skip
+    for t in range(len(values_T)):
+        step_T = torch.zeros(len(values_T), dtype=torch.float64).index_fill(0, torch.tensor(t), 1e-5)
+        sides = [float(steps_by_hand(batch, values_T.detach() + sign * step_T)) for sign in (1, -1)]
+        assert float(mine_T[t]) == pytest.approx((sides[0] - sides[1]) / 2e-5, abs=1e-8, rel=1e-6)
+
+
+def test_steps_that_are_right_or_wrong_are_two_classes() -> None:
+    """As TRL's PRMTrainer has it: the cross entropy of transformers' token classifier, whose first logit is 0 here."""
+    batch = steps_of(5)
+    hard_T = (batch.fields["returns"] > 0.5).double()
+    values_T, label_T = batch.fields["values"], hard_T.long().masked_fill(~batch.mask, -100)
+    logits_T2 = torch.stack([torch.zeros_like(values_T), values_T], dim=1)
+    theirs = torch.nn.functional.cross_entropy(logits_T2, label_T, ignore_index=-100)
+    own = replace(batch, fields=batch.fields | {"returns": hard_T}, extra={})
+    sums = steps_loss(whole(own))
+    torch.testing.assert_close(sums.total / sums.metrics["count"], theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_no_cut_and_no_untrained_row_changes_the_loss_of_steps() -> None:
+    batch = steps_of(7)
+    assert_no_cut_changes(steps_loss, batch, [[index] for index in range(len(batch.lengths))], 4)
+    assert_connected_zero(steps_loss, batch, [])
+    assert_connected_zero(steps_loss, batch, [2, 4])
+    assert_untrained_rows_reach_nothing(steps_loss, batch)
 
 
 def test_calibration_is_the_gap_within_bins() -> None:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.reward import Style
 from mcore_rl.data.prompts import PromptSet, truncated
 from mcore_rl.errors import DataError
 from tests.support import prompt_files
@@ -83,10 +84,10 @@ def test_rows_for_a_reward_model_need_no_ground_truth(tmp_path: Path) -> None:
         row(reward_model={"style": style, "ground_truth": truth}) for style, truth in (("model", None), ("rule", "5"))
     ]
     prompts = load(write(tmp_path / "a.parquet", rows))
-    assert [prompts[index].scored_by_model for index in range(2)] == [True, False]
+    assert [prompts[index].style for index in range(2)] == [Style.model, Style.rule]
     assert [prompts[index].ground_truth for index in range(2)] == [None, "5"]
     alone = load(write(tmp_path / "b.parquet", [row(reward_model={"style": "model"})]))
-    assert alone[0].scored_by_model and alone[0].ground_truth is None
+    assert alone[0].style is Style.model and alone[0].ground_truth is None
     with pytest.raises(DataError, match="reward_model has no ground_truth"):
         load(write(tmp_path / "c.parquet", [row(reward_model={"style": "rule"})]))
 

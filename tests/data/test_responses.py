@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_rl.config.reward import Style
 from mcore_rl.data.responses import Generated, ResponseSet, taken_columns, write_responses
 from mcore_rl.errors import DataError
 from tests.support.prompt_files import not_utf8, row, write
@@ -90,8 +91,8 @@ def test_rows_for_a_reward_model_keep_their_messages_and_need_no_ground_truth(tm
     rows = [answered("a", reward_model={"style": style, "ground_truth": truth})
             for style, truth in (("model", None), ("rule", "5"))]  # fmt: skip
     responses = ResponseSet.load(write(tmp_path / "r.parquet", rows), "prompt", "responses")
-    assert responses.by_model == [True, False] and responses.ids_by_model == ["r.parquet:0"]
-    assert [(each.scored_by_model, each.ground_truth, each.messages) for each in responses] == [
+    assert responses.styles == [Style.model, Style.rule] and responses.ids_of(Style.model) == ["r.parquet:0"]
+    assert [(each.style is Style.model, each.ground_truth, each.messages) for each in responses] == [
         (True, None, rows[0]["prompt"]), (False, "5", rows[1]["prompt"])
     ]  # fmt: skip
     rows[0]["prompt"] = None

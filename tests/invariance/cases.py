@@ -269,6 +269,11 @@ def _score_cases() -> list[Case]:
     for loss in (RewardLoss.regression, RewardLoss.bce):
         labels = replace(pairs, scores=loss)
         cases += [Case(problem=labels, layout=layout, world_size=2) for layout in ("", "cp=2")]
+    steps = Problem(model="tied", head=Head.value, scores=RewardLoss.bce, steps=True)
+    for layout, size in (("", 2), ("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("tp=2,cp=2", 4)):
+        cases.append(Case(problem=steps, layout=layout, world_size=size))
+    cases.append(replace(cases[-2], microbatch_tokens=None, microbatch_sequences=3))
+    cases.append(Case(problem=replace(steps, model="moe"), layout="ep=2", world_size=2))
     return [*cases, Case(problem=replace(pairs, lora=True), layout="cp=2", world_size=2)]
 
 

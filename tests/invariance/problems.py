@@ -24,6 +24,7 @@ class Problem:
     weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
     preference: a loss of pairs, or of responses and their labels.
     scores: a reward model's loss, of pairs of answers or of labelled ones; with ``Head.value``.
+    steps: of an answer its steps have the labels.
     outcomes: the loss of a process reward model, of whole responses.
     distill: the divergence from a teacher with another hidden size, beside a policy loss.
     """
@@ -39,11 +40,12 @@ class Problem:
     preference: PreferenceLoss | None = None
     scores: RewardLoss | None = None
     distill: Divergence | None = None
+    steps: bool = False
 
     @property
     def paired(self) -> bool:
         """Whether sequences have pairs."""
-        return self.preference is not None or self.scores is not None
+        return self.preference is not None or (self.scores is not None and not self.steps)
 
     outcomes: bool = False
 
@@ -90,6 +92,7 @@ class Case:
         parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
         parts += [problem.preference.value] if problem.preference is not None else []
         parts += [problem.scores.value] if problem.scores is not None else []
+        parts += ["steps"] if problem.steps else []
         parts += ["outcomes"] if problem.outcomes else []
         parts += [f"distill-{problem.distill.value}"] if problem.distill is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []

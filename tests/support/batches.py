@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from mcore_rl.algorithms.outcome_loss import OUTCOME
-from mcore_rl.algorithms.preference import PreferencesLoss
-from mcore_rl.algorithms.reward_loss import ScoresLoss
+from mcore_rl.algorithms.preference import WEIGHT, PreferencesLoss
+from mcore_rl.algorithms.reward_loss import STEP_LABEL_T, ScoresLoss
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
 from mcore_rl.config.model import ModelConfig
@@ -68,6 +68,15 @@ def scored(batch: TrainBatch) -> TrainBatch:
     mask_T = torch.zeros_like(batch.mask_T)
     mask_T[[start + size - 1 for start, size in starts if batch.mask_T[start : start + size].any()]] = True
     return replace(batch, mask_T=mask_T)
+
+
+def with_steps(batch: TrainBatch) -> TrainBatch:
+    """A label at each trained token, some of them no certain ones, and weights of the sequences."""
+    random = torch.Generator().manual_seed(22)
+    label_T = torch.rand(batch.mask_T.shape, generator=random)
+    label_T = torch.where(label_T < 0.5, (label_T < 0.2).float(), label_T)
+    weight_S = 0.5 + torch.rand(len(batch.lengths_S), generator=random)
+    return replace(batch, extra_T={STEP_LABEL_T: label_T}, extra_S={WEIGHT: weight_S})
 
 
 def with_outcomes(batch: TrainBatch) -> TrainBatch:

@@ -103,6 +103,8 @@ def global_batch(problem: Problem) -> TrainBatch:
         batch = replace(batch, rollout_logprobs_T=0.1 * noise_T - math.log(model.vocab_size) - 0.25)
     if problem.paired:
         batch = batches.paired(batch if problem.scores is None else batches.scored(batch))
+    if problem.steps:
+        batch = batches.with_steps(batch)
     if problem.outcomes:
         batch = batches.with_outcomes(batch)
     if problem.distill is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mcore_rl.config.reward import CustomRewardFunction
+from mcore_rl.config.reward import CustomRewardFunction, Style
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.responses import ResponseRow
 from mcore_rl.rewards.ground_truths import check_ground_truths
@@ -25,7 +25,7 @@ def check_graded_rows(
     Raises DataError (with ``refuse``) or ConfigError, and warns: see ``check_ground_truths``,
     ``Scorer.check_code_rows`` and ``Scorer.try_custom``.
     """
-    graded = (row for row in rows if not row.scored_by_model)
+    graded = (row for row in rows if row.style is Style.rule)
     if custom.path is None:
         truths = [(row.id, row.data_source, row.ground_truth) for row in graded]
         check_ground_truths(truths, refuse=refuse)

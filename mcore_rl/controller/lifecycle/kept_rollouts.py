@@ -37,6 +37,7 @@ def draw_settings(config: RunConfig, identity: Identity) -> dict[str, Any]:
     judges = ("reward", "custom_reward_function", "reward_model")
     settings: dict[str, Any] = {f"rollout.{name}": getattr(config.rollout, name) for name in DRAWN}
     settings |= {f"{name}.{key}": value for name in judges for key, value in plain(getattr(config, name)).items()}
+    settings["reward.judge"] = plain(config.reward.judge.scoring)
     settings |= {f"the files of {key}": identity.contents.get(key) for key in JUDGES}
     settings["custom_reward_function.path"] = config.custom_reward_function.path is not None  # the file may move
     settings["reward_model.model"] = None  # as above: its files are compared

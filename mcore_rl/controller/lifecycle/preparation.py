@@ -16,6 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.pairs import needs_answers, trains_pairs
 from mcore_rl.config.placement import with_replicas
+from mcore_rl.config.reward import Style
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import (
@@ -289,18 +290,19 @@ def _prompts(
 
 
 def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encoder: Encoder | None) -> frozenset[str]:
-    """The data sources that graders grade.  ConfigError: a row has no grader, or the reward model no row."""
+    """The data sources that graders grade.  ConfigError: a row has no grader, or reward model or judge no row."""
     by_graders: set[str] = set()
-    ids: list[str] = []  # of rows for the reward model
-    first: PromptRow | None = None
+    ids: dict[Style, list[str]] = {Style.model: [], Style.judge: []}
+    first: PromptRow | None = None  # of those that the reward model reads
     for each in prompts:
         for row in () if each is None else map(each.__getitem__, range(len(each))):
-            if row.scored_by_model:
-                first = first or row
-                ids.append(row.id)
-            else:
+            if row.style is Style.rule:
                 by_graders.add(row.data_source)
-    violations = style_violations(config.reward_model, config.custom_reward_function, ids)
+                continue
+            if row.style is Style.model:
+                first = first or row
+            ids[row.style].append(row.id)
+    violations = style_violations(config.reward_model, config.reward.judge, config.custom_reward_function, ids)
     if encoder is not None and first is not None and (problem := template_problem(encoder, first.messages)):
         remedy = "Name a tokenizer whose template can write it, or mend the row"
         where = config.reward_model.model.tokenizer_path

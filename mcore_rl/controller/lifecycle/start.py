@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,11 +17,13 @@ from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
 from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle import judging
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.engine_set import EngineSet, LivingEngines, Member, layout_of
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
+from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.model_checks import engine_adapters
@@ -34,6 +38,7 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.controller.training_run import begin_records, open_directory
+from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
@@ -66,7 +71,10 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         stack.enter_context(one_thread())
         await stack.enter_async_context(living.attempt(trainer.placement))
         scorer = stack.enter_context(_scorer(config, prepared))
+        await check_judge(config.reward, _rows(prepared))
         tracker = open_directory(config, prepared, platform, stack, None if living.kept else living.stack)
+        judgements = Path(trainer.default_local_dir) / judging.FILE
+        judge = await stack.enter_async_context(opened_judge(config.reward, judgements))
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
         groups, kept = await start.processes(living, stack)
@@ -88,7 +96,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
         stack.callback(prepared.agents.close)
-        collector = RolloutCollector(samples, scorer, config, kept.reward_model, recorded, prepared.agents)
+        collector = RolloutCollector(samples, scorer, config, kept.reward_model, recorded, prepared.agents, judge)
         ahead = None
         if trains_stale(config):
             ahead = Ahead(
@@ -103,6 +111,8 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
             keep_identity(prepared.identity, start.directory)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, elastic, ahead)
         run.watch(engine_set.lanes)
+        if judge is not None:
+            judge.at_limit = lambda: run.preemption.ask("reward.judge.max_cost")
         stack.push_async_callback(run.saver.close)
         stack.push_async_callback(run.recorder.close)
         try:
@@ -155,6 +165,7 @@ def check_run(config: RunConfig) -> tuple[Prepared, Plan]:
     config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
     with _scorer(config, prepared):
+        asyncio.run(check_judge(config.reward, _rows(prepared)))
         return prepared, planned
 
 
@@ -163,11 +174,15 @@ def _scorer(config: RunConfig, prepared: Prepared) -> Iterator[Scorer]:
     """While open: what grades, once it has seen that it can grade every row of ``prepared``."""
     with Scorer(config.reward, config.custom_reward_function) as scorer:
         scorer.check_sources(prepared.data_sources)
-        files = [each for each in (prepared.train, prepared.validation) if each is not None]
-        rows = (each[index] for each in files for index in range(len(each)))
-        for line in check_graded_rows(scorer, config.custom_reward_function, rows):
+        for line in check_graded_rows(scorer, config.custom_reward_function, _rows(prepared)):
             note(line)
         yield scorer
+
+
+def _rows(prepared: Prepared) -> Iterator[PromptRow]:
+    """All prompts, those of training first."""
+    files = [each for each in (prepared.train, prepared.validation) if each is not None]
+    return (each[index] for each in files for index in range(len(each)))
 
 
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:

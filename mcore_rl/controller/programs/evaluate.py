@@ -21,12 +21,15 @@ from rich.table import Table
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
+from mcore_rl.config.reward import Style
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
+from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
 from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
+from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.tracking.atomic import replaced
@@ -91,16 +94,22 @@ async def run_evaluate(config: EvaluateConfig) -> int:
             out = Path(config.out).expanduser()
             kept = stack.enter_context(journal(out, work_of(config), afresh=config.overwrite))
         scorer = stack.enter_context(_scorer(config, rows, console))
-        reward_model = await _reward_model(config, stack)
-        work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
-        graded = await grade_all(
-            scorer, rows, config.max_response_length or 0, lambda: work.advance(1), reward_model, kept
+        await check_judge(config.reward, rows)
+        graders = Graders(
+            scorer,
+            await _reward_model(config, stack),
+            await stack.enter_async_context(opened_judge(config.reward, None)),
         )
+        work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
+        graded = await grade_all(graders, rows, config.max_response_length or 0, lambda: work.advance(1), kept)
         reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
         for source, report in reports.items():
             console.print(table_of(source, report))
             for line in _remarks(report):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if graders.judge is not None:
+            told = ", ".join(f"{name.partition('/')[2]} {value:,.6g}" for name, value in graders.judge.take().items())
+            console.print(f"judge: {told}", markup=False, highlight=False, soft_wrap=True)
         if config.out is not None:
             with replaced(Path(config.out).expanduser()) as new:
                 new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
@@ -112,6 +121,7 @@ def check_evaluate(config: EvaluateConfig) -> int:
     """Read and check all that ``run_evaluate`` needs, and grade nothing; returns the exit code 0."""
     rows, console = read_responses(config), Console()
     with _scorer(config, rows, console):
+        asyncio.run(check_judge(config.reward, rows))
         console.print(f"nothing is wrong: {sum(rows.counts):,} responses. Nothing was graded", highlight=False)
     return 0
 
@@ -128,7 +138,8 @@ def read_responses(config: EvaluateConfig) -> ResponseSet:
 def _scorer(config: EvaluateConfig, rows: ResponseSet, console: Console) -> Iterator[Scorer]:
     """While open: what grades, once it has seen that it can grade ``rows``."""
     with Scorer(config.reward, config.custom_reward_function) as scorer:
-        scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
+        of_graders = zip(rows.data_sources, rows.styles, strict=True)
+        scorer.check_sources(source for source, style in of_graders if style is Style.rule)
         for line in check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         yield scorer
@@ -136,17 +147,35 @@ def _scorer(config: EvaluateConfig, rows: ResponseSet, console: Console) -> Iter
 
 def work_of(config: EvaluateConfig) -> dict[str, Any]:
     """What the scores follow from: the settings, the responses, the user's function."""
-    settings = as_dict(replace(config, out=None, overwrite=False, k=[], ray_init=RayInitConfig()))
+    reward = replace(config.reward, judge=config.reward.judge.scoring)
+    settings = as_dict(replace(config, out=None, overwrite=False, k=[], ray_init=RayInitConfig(), reward=reward))
     own = config.custom_reward_function.path
     return {"settings": settings, "responses": sum_of(config.path), "function": own and sum_of(own)}
 
 
+@dataclass(frozen=True)
+class Graders:
+    """Who grades the rows of each style: graders or the user's function, the reward model, the judge."""
+
+    scorer: Scorer
+    reward_model: RewardModel | None = None
+    judge: Judge | None = None
+
+    def of(self, row: ResponseRow) -> Scorer | RewardModel | Judge:
+        """Who grades ``row``."""
+        by_style: dict[Style, Scorer | RewardModel | Judge | None] = {
+            Style.rule: self.scorer,
+            Style.model: self.reward_model,
+            Style.judge: self.judge,
+        }
+        return by_style[row.style] or self.scorer
+
+
 async def grade_all(
-    scorer: Scorer,
+    graders: Graders,
     rows: ResponseSet,
     max_tokens: int,
     report: Callable[[], None],
-    reward_model: RewardModel | None = None,
     kept: Journal | None = None,
 ) -> list[Graded]:
     """Grades every response; returns the scores in file order.
@@ -156,7 +185,6 @@ async def grade_all(
 
     max_tokens: the limit of a response when it was generated; 0: unknown.
     report: called after each response.
-    reward_model: scores the rows that ask for it.
     kept: the scores that are there already, and where new ones are noted.
     """
     kept = kept or Journal()
@@ -181,9 +209,7 @@ async def grade_all(
             if lost := row.lost[index]:
                 score = Score(0.0, error=f"{LOST}: the episode ended by {lost}")
             else:
-                by_model = reward_model is not None and row.scored_by_model
-                grader = reward_model if by_model and reward_model else scorer
-                score = await grader.score(request_of(row, index, max_tokens))
+                score = await graders.of(row).score(request_of(row, index, max_tokens))
                 score = replace(score, turn_rewards=(*score.turn_rewards, *row.turn_rewards[index]))
             scores[index] = score
             kept.append({"row": row.id, "index": index, "score": asdict(score)})
@@ -330,7 +356,8 @@ def _remarks(report: SourceReport) -> list[str]:
 
 def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation]:
     fewest = min(rows.counts)
-    violations = style_violations(config.reward_model, config.custom_reward_function, rows.ids_by_model)
+    ids = {style: rows.ids_of(style) for style in (Style.model, Style.judge)}
+    violations = style_violations(config.reward_model, config.reward.judge, config.custom_reward_function, ids)
     if config.k and max(config.k) > fewest:
         problem = f"{max(config.k)} of {fewest} responses cannot be drawn: so many has the prompt with the fewest"
         violations.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
 from mcore_rl.algorithms.reward_loss import (
+    STEP_LABEL_T,
     calibration_error,
     correlation,
     losses,
@@ -30,20 +31,26 @@ from mcore_rl.controller.step import updates
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.preferences import PreferredAnswers, RowForm
 from mcore_rl.data.scored_answers import ScoredSet, encoder
+from mcore_rl.data.steps import LabelledSteps, StepSet
 from mcore_rl.families.config_json import read_config
 from mcore_rl.types import TrainBatch
 
 SCORED_AT_ONCE = 512  # validation rows
 
 
-class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet]):
+class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
     """One run of ``mcore-rl reward``."""
 
-    async def judge(self, rows: ScoredSet) -> dict[str, float]:
-        """``reward/val_*``: what ``judged`` says of all ``rows``, with the weights as they are."""
+    async def judge(self, rows: ScoredSet | StepSet) -> dict[str, float]:
+        """``reward/val_*``: what ``judged`` says of all ``rows``, with the weights as they are.
+
+        Of rows with labels of steps, each beginning of an answer that ends with a step is scored by itself.
+        """
         scores, numbers = list[Tensor](), list[Mapping[str, Tensor]]()
         for start in range(0, len(rows), SCORED_AT_ONCE):
-            batch = score_batch([rows[index] for index in range(start, min(start + SCORED_AT_ONCE, len(rows)))])
+            read = [rows[index] for index in range(start, min(start + SCORED_AT_ONCE, len(rows)))]
+            parts = [row.by_step if isinstance(row, LabelledSteps) else [row] for row in read]
+            batch = score_batch([part for of_row in parts for part in of_row])
             scores.append(await self.scored(batch))
             numbers.append(batch.extra_S)
         joined = {name: torch.cat([each[name] for each in numbers]).double() for name in numbers[0]}
@@ -58,14 +65,16 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet]):
         return (await updates.score(group, shared, "old_values_T")).sums_S[:number]
 
 
-def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ScoredSet]:
-    """Reads rows of pairs, or of answers and their labels."""
+def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ScoredSet | StepSet]:
+    """Reads rows of pairs, or of answers and their labels, or of steps and theirs."""
     data, row = config.data, config.actor.reward.row
     form = RowForm(pairs=row.pairs, labels=not row.pairs, least=row.labels[0], most=row.labels[1])
     pad_token_id = read_config(Path(config.model_directory)).get("pad_token_id")
     encode = encoder(tokenizer, pad_token_id, data.chat_template_kwargs)
 
-    def load(files: Sequence[str], max_samples: int | None, title: str) -> ScoredSet:
+    def load(files: Sequence[str], max_samples: int | None, title: str) -> ScoredSet | StepSet:
+        if data.step_labels_key is not None:
+            return StepSet.load(files, data, tokenizer, pad_token_id=pad_token_id, max_samples=max_samples, title=title)
         return ScoredSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
 
     return load
@@ -75,10 +84,13 @@ async def train_step(run: RewardRun, step: int) -> dict[str, float]:
     """Trains one optimizer step on the next rows."""
     prepared, group, loss = run.prepared, run.group, ACTOR.make_loss(run.config.actor)
     rows = [prepared.train[index] for index in prepared.sampler.next(run.config.data.train_batch_size)]
-    batch = score_batch(rows)
+    if steps := [row for row in rows if isinstance(row, LabelledSteps)]:
+        batch, count, labels = step_batch(steps), sum(len(row.labels) for row in steps), [STEP_LABEL_T]
+    else:
+        batch, count, labels = score_batch([row for row in rows if not isinstance(row, LabelledSteps)]), len(rows), []
     with run.clock(ACTOR.update_phase):
         shared = updates.send_whole(group, batch)
-        result = await updates.update_alone(group, shared, loss, float(len(rows)))
+        result = await updates.update_alone(group, shared, loss, float(count), (*updates.TOKENS, *labels))
     metrics = {f"reward/{TRAINED.get(name, name)}": value for name, value in means(result.metrics).items()}
     return metrics | {"reward/loss": result.loss} | result_metrics(result) | run.passes(batch.lengths_S)
 
@@ -99,6 +111,14 @@ def score_batch(rows: Sequence[PreferredAnswers]) -> TrainBatch:
             LABEL: torch.tensor([label for _, _, label in answers]),
         },
     )
+
+
+def step_batch(rows: Sequence[LabelledSteps]) -> TrainBatch:
+    """All answers of ``rows`` end to end, with the label of each step at its trained token."""
+    batch = batch_of([row.answer for row in rows])
+    label_T = torch.zeros(len(batch.mask_T))
+    label_T[batch.mask_T] = torch.tensor([label for row in rows for label in row.labels])
+    return replace(batch, extra_T={STEP_LABEL_T: label_T}, extra_S={WEIGHT: torch.tensor([row.weight for row in rows])})
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:

@@ -355,7 +355,7 @@ class RolloutStream:
                 "rollout/kept_tokens": float(sum(each.samples.num_unfinished_tokens for each in self._live.values())),
                 "rollout/redrawn": float(redrawn),
                 "rollout/held_s": held_s,
-                **self._drawing.ahead.collector.agent_waits(episodes),
+                **self._drawing.ahead.collector.metrics(episodes),
             },
         )
 

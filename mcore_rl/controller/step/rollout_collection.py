@@ -20,12 +20,14 @@ from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.config.agent import ProgramReward
 from mcore_rl.config.algorithm import FilterMetric
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.reward import Style
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, prompt_segment, reward_request
 from mcore_rl.errors import RolloutError
+from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
@@ -83,6 +85,7 @@ class RolloutCollector:
 
     model: the policy's, if the updates repeat the experts that engines report (``actor.router_replay=r3``); else None.
     agents: run the rows that ask for an agent; None: one answer to the prompt is all.
+    judge: grades the rows that ask for it.
     """
 
     def __init__(
@@ -93,9 +96,10 @@ class RolloutCollector:
         reward_model: RewardModel | None = None,
         model: ModelConfig | None = None,
         agents: AgentRunner | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
-        self._model, self._agents = model, agents
+        self._model, self._agents, self._judge = model, agents, judge
 
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
@@ -123,13 +127,17 @@ class RolloutCollector:
             num_batches=batches,
             seconds=time.perf_counter() - begun,
             dropped=tuple(dropped),
-            metrics=self.agent_waits(episodes),
+            metrics=self.metrics(episodes),
         )
 
-    def agent_waits(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Seconds since the last call in which engines were idle for tools; {} where no agent ran ``episodes``."""
+    def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Since the last call: seconds in which engines were idle for tools, and what the judge did.
+
+        Without the former where no agent ran ``episodes``, and without the latter where there is no judge.
+        """
         idle_s = 0.0 if self._agents is None else self._agents.waits.take()
-        return {"agent/engines_idle_s": idle_s} if any(each.agent is not None for each in episodes) else {}
+        waits = {"agent/engines_idle_s": idle_s} if any(each.agent is not None for each in episodes) else {}
+        return waits | ({} if self._judge is None else self._judge.take())
 
     def over(self, engine: SampleSource) -> RolloutCollector:
         """A collector that differs from this one in nothing but its engine."""
@@ -275,9 +283,13 @@ class RolloutCollector:
 
     async def _by_grader(self, episode: Episode, max_tokens: int) -> Episode:
         request = reward_request(episode, max_tokens)
-        if self._reward_model is not None and episode.row.scored_by_model:
-            return episode.with_score(await self._reward_model.score(request))
-        return episode.with_score(await self.scorer.score(request))
+        by_style: dict[Style, Scorer | RewardModel | Judge | None] = {
+            Style.rule: self.scorer,
+            Style.model: self._reward_model,
+            Style.judge: self._judge,
+        }
+        grader = by_style[episode.row.style] or self.scorer  # the user's function grades what nobody else does
+        return episode.with_score(await grader.score(request))
 
 
 def numbered(

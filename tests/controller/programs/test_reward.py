@@ -65,6 +65,17 @@ def labelled(rows: list[Row]) -> list[Row]:
     ]
 
 
+def stepped(rows: list[Row]) -> list[Row]:
+    """Each answer by its lines; of a wrong one every line is wrong, or half wrong."""
+    return [
+        {"prompt": row["prompt"], "completion": row[key].splitlines(), "weight": row["weight"]}
+        | {"labels": [1.0 if key == "chosen" else 0.5 * at for at, _ in enumerate(row[key].splitlines())]}
+        for row in rows
+        for key in ("chosen", "rejected")
+        if row[key]
+    ]
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_task(tmp_path_factory.mktemp("task"))
@@ -72,6 +83,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in (("pairs-train", train), ("pairs-val", val)):
         prompt_files.write(directory / f"{name}.parquet", rows)
         prompt_files.write(directory / f"labels-{name[6:]}.parquet", labelled(rows))
+        prompt_files.write(directory / f"steps-{name[6:]}.parquet", stepped(rows))
     return directory
 
 
@@ -251,6 +263,48 @@ def test_a_killed_run_goes_on_with_the_same_bits(task: Path, pairs: Observed, tm
     assert all(torch.equal(first[name], other[name]) for name in first)
 
 
+def of_steps(rows: list[Row], model: Classifier) -> dict[str, float]:
+    """The formulas step by step, of transformers' scores of the tokens up to each step's end."""
+    said, labels, losses = list[float](), list[float](), list[float]()
+    for row in rows:
+        told = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": "\n".join(row["completion"])},
+        ]
+        tokens = model.tokenizer.apply_chat_template(told, return_dict=False)
+        for at, (step, label) in enumerate(zip(row["completion"], row["labels"], strict=True)):
+            lines = "\n".join(row["completion"][: at + 1])
+            texts = (model.tokenizer.decode(tokens[:end]) for end in range(len(tokens) + 1))
+            end = next(end for end, text in enumerate(texts) if text.endswith(lines))
+            end = len(tokens) if at == len(row["completion"]) - 1 else end
+            with torch.no_grad():
+                score = model.model(torch.tensor([tokens[:end]])).logits[0, 0].double()
+            said.append(float(torch.sigmoid(score)))
+            labels.append(label)
+            losses.append(-float(label * logsigmoid(score) + (1 - label) * logsigmoid(-score)) * row["weight"])
+            assert step in lines
+    gaps = [abs(sum(p - y for p, y in zip(said, labels, strict=True) if int(p * 10) == bin)) for bin in range(10)]
+    right = sum(0.5 if y == 0.5 else float((p > 0.5) == (y > 0.5)) for p, y in zip(said, labels, strict=True))
+    count = len(labels)
+    return {"loss": sum(losses) / count, "accuracy": right / count, "ece": sum(gaps) / count}
+
+
+def test_steps_are_fitted_and_judged_each_by_its_own_end(task: Path, tmp_path: Path, fast_ray: None) -> None:
+    """Of the export, the last validation; and of a run that goes on from it, the loss of the first step."""
+    files = [f"data.{name}_files=[{task}/steps-{name}.parquet]" for name in ("train", "val")]
+    words = [*files, "actor.reward.loss=bce", "data.step_labels_key=labels"]
+    seen = run(task, tmp_path / "run", *words)
+    model, last = Classifier(seen.directory / "hf" / "final"), seen.metrics[STEPS]
+    train, val = ([*stepped(rows_of(*each))] for each in ((Split.train, STEPS * BATCH), (Split.validation, 5)))
+    for name, value in of_steps(val, model).items():
+        assert last[f"reward/val_{name}"] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), name
+    goes_on = [f"model.path={seen.directory}/hf/final", "trainer.total_training_steps=1", "trainer.test_freq=0"]
+    first = run(task, tmp_path / "on", *words, *goes_on).metrics[1]
+    expected = of_steps(train[:BATCH], model)
+    assert first["reward/loss"] == pytest.approx(expected["loss"], rel=10 * TOLERANCE)
+    assert first["reward/train_accuracy"] == pytest.approx(expected["accuracy"])
+
+
 def test_numbers_are_fitted_with_adapters(task: Path, tmp_path: Path, fast_ray: None) -> None:
     words = [*labels_of(task, "regression", "number"), "actor.lora.rank=4"]
     seen = run(task, tmp_path / "run", *words)
@@ -281,6 +335,11 @@ def test_numbers_are_fitted_with_adapters(task: Path, tmp_path: Path, fast_ray: 
         ),
         (["data.max_length=9"], "have an answer of more than data.max_length=9 tokens"),
         (["trainer.critic_warmup=1"], "reward has no critic"),
+        (["data.step_labels_key=labels"], "data.step_labels_key=labels: is not read by bradley_terry.*loss=bce"),
+        (
+            ["actor.reward.loss=bce", "data.step_labels_key=labels", "data.label_key=outcome"],
+            "data.label_key=outcome: is not read with data.step_labels_key",
+        ),
     ],
 )  # fmt: skip
 def test_refusals_name_the_key_and_the_remedy(task: Path, tmp_path: Path, words: list[str], said: str) -> None:
