@@ -28,7 +28,7 @@ def why_scored(run: RunConfig) -> str | None:
         return "rollout_correction.reject reads the ratio of trainer to sampler"
     if algorithm.off_policy is OffPolicy.bypass:
         return None
-    others = [role for role in run.role_rows if role is not policy]
+    others = [role for role in run.role_rows if role.name != policy.name]
     reasons = {
         "a step has several updates": config.ppo_epochs > 1 or config.ppo_mini_batch_size < run.data.train_batch_size,
         "the KL is in the reward": algorithm.use_kl_in_reward,

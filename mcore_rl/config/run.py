@@ -80,7 +80,7 @@ class RunConfig(RoleGroups, Composed):
             changes[REFERENCE] = {"moves": Every(steps)}
         if self.algorithm.distill.in_loss:
             changes[TEACHER] = {"head": Head.hidden, "makes": (TEACHER_HIDDEN, TEACHER_SCORED)}
-        return tuple(replace(ROLES[name], **changes.get(name, {})) for name in self.roles)
+        return tuple(replace(ROLES[name], **changes[name]) if name in changes else ROLES[name] for name in self.roles)
 
     def loss_of(self, role: Role) -> Any:
         """The ``RoleLoss`` of a trained role; a teacher may be a term of the policy's."""

@@ -1,7 +1,7 @@
 """Assumed numbers with their reasons: memory of processes beside tensors, and the share of data-sheet rates reached.
 
-Those of the CPU were measured (benchmarks/plan.py).  Those of accelerators are from the named sources; what one H200 said
-of them is in docs/gpu_facts.md: it confirmed the memory, and neither the rates of layers nor any link.
+Those of the CPU were measured (benchmarks/plan.py).  Those of accelerators are from the named sources.  What one H200
+said of them is in docs/gpu_facts.md: it confirmed the memory, and neither the rates of layers nor any link.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One start of all processes (a trainer of one process, an engine beside it), gone through by one mode after the other
 from the same weights: those of `make train`'s fine-tuning.  Every mode trains the same number of samples with the same
-settings, and the weights of the docs where samples are up to 4 versions old.  Correction is off where the guard is to see
-that it is needed.
+settings, and the weights of the docs where samples are up to 4 versions old.  Correction is off where the guard is to
+see that it is needed.
 """
 
 from __future__ import annotations
