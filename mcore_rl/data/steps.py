@@ -9,7 +9,7 @@ Invariant: every row here has a trained token for each of its labels, in their o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -251,7 +251,7 @@ def _type_problems(file: SourceFile, config: PreferenceDataConfig) -> Iterator[s
     """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
     assert config.step_labels_key is not None
-    wanted = (
+    wanted: tuple[tuple[str, str, str, Callable[[pa.DataType], bool]], ...] = (
         ("data.prompt_key", config.prompt_key, f"{MESSAGES} or text", lambda kind: is_messages(kind) or is_text(kind)),
         (
             "data.completion_key",
