@@ -10,11 +10,15 @@ import socket
 
 import psutil
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor as rebuild_device_tensor
 
 from mcore_rl.parallel.device import Platform
 
-__all__ = ["device_uuids", "interface_to", "interfaces", "pinned_bytes", "rebuild_device_tensor"]
+__all__ = [
+    "current_device", "device_uuids", "interface_to", "interfaces", "is_accelerators", "pinned_bytes",
+    "rebuild_device_tensor",
+]  # fmt: skip
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -55,3 +59,13 @@ def interface_to(host: str) -> str | None:
         return None
     names = (name for name, addresses in psutil.net_if_addrs().items() if own in {each.address for each in addresses})
     return next(names, None)
+
+
+def current_device() -> torch.device | int:
+    """Where Megatron makes tensors in this process: on the accelerator of ``set_device``, or on the CPU."""
+    return torch.cuda.current_device()
+
+
+def is_accelerators(tensor: Tensor) -> bool:
+    """Whether ``tensor`` holds numbers in an accelerator's memory; not where either is pretended."""
+    return tensor.is_cuda and torch.cuda.is_available() and type(tensor) is Tensor

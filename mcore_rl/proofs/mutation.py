@@ -207,12 +207,12 @@ def judge_all(cases: Sequence[OracleCase], leave_out: Collection[str] = ()) -> I
     """Every mutant of the tables that ``cases`` judge, but for those in the parts ``leave_out``."""
     for table in dict.fromkeys(case.table for case in cases):
         mine = [case for case in cases if case.table == table]
-        judge = Judge(mine)
+        judge = MutantJudge(mine)
         wrong = mutants(mine[0].family, table, [case.model for case in mine])
         yield from (judge(mutant) for mutant in wrong if mutant.part not in leave_out)
 
 
-class Judge:
+class MutantJudge:
     """Judges the mutants of one table by ``cases``."""
 
     def __init__(self, cases: Sequence[OracleCase]) -> None:

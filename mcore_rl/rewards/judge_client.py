@@ -7,7 +7,6 @@ other, and only the text and the counts of tokens are taken.  The key is in the 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import msgspec
 from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.judgements import Judgement, Tokens
+from mcore_rl.tracking.secrets import secret
 
 if TYPE_CHECKING:
     import aiohttp
@@ -181,7 +181,7 @@ def _shown(body: bytes) -> str:
 def _authorization(config: JudgeConfig) -> dict[str, str]:
     if config.api_key_env is None:
         return {}
-    key, problem = os.environ.get(config.api_key_env, ""), ""
+    key, problem = secret(config.api_key_env), ""
     if not key:
         problem = "is not set in the environment"
     elif not (key.isascii() and key.isprintable()):

@@ -37,6 +37,11 @@ def secret_names(environ: Mapping[str, str] = os.environ) -> set[str]:
     return {name for name, value in environ.items() if is_secret(name, value)}
 
 
+def secret(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What the environment variable ``name`` holds, which a configuration names instead; "" where it is not set."""
+    return environ.get(name, "")
+
+
 def without_secrets(allowed: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment without secrets, except those in ``allowed``."""
     hidden = secret_names(environ) - set(allowed)

@@ -214,9 +214,9 @@ class Engine:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
-        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.  A
-        ``batch.routing_TLK`` is replayed, recomputation included, but not in the snapshot's pass.
-        distill: give it the divergence from the ``teacher``, whose hidden states ``batch`` has.
+        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.  distill:
+        give it the divergence from the ``teacher``, whose hidden states ``batch`` has.  A ``batch.routing_TLK`` is
+        replayed, recomputation included, but not in the snapshot's pass.
         with_scores: also return what ``score`` says of ``batch`` before the step, entropies included, from the step's
         own forward pass; if ``batch`` has no old log-probs, the loss gets these.
         A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
@@ -234,11 +234,11 @@ class Engine:
             if out is not None:
                 inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
             index, logits_NV = microbatch.index, output.view(-1, output.shape[-1])
-            if kl_to is not None:
+            if kept is not None:
                 kl_N = full_kl(logits_NV, kept[index], inputs.mask_N, temperature=temperature, **self._vocabulary)
                 inputs = replace(inputs, full_kl_N=kl_N)
-            if distillation is not None:
-                from_teacher_N = distillation.divergence(index, logits_NV, temperature, self._vocabulary)
+            if teacher is not None:
+                from_teacher_N = teacher.divergence(index, logits_NV, temperature, self._vocabulary)
                 inputs = replace(inputs, divergence_N=from_teacher_N)
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
@@ -248,19 +248,12 @@ class Engine:
 
         with phase("train_step", role=self.role):
             microbatches = self._microbatches(batch)
-            kept = {} if kl_to is None else self._logits_of(kl_to, batch, microbatches)
-            distillation = None
+            kept = None if kl_to is None else self._logits_of(kl_to, batch, microbatches)
+            teacher = None
             if distill is not None and self.teacher is not None:  # on the last stage
-                distillation = self.teacher.for_step(batch, microbatches, distill, self.groups.device)
-            for chunk in self.chunks:
-                chunk.train()
-                chunk.zero_grad_buffer()
+                teacher = self.teacher.for_step(batch, microbatches, distill, self.groups.device)
             self.optimizer.megatron.zero_grad()
-            if self.routing is not None:
-                if self.config.moe.aux_loss is AuxLoss.batch:
-                    self._count_choices(batch, microbatches)
-                self.routing.begin(Purpose.train, batch, denominators=denominators)
-            self._watch.begin()
+            self._begin_step(batch, microbatches, denominators)
             run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
             self._watch.end()
             loss_value, metrics, maxima = sums.over_ranks()
@@ -284,6 +277,17 @@ class Engine:
             zero = torch.zeros((), device=self.groups.device)
             run_schedule(self.models, microbatches, self._announce, lambda *_: zero, forward_only=True)
         self.routing.keep_batch_counts()
+
+    def _begin_step(self, batch: TrainBatch, microbatches: list[Microbatch], denominators: Denominators) -> None:
+        """Makes modules, their gradients and their routers ready for the passes of a step."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        if self.routing is not None:
+            if self.config.moe.aux_loss is AuxLoss.batch:
+                self._count_choices(batch, microbatches)
+            self.routing.begin(Purpose.train, batch, denominators=denominators)
+        self._watch.begin()
 
     def _note_outcome(self, grad_norm: float, finite: bool) -> str | None:
         if finite:
@@ -377,11 +381,9 @@ class Engine:
     def _vocabulary(self) -> dict[str, Any]:
         """The arguments that ``token_logprobs``, ``full_kl`` and ``divergence`` share."""
         return {
-            "vocab_size": self.model.vocab_size,
-            "soft_cap": self.model.output_soft_cap,
-            "group": self.groups.tp,
+            "vocab_size": self.model.vocab_size, "soft_cap": self.model.output_soft_cap, "group": self.groups.tp,
             "chunk_bytes": cache_sized_chunk_bytes(self.platform),
-        }
+        }  # fmt: skip
 
     def _loss_inputs(
         self, batch: TrainBatch, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mcore_rl.config.model import LinearAttentionConfig
 from mcore_rl.parallel.context import split_indices
+from mcore_rl.parallel.device_details import current_device
 from mcore_rl.training.attention import GatherRows, fixed_size, with_lengths
 from mcore_rl.training.delta_rule import causal_convolution, gated_delta_rule, unit_length
 from mcore_rl.training.latent_attention import row_positions
@@ -67,7 +68,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         channels = self.conv_dim_local_tp
         taps = self.linear.conv_kernel_dim
         # Where Megatron's ``reset_parameters`` computes what it writes into them.
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else current_device()
         self.conv1d = torch.nn.Conv1d(channels, channels, taps, groups=channels, bias=False, dtype=dtype, device=device)
         self.dt_bias = torch.nn.Parameter(torch.empty(self.num_v_heads_local_tp, dtype=dtype, device=device))
         self.A_log = torch.nn.Parameter(torch.empty(self.num_v_heads_local_tp, dtype=dtype, device=device))

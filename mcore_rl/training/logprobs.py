@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.device_details import is_accelerators
 
 _HAVE_TRITON = find_spec("triton") is not None
 _UNDERFLOW = -128.0  # exp of it is exactly 0 in float32, and 0 * -128 is 0 where 0 * -inf would be no number
@@ -285,7 +286,7 @@ def _overwrite_with_gradient(
 
 def _has_kernels(logits_TV: Tensor) -> bool:
     """Whether ``logits_kernels`` can run: on real numbers of an accelerator, with Triton, which some builds lack."""
-    return _HAVE_TRITON and logits_TV.is_cuda and torch.cuda.is_available() and type(logits_TV) is Tensor
+    return _HAVE_TRITON and is_accelerators(logits_TV)
 
 
 def _spans(num_tokens: int, rows: int) -> Iterator[slice]:

@@ -15,7 +15,15 @@ from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Axis, Rule, Stage, hf
 from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
-from mcore_rl.proofs.mutation import Judge, MutantVerdict, case_failures, cases, family_score, judge_all, training_case
+from mcore_rl.proofs.mutation import (
+    MutantJudge,
+    MutantVerdict,
+    case_failures,
+    cases,
+    family_score,
+    judge_all,
+    training_case,
+)
 from mcore_rl.proofs.placement import placement_failures
 from mcore_rl.proofs.stated_slices import grouped, whole
 from mcore_rl.proofs.statements import STATEMENTS, Statement
@@ -83,7 +91,7 @@ def test_a_hole_is_a_survivor() -> None:
         "decoder.extra.weight", (hf("model.extra.weight", "hidden"),), stage=Stage.first, only=lambda model: False
     )
     unjudged = with_rules(case.family, "weights", (*case.family.weights, nobody))
-    judged = [Judge([replace(case, family=unjudged)])(each) for each in mutants(unjudged, "weights", [case.model])
+    judged = [MutantJudge([replace(case, family=unjudged)])(each) for each in mutants(unjudged, "weights", [case.model])
               if each.rule == nobody.name]  # fmt: skip
     assert [each.verdict for each in judged] == [MutantVerdict.survived]
 

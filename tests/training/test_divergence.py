@@ -113,7 +113,7 @@ def assert_as_by_autograd(case: Case, value_T: Tensor, grad_TV: Tensor) -> None:
     torch.testing.assert_close(value_T.double(), expected_T, atol=1e-5, rtol=0)
     rounding = 2**-8 if grad_TV.dtype == torch.bfloat16 else 0
     factor = (1 - case.beta if case.kind is JSD else 1) / case.temperature
-    least = max(1e-5 * float(expected_TV.abs().max()), 1e-5 * factor)
+    least = max(1e-5 * float(expected_TV.abs().max()), 2e-5 * factor)  # probabilities are within 1e-5
     torch.testing.assert_close(grad_TV.double(), expected_TV, atol=least, rtol=rounding)
 
 

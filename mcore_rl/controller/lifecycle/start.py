@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -73,10 +72,9 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         scorer = stack.enter_context(_scorer(config, prepared))
         await check_judge(config.reward, _rows(prepared))
         tracker = open_directory(config, prepared, platform, stack, None if living.kept else living.stack)
-        judgements = Path(trainer.default_local_dir) / judging.FILE
-        judge = await stack.enter_async_context(opened_judge(config.reward, judgements))
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
+        judge = await stack.enter_async_context(opened_judge(config.reward, start.directory / judging.FILE))
         groups, kept = await start.processes(living, stack)
 
         engines, places = [member.client for member in kept.members], kept.places
