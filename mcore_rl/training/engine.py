@@ -225,9 +225,8 @@ class Engine:
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*OffloadPart, arriving=[OffloadPart.optimizer])
-        batch, sums, out = batch.to(self.groups.device), RunningSums(self.groups), None
-        if with_scores:
-            out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups)
+        batch, sums = batch.to(self.groups.device), RunningSums(self.groups)
+        out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups) if with_scores else None
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
             inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy or with_scores)
@@ -348,13 +347,13 @@ class Engine:
 
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         with phase("microbatches"):
+            gathers_experts = self.config.moe.dispatcher is Dispatcher.allgather
             return build_microbatches(
                 batch,
                 self.groups,
                 tokens=self.config.microbatch_tokens,
                 sequences=self.config.microbatch_sequences,
-                equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather
-                and self.groups.experts.size() > 1,
+                equal_over_experts=gathers_experts and self.groups.experts.size() > 1,
                 boundaries_on=torch.device("cpu") if self.layer_spec is LayerSpec.local else None,
                 fill=self.fills_microbatches,
             )
