@@ -30,7 +30,7 @@ from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
 from tests.support.ahead_runs import APART
 
-pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(7200)]
 
 STEPS = 80  # as `make train`
 POINTS = 0.03
