@@ -97,7 +97,7 @@ class _FullKl(torch.autograd.Function):
         moved = maxima.clone()
         if group is not None and len(rows_M):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        moved.sub_(maxima).clamp_(min=-128.0)  # exp of it is 0; a rank of padding alone has no maximum
+        moved.sub_(maxima)  # of a rank of padding alone so low that its exp is 0
         sums[2] += (moved[0] - moved[1]) * sums[0]
         sums *= torch.stack([moved[0], moved[1], moved[0]]).exp_()
         if group is not None and len(rows_M):

@@ -138,21 +138,29 @@ def test_beside_log_probs_on_the_same_logits() -> None:
 
 # Of 128 columns: the second of two ranks has padding, in the last case nothing else.
 SPLIT = (make_case(), make_case(torch.bfloat16, 0.6, 4.0), replace(make_case(), vocab_size=60))
+LOW = torch.where(torch.arange(128) < 64, -300.0, 0.0)  # what the reference thinks of the first rank's columns
+FAR = replace(make_case(), reference_TV=make_case().reference_TV + LOW)
 
 
 def split(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Each rank its columns of the logits; what it found."""
     columns, results = slice(rank * 64, rank * 64 + 64), []
-    for case in SPLIT:
+    for case in (*SPLIT, FAR):
         mine = replace(case, logits_TV=case.logits_TV[:, columns], reference_TV=case.reference_TV[:, columns])
         results.append(run(mine, dist.group.WORLD))
     return results
 
 
 def test_a_vocabulary_over_two_ranks(ranks: list[Found]) -> None:
-    for case, (kl_T, left_TV), (peers_T, right_TV) in zip(SPLIT, *(of_rank.split for of_rank in ranks), strict=True):
+    *near, far = zip((*SPLIT, FAR), *(of_rank.split for of_rank in ranks), strict=True)
+    for case, (kl_T, left_TV), (peers_T, right_TV) in near:
         assert torch.equal(kl_T, peers_T)
         assert_as_by_autograd(case, kl_T, torch.cat([left_TV, right_TV], dim=1))
+    case, (kl_T, left_TV), (_, right_TV) = far
+    expected_T, expected_TV = by_autograd(case)
+    assert float(expected_T.max()) > 128
+    torch.testing.assert_close(kl_T.double(), expected_T, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(torch.cat([left_TV, right_TV], dim=1).double(), expected_TV, atol=1e-5, rtol=1e-5)
 
 
 # The engine: reference weights and policy weights that differ, against transformers in float64.
