@@ -11,6 +11,7 @@ from math import ceil
 from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.pairs import sequences_per_prompt
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.rollout import BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.parallel.layout import Layout
@@ -29,7 +30,8 @@ def teacher_bytes(
     """
     if not run.algorithm.distill.in_loss:
         return 0, 0
-    row = others.get(TEACHER, policy).hidden_size * BYTES[run.teacher.precision]
+    teacher = run.role_config(ROLES[TEACHER])
+    row = others.get(TEACHER, policy).hidden_size * BYTES[teacher.precision]
     tokens = run.data.train_batch_size * sequences_per_prompt(run) * run.data.max_response_length
     dp = Layout.of(run.actor.parallel, run.trainer.world_size).dp
     columns = -(-policy.vocab_size // run.actor.parallel.tp)

@@ -66,7 +66,7 @@ class Ranks(InProcessGroup):
             StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
             for number in range(len(given.batches))
         ]
-        with_scores, batch, own = args[5], given.batches[0], list[OwnScores]()
+        with_scores, batch, own = args[6], given.batches[0], list[OwnScores]()
         if with_scores:  # of log-probs that each token says, as the engine returns them
             own = [own_scores(batch, TokenScores(logprobs_T=_says(batch), entropy_T=-_says(batch)))]
         return WorkerOutput(TrainResults(results if rank == 0 else [], [], own))
@@ -188,7 +188,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
         for rank, each in enumerate(sent):  # a sequence's own, which its length tells
             assert group.trained[rank][0].payload[number].tolist() == [n + 0.25 for n in each.lengths_S]
     (sent_loss, counts, *rest), whole = group.trained[0][1], batch.select(PARTS[1])
-    assert (sent_loss, rest) == (loss, [0.5, False, None, False, StepNumbers()])
+    assert (sent_loss, rest) == (loss, [0.5, False, None, None, False, StepNumbers()])
     assert counts[1] == Denominators(loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=5)
     assert done.trained == [int(batch.select(members).mask_T.sum()) for members in PARTS]
     assert [result.metrics["actor/ratio"] for result in done.results] == [0.0, 1.0]
