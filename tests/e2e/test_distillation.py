@@ -54,7 +54,7 @@ OF_THE_LOSS = (
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "mcore_rl.cli", *words]
-    return subprocess.run(program, cwd=ROOT, text=True, capture_output=True, check=False, timeout=400)
+    return subprocess.run(program, cwd=ROOT, text=True, capture_output=True, check=False, timeout=900)
 
 
 def run(task: Path, directory: Path, *more: str) -> Observed:
