@@ -122,7 +122,11 @@ def rows(array: Array, part: int, parts: int) -> Array:
     return np.split(array, parts)[part]
 
 
-def test_vllm_stays_out_of_this_process(vllm: VllmProcess, checkpoints: dict[str, tuple[Path, Tensors]]) -> None:
+def test_vllm_stays_out_of_this_process(
+    vllm: VllmProcess, checkpoints: dict[str, tuple[Path, Tensors]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "vllm" in sys.modules:  # of a test before
+        monkeypatch.delitem(sys.modules, "vllm")
     vllm.rollout_parameters(checkpoints["llama"][0])
     assert "vllm" not in sys.modules
 

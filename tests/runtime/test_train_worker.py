@@ -56,7 +56,7 @@ def test_the_optimizer_arrives_behind_training_where_the_role_says_so(
     """By itself on accelerators alone."""
     made, told = worker(replace(SPEC, engine=EngineConfig(overlap_offload=wanted)))
     with pytest.raises(ValueError, match="process group"):  # which gathers the memory of all ranks, in the end
-        made.train(WorkerInput([], []), loss, [], 1.0, False, None, False, None)  # type: ignore[arg-type]
+        made.train(WorkerInput([], []), loss, [], 1.0, False, None, None, False, None)  # type: ignore[arg-type]
     assert told.said[0] == ("onload", tuple(OffloadPart), behind)
 
 
