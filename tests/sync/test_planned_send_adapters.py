@@ -121,7 +121,7 @@ async def _forms(trainers: LiveTrainers, folder: Path, name: str, rollout: str, 
                 await trainers.order("adapt", 9, folder / "never sent", base)
                 with pytest.raises(SyncError) as caught:
                     await sync.check()
-                wrong = [line for line in str(caught.value).splitlines() if "rollout rank" in line]
+                wrong = [line for line in str(caught.value).splitlines() if line.startswith("  - rollout rank ")]
                 assert wrong and all(".lora_A." in line or ".lora_B." in line for line in wrong), (
                     "the base is as it was"
                 )
