@@ -199,6 +199,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, processes: None) -> It
             run.wait()
 
 
+@pytest.mark.tier("full")
 def test_ctrl_c_ends_all_processes_with_one_message(interrupted: Interrupted) -> None:
     assert interrupted.exit_code == 130, interrupted.err
     assert interrupted.alive == []
@@ -208,6 +209,7 @@ def test_ctrl_c_ends_all_processes_with_one_message(interrupted: Interrupted) ->
     assert interrupted.err.endswith(f"{words}\nStopped.\n")
 
 
+@pytest.mark.tier("full")
 def test_a_rate_of_zero_leaves_the_weights_as_they_were_bit_for_bit(interrupted: Interrupted) -> None:
     before = load_file(interrupted.task / "model" / "model.safetensors")
     paths = sorted((interrupted.directory / "hf" / "best").glob("*.safetensors"))

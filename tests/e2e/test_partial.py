@@ -29,7 +29,7 @@ from tests.support.ahead_runs import APART, lines, prompts, staleness
 from tests.support.rollouts import chosen, reference_logprobs
 from tests.support.run_task import nothing_left, overrides, write_task
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("processes", "fast_ray")]
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.tier("full"), pytest.mark.usefixtures("processes", "fast_ray")]
 
 STEPS, BOUND, BATCH, LONGEST = 5, 2, 4, 90
 BLOCK = 128  # tokens of a block of the prefix cache, on the CPU
@@ -84,7 +84,7 @@ def long_prompts(task: Path) -> None:
     prompt_files.write(task / "train.parquet", rows)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("in flight"), pytest.param("in turns", marks=pytest.mark.tier("full"))])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_is_unfinished_goes_on_and_every_token_is_of_the_weights_that_drew_it(mode: str, tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     task, directory = write_task(tmp_path / "task"), tmp_path / "run"

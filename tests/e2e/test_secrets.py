@@ -23,6 +23,7 @@ from tests.support import listening_ports
 from tests.support.private_tmp import can_have_one, in_private_tmp
 from tests.support.run_task import overrides, write_task
 
+pytestmark = pytest.mark.tier("full")
 SECRETS = {
     "JUDGE_API_KEY": "sk-fake-judge-2718281828",
     "WANDB_API_KEY": "fake31415926535897932384626433832795028841",  # of the length that wandb demands

@@ -39,6 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return code, said.out, said.err
 
 
+@pytest.mark.tier("full")
 def test_the_verdict_of_a_process_of_its_own(processes: None) -> None:
     command = [sys.executable, "tools/verify_conversion.py", "--model", "tiny-mixtral", "--layout", "tp=2,ep=2"]
     done = subprocess.run([*command, "--rollout", "tp=2"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -48,6 +49,7 @@ def test_the_verdict_of_a_process_of_its_own(processes: None) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.tier("full")
 def test_json(one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--model", "tiny-deepseek-v3", "--layout", "tp=2,ep=4", "--rollout", "tp=2,dp=2,ep=4", "--json")
     code, out, _ = run(capsys, monkeypatch, *arguments)

@@ -366,8 +366,8 @@ def all_cases() -> list[Case]:
     return list(dict.fromkeys(cases))
 
 
-def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
-    """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked.
+def each_layout_once(cases: list[Case]) -> list[Case]:
+    """The cases of the tier ``test``: each layout of a problem once; of the plain problems on two also unpacked.
 
     Of overlaps and filled microbatches, two processes say enough there; what is passed on is of the tier ``full``.
     """
@@ -383,7 +383,7 @@ def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
             continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
-        packed = case.microbatch_sequences is None
+        packed = case.microbatch_sequences is None or case.problem not in (DENSE, MOE) or case.world_size > 2
         same = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers)
         way = (*same, case.overlap, case.filled, packed)
         first.setdefault(way, case)

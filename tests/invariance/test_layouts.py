@@ -19,13 +19,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.invariance.cases import SABOTAGED, all_cases, once_packed_once_unpacked, single_process
+from tests.invariance.cases import SABOTAGED, all_cases, each_layout_once, single_process
 from tests.invariance.problems import Case, Problem
 from tests.support.engine_runs import Result, run_cases, starting_weights
 from tests.support.forked import run_ranks
 
 CASES = all_cases()
-QUICK = frozenset(once_packed_once_unpacked(CASES))
+QUICK = frozenset(each_layout_once(CASES))
 RELATIVE = 1e-5
 UPDATE_RELATIVE = 1e-4
 

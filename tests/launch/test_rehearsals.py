@@ -21,10 +21,8 @@ from tests.support import composed
 NEAR = 0.05  # the planner's device peak beside the rehearsal's
 MOST_RESIDENT = 2 << 30
 QUICK = [
-    ("qwen25_05b_ppo", 0),
-    ("qwen25_05b_prime", 0),
     ("mixtral_8x22b_rloo", 48),
-]  # dense, with a critic; experts, the last stage
+]  # experts, the last stage
 ALL = [
     (name, rank)
     for name in recipe_names()

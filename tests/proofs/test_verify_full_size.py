@@ -18,16 +18,18 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 from tests.support.published import FACTS
 
+FULL = pytest.mark.tier("full")
+
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("name", "training", "world_size", "rollout", "parameters"),
     [
         ("mistralai/Mixtral-8x22B-Instruct-v0.1", "tp=8,pp=4,ep=8", 64, "tp=8", 140_630_071_296),
-        ("Qwen/Qwen2.5-72B-Instruct", "tp=8,pp=4", 32, "tp=16", 72_706_203_648),
+        pytest.param("Qwen/Qwen2.5-72B-Instruct", "tp=8,pp=4", 32, "tp=16", 72_706_203_648, marks=FULL),
         ("meta-llama/Llama-3.1-8B-Instruct", "tp=16", 16, "tp=8", 8_030_261_248),  # 8 key/value heads
-        ("Qwen/Qwen3-235B-A22B", "tp=4,pp=4,ep=16", 64, "tp=4,dp=4,ep=16", 235_093_634_560),
-        ("deepseek-ai/DeepSeek-V3", "tp=8,pp=8,ep=16", 128, "tp=8,dp=4,ep=32", 671_026_419_200),
+        pytest.param("Qwen/Qwen3-235B-A22B", "tp=4,pp=4,ep=16", 64, "tp=4,dp=4,ep=16", 235_093_634_560, marks=FULL),
+        pytest.param("deepseek-ai/DeepSeek-V3", "tp=8,pp=8,ep=16", 128, "tp=8,dp=4,ep=32", 671_026_419_200, marks=FULL),
     ],
 )
 def test_full_size(name: str, training: str, world_size: int, rollout: str, parameters: int) -> None:

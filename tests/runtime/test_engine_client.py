@@ -115,6 +115,7 @@ def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> N
     asyncio.run(engine.shutdown())
 
 
+@pytest.mark.tier("full")
 def test_the_lane_shows_a_weight_update_under_samples_that_are_drawn() -> None:
     engine = new_engine("engine 7")
     shown = list[State | None]()
@@ -156,6 +157,7 @@ def test_an_actor_that_dies_with_samples_under_way_is_a_dead_engine() -> None:
     asyncio.run(die())
 
 
+@pytest.mark.tier("full")
 def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
     engine = new_engine("engine 9")
     asyncio.run(engine.version())
@@ -175,6 +177,7 @@ def hasty(limit_s: float = 1.0) -> Watchdog:
     return Watchdog(WatchdogConfig(limit_s=limit_s))
 
 
+@pytest.mark.tier("full")
 def test_an_actor_that_stands_still_is_told_of_and_killed(tmp_path: Path) -> None:
     engine = new_engine("engine 8")
 
@@ -277,6 +280,7 @@ def engine_on_two_nodes(name: str) -> EngineClient:
     return EngineClient(name, [PartSpec(new_worker, Path("log"))] * 2)
 
 
+@pytest.mark.tier("full")
 def test_the_parts_of_an_engine_are_told_where_they_meet() -> None:
     engine = engine_on_two_nodes("engine 1")
 
@@ -293,6 +297,7 @@ def test_the_parts_of_an_engine_are_told_where_they_meet() -> None:
     assert first.meeting.host == first.address and first.meeting.port != first.meeting.rpc_port
 
 
+@pytest.mark.tier("full")
 def test_an_engine_on_one_node_has_nobody_to_meet() -> None:
     def new_worker() -> Any:
         return ray.remote(ScriptedPart).options(num_cpus=0).remote("engine 2")
@@ -307,6 +312,7 @@ def test_an_engine_on_one_node_has_nobody_to_meet() -> None:
     assert asyncio.run(started()) == ONE_NODE
 
 
+@pytest.mark.tier("full")
 def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None:
     engine = engine_on_two_nodes("engine 3")
 
@@ -336,6 +342,7 @@ def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None
     asyncio.run(die())
 
 
+@pytest.mark.tier("full")
 def test_a_part_whose_node_is_gone_is_named() -> None:
     engine = engine_on_two_nodes("engine 4")
 
@@ -350,6 +357,7 @@ def test_a_part_whose_node_is_gone_is_named() -> None:
     asyncio.run(die())
 
 
+@pytest.mark.tier("full")
 def test_a_part_that_does_not_start_ends_the_wait_for_the_others() -> None:
     engine = engine_on_two_nodes("engine that fails")
 

@@ -45,6 +45,7 @@ def test_limits_are_learned_from_what_was_seen() -> None:
     assert Watchdog(WatchdogConfig(limit_s=0)).limit_s("score") == float("inf")
 
 
+@pytest.mark.tier("full")
 def test_three_ranks_that_wait_for_one_that_does_something_else(tmp_path: Path) -> None:
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(3)]
     workers = [ray.remote(Talker).options(num_cpus=0).remote(rank, log) for rank, log in enumerate(logs)]
@@ -103,6 +104,7 @@ def test_a_call_s_time_begins_when_it_is_its_turn(tmp_path: Path) -> None:
         group.close()
 
 
+@pytest.mark.tier("full")
 def test_a_worker_whose_process_stands_still_is_told_of_without_stacks(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     worker = ray.remote(Talker).options(num_cpus=0).remote(0, log)

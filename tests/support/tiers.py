@@ -10,8 +10,8 @@ dearest wins:
 
 pyproject.toml has the minutes that a tier may take (``tier_minutes``).  They are told at the end, and never a failure.
 
-Two processes of pytest run a tier (``-n 2``, pytest-xdist), each whole files.  Files that start processes come first,
-so that the cheap ones fill both cores at the end.
+Three processes of pytest run a tier (``-n 3``, pytest-xdist), each whole files: more than there are cores, since many
+tests wait.  Files that start processes come first, so that the cheap ones fill the cores at the end.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def test_a_failing_trainer_and_a_killed_worker(trainers: LiveTrainers, running: 
     asyncio.run(_a_worker_is_killed(trainers, running.engine, running.b))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("running", [("qwen2", "tp=2", "b")], indirect=True, ids=["qwen2"])
 def test_a_restart_receives_the_current_weights(trainers: LiveTrainers, running: Running) -> None:
     asyncio.run(_restarted(trainers, running))

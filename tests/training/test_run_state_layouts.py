@@ -20,6 +20,7 @@ from tests.support import checkpoints, engines, hf_reference, saved_states
 from tests.support.engines import same_bits
 from tests.support.forked import run_ranks
 
+pytestmark = pytest.mark.tier("full")
 BEFORE, LATER = 2, 1  # steps
 # Dense with a tied, padded vocabulary and biases; experts; latent attention with a bias of routers, which is untrained.
 FAMILIES = ("qwen2", "mixtral", "deepseek_v3")

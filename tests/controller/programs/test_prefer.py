@@ -171,6 +171,7 @@ def test_losses_after_training_are_those_of_transformers(task: Path, dpo: Observ
     assert last["prefer/val_loss"] < dpo.metrics[0]["prefer/val_loss"]
 
 
+@pytest.mark.tier("full")
 def test_the_second_steps_loss_is_that_of_the_weights_after_the_first(
     task: Path, dpo: Observed, tmp_path: Path, fast_ray: None
 ) -> None:
@@ -189,6 +190,7 @@ def test_the_second_steps_loss_is_that_of_the_weights_after_the_first(
             assert again.metrics[2][key] == value, key
 
 
+@pytest.mark.tier("full")
 def test_kto_takes_answers_by_themselves(task: Path, tmp_path: Path, fast_ray: None) -> None:
     """At first log-ratios are 0, and so is the KL: each loss is half its weight.  Then both have been learnt from."""
     words = ["actor.preference.loss=kto", f"data.train_files=[{task}/labels-train.parquet]", "data.margin_key=null"]

@@ -189,6 +189,7 @@ def test_the_export_is_a_classifier_whose_scores_are_those_of_the_run(task: Path
     assert last["reward/val_loss"] != pairs.metrics[0]["reward/val_loss"]
 
 
+@pytest.mark.tier("full")
 def test_a_run_of_one_step_goes_on_with_the_same_bits(
     task: Path, pairs: Observed, tmp_path: Path, fast_ray: None
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_run_of_one_step_goes_on_with_the_same_bits(
     assert first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.tier("full")
 def test_a_reward_model_goes_on_from_its_own_head(task: Path, pairs: Observed, tmp_path: Path, fast_ray: None) -> None:
     """By validation alone: the export, read again, says what it said; and on outcomes, as log-odds.
 
@@ -305,6 +307,7 @@ def test_steps_are_fitted_and_judged_each_by_its_own_end(task: Path, tmp_path: P
     assert first["reward/train_accuracy"] == pytest.approx(expected["accuracy"])
 
 
+@pytest.mark.tier("full")
 def test_numbers_are_fitted_with_adapters(task: Path, tmp_path: Path, fast_ray: None) -> None:
     words = [*labels_of(task, "regression", "number"), "actor.lora.rank=4"]
     seen = run(task, tmp_path / "run", *words)
