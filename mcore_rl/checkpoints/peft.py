@@ -22,7 +22,7 @@ from mcore_rl.checkpoints.safetensors import read_header
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
-from mcore_rl.weights.adapter_table import AdapterTable, linears
+from mcore_rl.weights.adapter_table import AdapterTable, all_linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = "adapter"  # the folder of an export with merged weights that has them by themselves
@@ -56,7 +56,7 @@ def adapter_config(table: AdapterTable, base: str) -> dict[str, Any]:
     """What PEFT reads of the adapters of ``table``.  base: the model's directory or name."""
     lora, targets = table.lora, table.lora.target_modules
     if targets == [ALL_LINEAR]:  # PEFT would take the heads of other models, too
-        targets = sorted({name.rpartition(".")[2] for name in linears(table.base)})
+        targets = sorted({name.rpartition(".")[2] for name in all_linear(table.base)})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if table.head is Head.lm else "TOKEN_CLS",

@@ -65,7 +65,7 @@ class LoraConfig:
     alpha: the scale is alpha / rank.
     use_rslora: the scale is alpha / sqrt(rank) (arXiv:2312.03732).
     target_modules: names of the adapted layers in the Hugging Face model, or the ends of them; ``[all-linear]`` adapts
-    every linear layer of attention, MLPs and experts, and neither routers nor the output projection.
+    every linear layer of attention, MLPs and experts, and neither routers nor the output projection; this may be named.
     exclude_modules: names, or the ends of them, of layers that are left out.
     init: see ``AdapterInit``.
     dropout: 0; of PEFT's adapters, the share of inputs that they leave out in training, which is refused here: updates

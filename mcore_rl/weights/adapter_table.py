@@ -15,7 +15,7 @@ from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import Violation
-from mcore_rl.families.blocks import VALUE_HEAD
+from mcore_rl.families.blocks import OUTPUT_TENSOR, VALUE_HEAD
 from mcore_rl.families.rules import SIZES, Axis, HfTensor, Range, Rule, ShardRanges, Sizes, Stage, split, whole
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.table import LocalTensor, Table
@@ -23,6 +23,7 @@ from mcore_rl.weights.table import LocalTensor, Table
 PEFT = "base_model.model."  # before the names of PEFT's files
 RANK = "rank"
 _WEIGHT = ".weight"
+HEAD = OUTPUT_TENSOR.name.removesuffix(_WEIGHT)  # the layer of the output projection
 _LINEAR = re.compile(r"\.(?:linear_\w+|in_proj|out_proj)\.weight$")
 # ``training/adapters.py`` keeps adapters in a module ``lora`` of the linear; one of grouped experts has one for each.
 _DIALECTS = (
@@ -54,9 +55,10 @@ class RowsOf:
         return f"rows of {self.rule.hf[self.source].name}"
 
     def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
-        """As a ``ShardLayout``."""
-        ranges = self.rule.shard(model, num_shards, index).ranges
-        return ShardRanges.of([Range(0, each.begin, each.end) for each in ranges if each.source == self.source])
+        """As a ``ShardLayout``, with the padding of the rule's."""
+        shard = self.rule.shard(model, num_shards, index)
+        mine = ShardRanges.of([Range(0, each.begin, each.end) for each in shard.ranges if each.source == self.source])
+        return replace(mine, size=mine.held + shard.size - shard.held)
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,11 @@ def linears(table: Table) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def all_linear(table: Table) -> list[str]:
+    """Those of them that ``all-linear`` means: as in PEFT, all but the output projection."""
+    return [name for name in linears(table) if name != HEAD]
+
+
 def target_violations(lora: LoraConfig, table: Table, prefix: str) -> Iterator[Violation]:
     """Targets that the model of ``table`` does not have, with those that it has.  prefix: of the keys, with its dot."""
     names = linears(table)
@@ -147,7 +154,8 @@ def target_violations(lora: LoraConfig, table: Table, prefix: str) -> Iterator[V
 
 
 def _is_linear(rule: Rule) -> bool:
-    return rule.stage is Stage.layer and _LINEAR.search(rule.name) is not None
+    in_layer = rule.stage is Stage.layer and _LINEAR.search(rule.name) is not None
+    return in_layer or (rule.stage is Stage.last and rule.hf == (OUTPUT_TENSOR,))  # and no copy of the embedding
 
 
 def module_of(tensor: HfTensor) -> str:
@@ -162,7 +170,8 @@ def _names(target: str, module: str) -> bool:
 
 
 def _is_target(lora: LoraConfig, module: str) -> bool:
-    wanted = lora.target_modules == [ALL_LINEAR] or any(_names(target, module) for target in lora.target_modules)
+    named = any(_names(target, module) for target in lora.target_modules)
+    wanted = named or (lora.target_modules == [ALL_LINEAR] and module != HEAD)
     return wanted and not any(_names(target, module) for target in lora.exclude_modules)
 
 

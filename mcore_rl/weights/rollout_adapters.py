@@ -15,7 +15,7 @@ from math import prod
 from mcore_rl.config.lora import ACTOR_ADAPTER, ENGINE_RANKS, EngineAdapters, LoraConfig, PublishedLora
 from mcore_rl.errors import Violation
 from mcore_rl.families.rules import Rule, Stage
-from mcore_rl.weights.adapter_table import AdaptedRule, AdapterTable, adapted_rule, linears, module_of
+from mcore_rl.weights.adapter_table import HEAD, AdaptedRule, AdapterTable, adapted_rule, linears, module_of
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -86,6 +86,7 @@ def published_violations(lora: LoraConfig, table: Table, prefix: str) -> Iterato
     theirs = {module for each in adapted_rules(table.family.rollout, adapters) for module in each.modules}
     if missing := sorted({module.rpartition(".")[2] for module in ours if module not in theirs}):
         attention = sorted({name.rpartition(".")[2] for name in linears(table) if "attn." in name})
-        problem = f"vLLM's adapters of experts need Triton, and their memory is not written here: {', '.join(missing)}"
+        why = "the output projection has none" if missing == [HEAD] else "those of experts need Triton"
+        problem = f"vLLM's adapters that are written here are of layers, and {why}: {', '.join(missing)}"
         remedy = f"{MERGED}, or {prefix}target_modules=[{','.join(attention)}]"
         yield Violation("rollout.lora", held, problem, remedy)

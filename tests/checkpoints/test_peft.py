@@ -28,7 +28,7 @@ from mcore_rl.checkpoints.peft import (
     write_peft,
 )
 from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, RankState, StateShard, pieces_of_range, state_file
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
@@ -60,15 +60,23 @@ def _logits(directory: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(TOKENS).logits
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3"])
-def test_peft_computes_what_the_merged_model_does(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        *((kind, [ALL_LINEAR]) for kind in ("qwen2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3")),
+        ("mixtral", ["q_proj", "lm_head"]),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "-".join(given),
+)
+def test_peft_computes_what_the_merged_model_does(kind: str, targets: list[str], tmp_path: Path) -> None:
     """The merged model is ours, and held against float64 by hand below; PEFT applies the adapters by itself."""
     peft = pytest.importorskip("peft")
     # Of experts PEFT 0.21 doubles rank and alpha where it joins gate and up, which is another scale with rslora.
     # It takes the names of experts' layers from dense MLPs and shared experts of the same model, which it then lacks.
     dense = kind in ("qwen2", "phi3")
     beside = [f"{place}.{name}_proj" for place in ("mlp", "shared_experts") for name in ("gate", "up", "down")]
-    lora = replace(LORA, use_rslora=dense, exclude_modules=beside if kind in ("qwen3_moe", "deepseek_v3") else [])
+    excluded = beside if kind in ("qwen3_moe", "deepseek_v3") else []
+    lora = replace(LORA, use_rslora=dense, target_modules=targets, exclude_modules=excluded)
     base, directory, _ = _written(kind, tmp_path, lora)
     done = merge(base, directory, tmp_path / "merged", report=_quiet)
     assert done.directory == tmp_path / "merged"

@@ -157,6 +157,9 @@ def _adapter_cases() -> list[Case]:
         case = Case(problem=Problem(model=name, lora=True), layout=layout, world_size=2, recompute=Recompute.full)
         cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
         cases.append(replace(case, layout=layout, overlap=True, recompute=Recompute.none))
+    ends = Problem(model="dense", lora=True, adapts=("q_proj", "lm_head"))
+    cases += [Case(problem=ends, layout=layout, world_size=size) for layout, size in (("tp=2", 2), ("tp=4", 4))]
+    cases += [Case(problem=ends, layout=layout, world_size=2) for layout in ("pp=2", "cp=2")]
     critic = Problem(model="tied", head=Head.value, lora=True)
     cases += [Case(problem=critic, layout=layout, world_size=2) for layout in ("tp=2", "pp=2")]
     return cases

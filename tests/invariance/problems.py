@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.config.algorithm import CorrectionLevel, Divergence
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
+from mcore_rl.config.lora import ALL_LINEAR
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.preference import PreferenceLoss
 from mcore_rl.config.reward_loss import RewardLoss
@@ -20,7 +21,7 @@ class Problem:
 
     model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
     replay: experts are dictated, at random, to all tokens but some.
-    lora: adapters on all linear layers are trained, and nothing else.
+    lora: adapters are trained, and nothing else: on all linear layers, or on those that ``adapts`` names.
     weighed: decoupled PPO, whose weights are of tokens or of whole responses (``old / mu``).
     preference: a loss of pairs, or of responses and their labels.
     scores: a reward model's loss, of pairs of answers or of labelled ones; with ``Head.value``.
@@ -36,6 +37,7 @@ class Problem:
     head: Head = Head.lm
     replay: bool = False
     lora: bool = False
+    adapts: tuple[str, ...] = (ALL_LINEAR,)
     weighed: CorrectionLevel | None = None
     preference: PreferenceLoss | None = None
     scores: RewardLoss | None = None
@@ -88,7 +90,7 @@ class Case:
         parts += ["z"] if problem.z else []
         parts += ["critic"] if problem.head is Head.value else []
         parts += ["replay"] if problem.replay else []
-        parts += ["lora"] if problem.lora else []
+        parts += ["-".join(("lora", *problem.adapts[problem.adapts == (ALL_LINEAR,) :]))] if problem.lora else []
         parts += [f"weighed-{problem.weighed.value}"] if problem.weighed is not None else []
         parts += [problem.preference.value] if problem.preference is not None else []
         parts += [problem.scores.value] if problem.scores is not None else []

@@ -38,6 +38,7 @@ ROOT = LoraConfig(rank=4, alpha=6.0, use_rslora=True, exclude_modules=["k_proj",
 CASES: dict[str, tuple[str, LoraConfig, bool]] = {
     "dense": ("dense", adapters.LORA, True),
     "biases and excluded layers": ("tied", ROOT, True),
+    "the output projection": ("dense", replace(adapters.LORA, target_modules=["q_proj", "lm_head"]), True),
     "fused projections": ("phi3", adapters.LORA, True),
     "norms behind the outputs": ("gemma2", adapters.LORA, True),
     "attention beside experts": ("moe", replace(adapters.LORA, target_modules=ATTENTION), True),

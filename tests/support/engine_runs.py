@@ -13,6 +13,7 @@ from mcore_rl.algorithms.outcome_loss import outcome_loss
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import ActorConfig, ProcessRewardConfig
@@ -49,6 +50,11 @@ class Result:
     gradients: Weights = field(default_factory=dict)  # of adapters, in the first step
 
 
+def adapted(problem: Problem) -> LoraConfig:
+    """Settings of the adapters of a problem."""
+    return replace(adapters.LORA, target_modules=list(problem.adapts))
+
+
 def starting_weights(problem: Problem) -> Weights:
     """The seeded weights from which all cases of a problem start."""
     model = MODELS[problem.model]
@@ -58,7 +64,7 @@ def starting_weights(problem: Problem) -> Weights:
             1, model.hidden_size, generator=torch.Generator().manual_seed(3)
         )
     if problem.lora:
-        of_adapters = adapters.drawn(adapters.adapter_table(model, head=problem.head))
+        of_adapters = adapters.drawn(adapters.adapter_table(model, adapted(problem), head=problem.head))
         of_adapters.pop(adapters.SCORE, None)  # under Megatron's name it is there already
         weights |= of_adapters
     return weights
@@ -166,7 +172,8 @@ def _run_in_groups(
     engine_module.BUCKET_ELEMENTS = SMALL_BUCKET if case.overlap else None
     table = None
     if problem.lora:
-        table = adapters.adapter_table(model, parallel=parallel, world_size=groups.layout.world_size, head=problem.head)
+        world_size = groups.layout.world_size
+        table = adapters.adapter_table(model, adapted(problem), parallel, world_size, head=problem.head)
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
         model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head, adapters=table,

@@ -89,6 +89,19 @@ def test_targets_are_those_of_peft() -> None:
     assert "j_proj" not in every and not targets(target_modules=["_proj"]), "parts of names between dots"
 
 
+def test_the_output_projection_is_adapted_where_it_is_named_and_is_no_embedding() -> None:
+    """Padding of the vocabulary is in B as in the weight: 101 rows over four ranks."""
+    adapted = table("llama", "tp=4", 4, target_modules=["lm_head"])
+    last, size = adapted.model.vocab_size, -(-adapted.model.vocab_size // 4)
+    assert adapted.hf_tensors.keys() == {f"base_model.model.lm_head.lora_{which}.weight" for which in "AB"}
+    (b,) = (each for each in adapted.tensors(3) if each.name == "output_layer.lora_B.0")
+    assert last % 4 and adapted.shape(b) == (size, 3)
+    assert sum(piece.shape[0] for piece in adapted.pieces(b)) == last - 3 * size
+    tied = Table(FAMILIES["llama"], models.dense(num_layers=2, tie_output=True))
+    (violation,) = target_violations(LoraConfig(rank=3, target_modules=["lm_head", "q_proj"]), tied, "actor.lora.")
+    assert "'lm_head'" in str(violation)
+
+
 def test_rows_of_a_fused_weight_follow_its_order_and_skip_what_is_not_adapted() -> None:
     base = Table(FAMILIES["llama"], models.dense(num_layers=1, num_query_groups=2))
     (qkv,) = (each for each in base.tensors(0) if each.name.endswith("linear_qkv.weight"))

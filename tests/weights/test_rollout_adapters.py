@@ -20,6 +20,7 @@ from mcore_rl.weights.table import Table
 from tests.support import models
 
 LORA = LoraConfig(rank=3, alpha=6.0)
+WITH_HEAD = LoraConfig(rank=3, target_modules=["q_proj", "lm_head"])
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = {
     "llama": models.dense(),
@@ -62,6 +63,7 @@ def test_memory_by_hand() -> None:
     ("name", "model", "lora", "problem", "remedy"),
     [
         ("mixtral", models.moe(), LORA, "need Triton", "actor.lora.target_modules=[k_proj,o_proj,q_proj,v_proj]"),
+        ("llama", models.dense(), WITH_HEAD, "the output projection has none: lm_head", "rollout.lora=merged"),
         ("llama", models.dense(), LoraConfig(rank=513), "beyond 512", "rollout.lora=merged"),
         ("deepseek_v2", models.deepseek_v2(), LORA, "latent attention", "rollout.lora=merged"),
         ("qwen3_next", models.qwen3_next(), LORA, "linear attention", "rollout.lora=merged"),
