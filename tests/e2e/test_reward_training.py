@@ -25,11 +25,11 @@ from tests.support import prompt_files, reward_models
 from tests.support.forked import start_engine
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
-pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1800), pytest.mark.usefixtures("processes")]
+pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600), pytest.mark.usefixtures("processes")]
 TOLD = 0.95  # of held-out pairs, at least
 LIFT = 0.05  # of held-out accuracy, by rewards of the reward model alone
 ATOL = 1e-4  # of an engine's scores, as in tests/rollout/engine/test_vllm_engine_classifier.py
-SFT_STEPS, STEPS, RL_STEPS = 200, 600, 40
+SFT_STEPS, STEPS, RL_STEPS = 200, 400, 40
 TUNING = (
     "recipe=arithmetic_sft", "model.path=model", "data.train_files=[data/train.parquet]",
     "data.val_files=[data/val.parquet]", f"trainer.total_training_steps={SFT_STEPS}", "trainer.test_freq=0",
