@@ -85,3 +85,55 @@ def test_a_search_keeps_the_teacher_s_layout() -> None:
     assert isinstance(fastest.run, RunConfig) and isinstance(run, RunConfig)
     assert fastest.run.teacher == run.teacher and fastest.plan.fits
     assert not any(each.startswith("teacher.") for each in fastest.overrides)
+
+
+def of_three_teachers(run: RunConfig, divergence: Divergence) -> RunConfig:
+    """Four data sources; two have one teacher."""
+    by_source = {"a": "first", "b": "second", "c": "third", "d": "second"}
+    distill = DistillConfig(coef=1.0, divergence=divergence)
+    teacher = replace(run.teacher, path=None, by_source=by_source)  # type: ignore[attr-defined]
+    return replace(run.with_groups({"teacher": teacher}), algorithm=replace(run.algorithm, distill=distill))
+
+
+def test_a_plan_counts_each_teacher_once() -> None:
+    """Of three, two are in host memory beside the live one, and the policy has the output rows of all."""
+    run = load_recipe(RECIPE)
+    assert isinstance(run, RunConfig)
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    others = other_models(run)
+    for divergence in (Divergence.drawn, Divergence.forward_kl):
+        one = replace(run, algorithm=replace(run.algorithm, distill=DistillConfig(coef=1.0, divergence=divergence)))
+        plans = [plan(each, model, cluster, others) for each in (one, of_three_teachers(run, divergence))]
+        before, after = (
+            {(row.phase, row.place, row.part): row.num_bytes for peak in planned.peaks for row in peak.rows}
+            for planned in plans
+        )
+        live = before[Phase.rollout, Place.host, "teacher weights, away"]
+        beside = [after[Phase.rollout, Place.host, f"teacher_{number} weights"] for number in (1, 2)]
+        assert beside == [live, live] and "teacher_3 weights" not in {part for *_, part in after}
+        assert (
+            after[Phase.logprobs, Place.device, "teacher weights"]
+            == before[Phase.logprobs, Place.device, "teacher weights"]
+        ), "one at a time"
+        assert plans[1].seconds["teacher"] > plans[0].seconds["teacher"], "they are swapped"
+        if divergence is not Divergence.drawn:
+            rows = 2 * 151936 // 2 * 2048
+            grown = {
+                part: after[key, place, part] - before[key, place, part]
+                for key, place, part in (
+                    (Phase.update, Place.device, "teacher output and logits"),
+                    (Phase.rollout, Place.host, "teacher output, away"),
+                )
+            }
+            assert grown["teacher output and logits"] == 2 * rows and grown["teacher output, away"] >= 2 * rows * 8
+
+
+def test_a_search_counts_the_output_rows_of_teachers() -> None:
+    run = load_recipe(RECIPE)
+    assert isinstance(run, RunConfig)
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    taught = of_three_teachers(run, Divergence.forward_kl)
+    (fastest,) = search(taught, model, cluster, other_models(run), limit=1).best
+    assert not any("does not fit whole" in each for each in search(taught, model, cluster, other_models(run)).refused)
+    update = fastest.plan.peak(Phase.update, Place.device)
+    assert update is not None and "teacher output and logits" in {row.part for row in update.rows}
