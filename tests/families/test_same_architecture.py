@@ -21,7 +21,7 @@ def written(directory: Path, name: str, **changes: object) -> str:
     ("name", "changes", "said"),
     [
         ("llama", {"num_hidden_layers": 7}, "num_layers 7 and not"),
-        ("llama", {"rms_norm_eps": 1e-3}, "norm_eps 0.001 and not"),
+        ("llama", {"rms_norm_eps": 1e-3}, "norm_epsilon 0.001 and not"),
         ("qwen3", {}, "family qwen3 and not llama"),
     ],
 )

@@ -53,7 +53,7 @@ CONFIGS = [
 
 @dataclass
 class Found:
-    """Of one rank.  told: by model, layout and names, the field of each sequence.  trained: by divergence and layout."""
+    """Of one rank.  told: by model, layout and names, log-probs of each sequence.  trained: by divergence and layout."""
 
     told: dict[tuple[str, str, tuple[int, ...]], dict[int, Tensor]] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -155,6 +155,7 @@ def sequences() -> list[tuple[Tensor, Tensor]]:
 def logprobs(model: ModelConfig, seed: int) -> list[Tensor]:
     """Those of every token after the first of each sequence, by one teacher alone."""
     teacher, scored = hf_reference.build(model, seed=seed).double(), []
+    teacher.set_experts_implementation("eager")  # the others have no float64
     for tokens, _ in sequences():
         of_all_TV = (teacher(tokens.unsqueeze(0)).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         scored.append(of_all_TV.gather(1, tokens[1:, None])[:, 0])
