@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 from mcore_rl.config.algorithm import DistillConfig, Divergence
 from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.distillation import PRODUCT_ROWS
 from mcore_rl.planning.plan import Phase, Place, plan
 from mcore_rl.planning.recipes import other_models, recipe_model, run_model
-from mcore_rl.planning.search import search
+from mcore_rl.planning.search import _run_options, search
 from mcore_rl.training.divergence import PRODUCT_ROWS as OF_THE_LOSS
 from tests.support.published import TINY
 
@@ -129,11 +131,11 @@ def test_a_plan_counts_each_teacher_once() -> None:
 
 
 def test_a_search_counts_the_output_rows_of_teachers() -> None:
+    """Of three in each layout that it considers, not of the chosen one alone."""
     run = load_recipe(RECIPE)
     assert isinstance(run, RunConfig)
     cluster, model = load_cluster(run.recipe.cluster), run_model(run)
-    taught = of_three_teachers(run, Divergence.forward_kl)
-    (fastest,) = search(taught, model, cluster, other_models(run), limit=1).best
-    assert not any("does not fit whole" in each for each in search(taught, model, cluster, other_models(run)).refused)
-    update = fastest.plan.peak(Phase.update, Place.device)
-    assert update is not None and "teacher output and logits" in {row.part for row in update.rows}
+    taught = with_replicas(of_three_teachers(run, Divergence.forward_kl), on_accelerators=True)
+    options, _ = _run_options(taught, model, cluster, other_models(run), Counter())
+    sizes = {option.training.parallel.tp: option.training.roles[0].teacher_output for option in options}
+    assert len(sizes) > 1 and sizes == {tp: 3 * 2 * -(-151936 // tp) * 2048 for tp in sizes}

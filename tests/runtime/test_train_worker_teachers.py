@@ -53,7 +53,7 @@ CONFIGS = [
 
 @dataclass
 class Found:
-    """Of one rank.  told: by model, layout and names, log-probs of each sequence.  trained: by divergence and layout."""
+    """Of one rank.  told: by model, layout and names, log-probs of sequences.  trained: by divergence and layout."""
 
     told: dict[tuple[str, str, tuple[int, ...]], dict[int, Tensor]] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
