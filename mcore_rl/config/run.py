@@ -328,10 +328,11 @@ def _teacher_violations(run: RunConfig) -> list[Violation]:
         return []
     if run.has_weights(ROLES[TEACHER]):
         config = run.role_config(ROLES[TEACHER])
-        is_wrong = isinstance(config, TeacherConfig) and not {"", REST}.isdisjoint(config.by_source)
-        remedy = "Name data sources; teacher.path teaches all that are not named"
+        if not isinstance(config, TeacherConfig) or {"", REST}.isdisjoint(config.by_source):
+            return []
         problem = f"an empty text and {REST} are no names of data sources"
-        return [Violation("teacher.by_source", config.by_source, problem, remedy)] if is_wrong else []
+        remedy = f"Name data sources; {REST} teaches all that are not named"
+        return [Violation("teacher.by_source", config.by_source, problem, remedy)]
     problem = f"is not set, and algorithm.distill.coef={run.algorithm.distill.coef:g} learns from a teacher"
     remedy = "Write teacher.path=DIR, or to stay near the policy's first weights algorithm.use_kl_in_reward=true"
     return [Violation("teacher.path", None, problem, remedy)]

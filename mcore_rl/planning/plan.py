@@ -159,19 +159,10 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
     return RolePlan(
-        role.name,
-        model,
-        config,
-        config.parallel,
-        run.trainer.world_size,
-        rl_work(run, mini),
-        accelerator=cluster.gpus_per_node > 0,
-        head=role.head,
-        trains=role.trains,
-        publishes=role.publishes,
-        frozen=run.snapshots_of(role.name),
-        beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
-    )
+        role.name, model, config, config.parallel, run.trainer.world_size, rl_work(run, mini),
+        accelerator=cluster.gpus_per_node > 0, head=role.head, trains=role.trains, publishes=role.publishes,
+        frozen=run.snapshots_of(role.name), beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
+    )  # fmt: skip
 
 
 def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: ClusterConfig) -> RolePlan:

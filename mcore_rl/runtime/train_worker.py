@@ -166,10 +166,7 @@ class TrainWorker(Answering):
         return WorkerOutput(None, Shard.joined(shards) if self._leads else None)
 
     def hidden_states(self, given: WorkerInput[None], snapshots: Sequence[str | None]) -> WorkerOutput[None]:
-        """``Engine.hidden_states`` of each batch with the weights of its teacher, as ``score_taught``.
-
-        The shard holds them, with the tokens that they are of.
-        """
+        """``Engine.hidden_states`` as ``score_taught``; the shard holds them, with the tokens that they are of."""
         self.onload([OffloadPart.weights])
         shards = [
             Shard.of_hidden(batch, self.engine.hidden_states(batch, snapshot=snapshot))

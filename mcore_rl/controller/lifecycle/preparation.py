@@ -202,9 +202,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         except ConfigError as error:
             violations += error.violations
     refuse_if_any(violations)
-    for role in config.group_rows:
-        for each in dict.fromkeys(config.checkpoints_of(role).values()):
-            demand_weights(Path(each), role.head)
+    _demand_weights(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
     refuse_if_any(list(vocabulary_violations(config, tokenizer)))
     agents = AgentRunner(
@@ -242,6 +240,13 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         kept=_kept(config, checkpoint, progress.step, settings, train),
         settings_sum=settings_sum(identity),
     )
+
+
+def _demand_weights(config: RunConfig) -> None:
+    """Raises CheckpointError unless every checkpoint of every role has its tensors."""
+    for role in config.group_rows:
+        for each in dict.fromkeys(config.checkpoints_of(role).values()):
+            demand_weights(Path(each), role.head)
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:
