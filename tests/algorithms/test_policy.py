@@ -234,8 +234,8 @@ def test_several_teachers_have_means_of_their_own() -> None:
         assert metrics[f"{key}/{names[number]}"] == pytest.approx(float(divergence_N[number_N == number].mean()))
     assert {name for name in metrics if name.startswith("distill/")} == {key, f"{key}/{names[0]}", f"{key}/{names[2]}"}
     assert not any(name.startswith("taught") for name in metrics)
-    assert_same(over_context(loss, batches[0], 3), loss(whole(batches[0])))
-    assert_same(over_microbatches(loss, batches[0], [[0, 2], [], [1, 3]]), loss(whole(batches[0])))
+    assert_same(batches[0], over_context(loss, batches[0], 3), loss(whole(batches[0])))
+    assert_same(batches[0], over_microbatches(loss, batches[0], [[0, 2], [], [1, 3]]), loss(whole(batches[0])))
 
 
 def test_extremes_are_those_of_trained_tokens() -> None:
