@@ -99,7 +99,9 @@ def measure(platform: Platform, tokens: int, hidden: int, repetitions: int) -> l
             divergence=kind.value,
             time_s=best_s(
                 platform,
-                differentiated(lambda x_TV, kind=kind: divergence(x_TV, hidden_TH, rows_VH, places_T, kind, **shared)),
+                differentiated(
+                    lambda x_TV, kind=kind: divergence(x_TV, hidden_TH, [rows_VH], places_T, kind, **shared)
+                ),
                 repetitions,
             )
             - copy_s,

@@ -110,7 +110,8 @@ def values_of(each: Setting) -> str:
     else:
         kind = {bool: "`true` or `false`", str: "text"}.get(each.kind, "keys and values")
         assert kind != "keys and values" or get_origin(each.kind) is dict, each.key
-    return f"{'list: ' if each.listed else ''}{kind}{', or `null`' if each.optional else ''}"
+    many = "list: " if each.listed else "names, and for each a " if each.mapped else ""
+    return f"{many}{kind}{', or `null`' if each.optional else ''}"
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,8 @@ tokens, whatever the loss's own aggregation:
   largest ``log r`` and ``-log r``, nats
 - ``actor/entropy``: if entropies are computed
 - ``actor/kl_loss``: the KL to the reference, before its coefficient
-- ``distill/DIVERGENCE``, and as a maximum ``distill/DIVERGENCE_max``: from the teacher, before its coefficient
+- ``distill/DIVERGENCE``, and as a maximum ``distill/DIVERGENCE_max``: from the teacher, before its coefficient; of
+  several, ``distill/DIVERGENCE/NAME`` too, a mean over the tokens that this one teaches
 
 Those of pairs, ``pairs/*``, are sums and means over responses (``preference.py``).
 """
@@ -32,8 +33,9 @@ from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
 from mcore_rl.config.algorithm import DistillConfig, KlPenalty
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.types import TAUGHT_BY, LossInputs, LossSums
 
+TAUGHT = "taught"  # metrics of the loss alone: the tokens that each teacher teaches
 # The loss's name of a mean over trained tokens -> its key in metrics.jsonl.
 REPORTED = {
     "actor/ratio": "actor/ratio_mean",
@@ -51,11 +53,14 @@ REPORTED = {
 class ActorLoss(RoleLoss):
     """The actor's loss as a sum; see the module.  teacher: the term that a teacher adds; None: it adds none.
 
+    taught_by: the names of several teachers, by their numbers in the batch's ``TAUGHT_BY``.
+
     ``aggregate(weight * policy_loss - entropy_coeff * entropy + kl_loss_coef * kl + distill.coef * divergence)``
     """
 
     config: ActorConfig
     teacher: DistillConfig | None = None
+    taught_by: tuple[str, ...] = ()
 
     @property
     def with_entropy(self) -> bool:
@@ -108,6 +113,8 @@ class ActorLoss(RoleLoss):
         if inputs.old_logprobs_N is not None:
             per_token |= _change(inputs)
         metrics = losses.metrics | {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
+        if self.teacher is not None and self.taught_by:
+            metrics |= self._by_teacher(f"distill/{self.teacher.divergence.value}", inputs)
         total = sum_token_losses(loss_N, inputs, config.loss_agg_mode)
         return LossSums(total=total, metrics=metrics, maxima=maxima)
 
@@ -123,10 +130,28 @@ class ActorLoss(RoleLoss):
             name = f"distill/{self.teacher.divergence.value}"
             both = {name: sums.mean(name), f"{name}_max": sums.largest(f"{name}_max")}
             metrics |= {key: value for key, value in both.items() if value is not None}
+            totals = sums.totals()
+            metrics |= {
+                f"{name}/{who}": totals[f"{name}/{who}"] / count
+                for who in self.taught_by
+                if (count := totals.get(f"{TAUGHT}/{who}"))
+            }
         if self.with_pairs:
             totals = {name.removeprefix(PREFIX): x for name, x in sums.totals().items() if name.startswith(PREFIX)}
             metrics |= {f"{PREFIX}{name}": value for name, value in means(totals).items()} if totals else {}
         return metrics | ({"kl/coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {})
+
+    @torch.no_grad()
+    def _by_teacher(self, name: str, inputs: LossInputs) -> dict[str, Tensor]:
+        """Sums of the divergence over the tokens that each teacher teaches, and how many these are."""
+        assert inputs.divergence_N is not None
+        name_S = inputs.mask_N.new_zeros(max(inputs.num_sequences, 1), dtype=torch.int64)  # one without sequences, too
+        name_S[: inputs.num_sequences] = inputs.extra_S[TAUGHT_BY].long()
+        sums = inputs.divergence_N.new_zeros(2, len(self.taught_by))
+        values = torch.stack([inputs.divergence_N, torch.ones_like(inputs.divergence_N)]) * inputs.mask_N
+        sums.index_add_(1, inputs.expand(name_S), values)
+        keys = [f"{key}/{who}" for key in (name, TAUGHT) for who in self.taught_by]
+        return dict(zip(keys, sums.view(-1), strict=True))
 
     def _kl(self, inputs: LossInputs) -> Tensor:
         """The KL to the reference in each row, [N], nats."""

@@ -8,7 +8,7 @@ its own sequences, and no Python loop runs over tokens.  Statistics over all seq
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -134,6 +134,10 @@ class Spreads(SentAsArrays):
             counts_S=counts_S.double(), means_S=values_S, squares_S=torch.zeros_like(values_S),
             lows_S=values_S, highs_S=values_S,
         )  # fmt: skip
+
+    def of_sequences(self, chosen_S: Tensor) -> Spreads:
+        """Those of the sequences where ``chosen_S``, bool, is set."""
+        return Spreads(**{each.name: getattr(self, each.name)[chosen_S] for each in fields(self)})
 
     def total(self) -> Spread | None:
         """The statistics of all sequences together; None if there is no value."""

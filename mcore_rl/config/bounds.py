@@ -127,6 +127,7 @@ class Setting:
 
     key: dotted.  kind: the type of its value or, if it is a list, of each.  marks: of its annotation.
     listed, optional: whether it is a list, or may be None.  default: its value, or what makes it.
+    mapped: whether it is a mapping of names to such values, whose type has marks.
     """
 
     key: str
@@ -135,6 +136,7 @@ class Setting:
     listed: bool
     optional: bool
     default: Any
+    mapped: bool = False
 
     def mark(self, kind: type[T]) -> T | None:
         """Its mark of that type."""
@@ -167,7 +169,7 @@ def settings(schema: type[Any], prefix: str = "") -> tuple[Setting, ...]:
 
 def setting_of(key: str, hint: Any, default: Any) -> Setting:
     """The setting of a field with the type ``hint``."""
-    marks, listed, optional = list[Any](), False, False
+    marks, listed, optional, mapped = list[Any](), False, False, False
     while True:
         origin = get_origin(hint)
         if origin is Annotated:
@@ -178,8 +180,10 @@ def setting_of(key: str, hint: Any, default: Any) -> Setting:
             optional = True
         elif origin in (list, tuple):
             hint, listed = get_args(hint)[0], True
+        elif origin is dict and get_origin(get_args(hint)[1]) is Annotated:
+            hint, mapped = get_args(hint)[1], True
         else:
-            return Setting(key, hint, tuple(marks), listed, optional, default)
+            return Setting(key, hint, tuple(marks), listed, optional, default, mapped)
 
 
 def bound_violations(config: Any, prefix: str = "") -> list[Violation]:
@@ -215,7 +219,7 @@ def is_name(value: str, place: PathKind) -> bool:
 
 
 def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
-    """(setting, key, value) of each leaf; of each item of a list, whose key ends in its number."""
+    """(setting, key, value) of each leaf; of each item of a list or mapping, whose key ends in its number or name."""
     for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
         value = value_at(config, each.key)
         key = f"{prefix}{each.key}"
@@ -223,6 +227,8 @@ def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
             continue
         if each.listed and isinstance(value, (list, tuple)):
             yield from ((each, f"{key}[{number}]", item) for number, item in enumerate(value))
+        elif each.mapped and isinstance(value, dict):
+            yield from ((each, f"{key}[{name}]", item) for name, item in value.items())
         else:
             yield each, key, value
 
@@ -243,7 +249,7 @@ def _text_problem(each: Setting, value: Any) -> tuple[str, str] | None:
     place = each.mark(PathKind)
     if place is not None and place.written and place.kind == "directory" and not value.strip():
         return "names no directory", "Write the directory of the run, such as runs/first"
-    if not value and (each.listed or each.default != ""):
+    if not value and (each.listed or each.mapped or each.default != ""):
         return "is empty", "Leave it out, or write a text"
     free = each.mark(FreeText) is not None
     if (

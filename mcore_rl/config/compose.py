@@ -60,7 +60,7 @@ def compose(
         chosen = (override.lstrip("+~").partition("=") for override in overrides)
         check_defaults(directory, begin, [f"{group}/{choice}" for group, _, choice in chosen if choice])
     _offer_schema(schema, program)  # type: ignore[arg-type]  # a class is hashable
-    overrides = [_listed(_adding(each), schema) for each in offer_algorithms(overrides, directory)]
+    overrides = [_listed(_adding(each, schema), schema) for each in offer_algorithms(overrides, directory)]
     composing = partial(_compose, schema, begin, directory)
     try:
         composed = composing(overrides)
@@ -73,9 +73,11 @@ def compose(
     return composed
 
 
-def _adding(override: str) -> str:
+def _adding(override: str, schema: type[Any]) -> str:
     """``override``, with hydra's mark for a key that may be new, if it is of a group that may hold any key."""
-    return f"++{override}" if is_free(override.partition("=")[0]) and override[0] not in "+~" else override
+    key = override.partition("=")[0]
+    mapped = any(f"{key}.".startswith(f"{each.key}.") for each in settings(schema) if each.mapped)  # type: ignore[arg-type]  # a class is hashable
+    return f"++{override}" if (mapped or is_free(key)) and override[0] not in "+~" else override
 
 
 def _of_fields(override: str) -> str:

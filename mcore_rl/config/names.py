@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from functools import reduce
 from typing import Any
 
 RESERVED = ("async",)  # groups whose names are words of Python's
@@ -34,8 +33,8 @@ def field_of(key: str) -> str:
 
 def value_at(config: Any, key: str) -> Any:
     """The value of a dotted key; groups may be dataclasses or dicts.  Raises AttributeError or KeyError."""
-    return reduce(_at, key.split("."), config)
-
-
-def _at(group: Any, name: str) -> Any:
-    return group[name] if isinstance(group, dict) else getattr(group, field_of(name))
+    if isinstance(config, dict) and key in config:  # names in a mapping may have dots
+        return config[key]
+    name, dot, rest = key.partition(".")
+    value = config[name] if isinstance(config, dict) else getattr(config, field_of(name))
+    return value_at(value, rest) if dot else value

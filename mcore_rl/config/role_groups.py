@@ -10,7 +10,8 @@ from typing import Any, Self, TypeVar
 
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import RoleConfig, TrainedConfig
+from mcore_rl.config.roles import RoleConfig, TeacherConfig, TrainedConfig
+from mcore_rl.config.teachers import BY_SOURCE
 from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
 
 T = TypeVar("T")
@@ -71,9 +72,23 @@ class RoleGroups:
         return role.make_loss(self.role_config(role))
 
     def weights_of(self, role: Role) -> str:
-        """The Hugging Face checkpoint of the role's first weights."""
-        path: str | None = self._value_at(role.weights or POLICY)
-        return self.model_directory if path in (None, "", self.model.path) else path
+        """The Hugging Face checkpoint of the role's first weights; of several teachers, the first."""
+        return next(iter(self.checkpoints_of(role).values()))
+
+    def checkpoints_of(self, role: Role) -> dict[str, str]:
+        """The Hugging Face checkpoints of the role's first weights, by the keys that name them.
+
+        More than one, all of one architecture, if it has ``by_source``; the policy's if none is named.
+        """
+        named: dict[str, str] = self._named_by(role) or {POLICY: self.model.path}
+        return {key: self.model_directory if each == self.model.path else each for key, each in named.items()}
+
+    def _named_by(self, role: Role) -> dict[str, str]:
+        """The weights that the role's own keys name."""
+        path, config = self._value_at(role.weights) if role.weights else None, getattr(self, role.group)
+        more = config.by_source if isinstance(config, TeacherConfig) else {}
+        named = {f"{role.name}.{BY_SOURCE}.{source}": directory for source, directory in more.items()}
+        return ({str(role.weights): path} if path else {}) | named
 
     @property
     def model_directory(self) -> str:
@@ -81,8 +96,8 @@ class RoleGroups:
         return str(Path(self.trainer.default_local_dir) / MODEL_VIEW) if self.model.is_changed else self.model.directory
 
     def has_weights(self, role: Role) -> bool:
-        """Whether the key that names the role's first weights has a value."""
-        return role.weights is not None and bool(self._value_at(role.weights))
+        """Whether a key that names the role's first weights has a value."""
+        return bool(self._named_by(role))
 
     def with_groups(self, groups: Mapping[str, RoleConfig]) -> Self:
         """A copy in which the given configuration groups of roles, by name, are replaced."""

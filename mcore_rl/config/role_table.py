@@ -7,7 +7,7 @@ its share of the plan and its metrics.  A trained role also needs a loss functio
 from __future__ import annotations
 
 from mcore_rl.config.role import Head, Never, Role
-from mcore_rl.config.roles import ActorConfig, CriticConfig, FrozenModelConfig, ProcessRewardConfig
+from mcore_rl.config.roles import ActorConfig, CriticConfig, ProcessRewardConfig, TeacherConfig
 
 # What a teacher of the loss makes instead of log-probs: ``config.run.RunConfig.role_rows``.
 TEACHER_HIDDEN, TEACHER_SCORED = "teacher_hidden_MH", "teacher_scored_T"
@@ -50,7 +50,7 @@ ROLES: dict[str, Role] = {
             name="teacher",
             head=Head.lm,
             weights="teacher.path",
-            config=FrozenModelConfig,
+            config=TeacherConfig,
             makes=("teacher_logprobs_T",),
             phase="teacher",
         ),

@@ -79,6 +79,17 @@ class FrozenModelConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
+class TeacherConfig(FrozenModelConfig):
+    """The teacher of on-policy distillation, or several of one architecture, chosen by a row's data source.
+
+    path: teaches all rows whose data source is not in ``by_source``; None: there are no such rows.
+    by_source: data source -> the weights that teach its rows, as ``{openai/gsm8k: DIR, math: OTHER}``.
+    """
+
+    by_source: dict[str, InputModel] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
 class AdaptedConfig(RoleConfig):
     """A role that trains its weights, or adapters beside them.  lora: see ``LoraConfig``."""
 

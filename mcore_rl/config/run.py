@@ -26,10 +26,11 @@ from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violati
 from mcore_rl.config.role import Every, Head, Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
-from mcore_rl.config.roles import ActorConfig, RouterReplay
+from mcore_rl.config.roles import ActorConfig, RouterReplay, TeacherConfig
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
+from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
@@ -82,10 +83,23 @@ class RunConfig(RoleGroups, Composed):
             changes[TEACHER] = {"head": Head.hidden, "makes": (TEACHER_HIDDEN, TEACHER_SCORED)}
         return tuple(replace(ROLES[name], **changes[name]) if name in changes else ROLES[name] for name in self.roles)
 
+    @property
+    def teachers(self) -> Teachers | None:
+        """Who teaches which rows; None: there is no teacher."""
+        if TEACHER not in self.roles:
+            return None
+        named, config = self.checkpoints_of(ROLES[TEACHER]), self.role_config(ROLES[TEACHER])
+        assert isinstance(config, TeacherConfig)
+        by_source = {source: named[f"{TEACHER}.{BY_SOURCE}.{source}"] for source in config.by_source}
+        return Teachers(rest=named.get(REST), by_source=by_source)
+
     def loss_of(self, role: Role) -> Any:
         """The ``RoleLoss`` of a trained role; a teacher may be a term of the policy's."""
-        loss, distill = super().loss_of(role), self.algorithm.distill
-        return replace(loss, teacher=distill) if role.publishes and distill.in_loss else loss
+        loss, distill, teachers = super().loss_of(role), self.algorithm.distill, self.teachers
+        if not (role.publishes and distill.in_loss):
+            return loss
+        names = teachers.names if teachers is not None and teachers.are_several else ()
+        return replace(loss, teacher=distill, taught_by=names)
 
     @property
     def served_rollout(self) -> RolloutConfig:
@@ -310,8 +324,15 @@ def _pass_k_violations(run: RunConfig) -> list[Violation]:
 
 def _teacher_violations(run: RunConfig) -> list[Violation]:
     """Refuses to distill from nobody; ``weights_of`` would answer with the policy's own first weights."""
-    if TEACHER not in run.roles or run.has_weights(ROLES[TEACHER]):
+    if TEACHER not in run.roles:
         return []
+    if run.has_weights(ROLES[TEACHER]):
+        config = run.role_config(ROLES[TEACHER])
+        if not isinstance(config, TeacherConfig) or {"", REST}.isdisjoint(config.by_source):
+            return []
+        problem = f"an empty text and {REST} are no names of data sources"
+        remedy = f"Name data sources; {REST} teaches all that are not named"
+        return [Violation("teacher.by_source", config.by_source, problem, remedy)]
     problem = f"is not set, and algorithm.distill.coef={run.algorithm.distill.coef:g} learns from a teacher"
     remedy = "Write teacher.path=DIR, or to stay near the policy's first weights algorithm.use_kl_in_reward=true"
     return [Violation("teacher.path", None, problem, remedy)]

@@ -40,7 +40,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)
     keys, with_outcomes = config.algorithm.gdpo_reward_keys, bool(config.outcome_rows)
-    groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=with_outcomes)
+    groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=with_outcomes, teachers=config.teachers)
     place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 
     with clock("sync"):

@@ -139,8 +139,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
 
     async def score(self, role: Role, shared: SharedBatch) -> SequenceScores | None:
         """Runs the scoring pass of ``role``, see ``updates.score_role``."""
-        replay = self.config.actor.router_replay
-        return await updates.score_role(role, self.groups[role.group], shared, self.temperature(role), replay)
+        group, replay, teachers = self.groups[role.group], self.config.actor.router_replay, self.config.teachers
+        return await updates.score_role(role, group, shared, self.temperature(role), replay, teachers)
 
     async def score_copy(self, role: Role, shared: SharedBatch) -> None:
         """Runs the scoring pass of the frozen copy of ``role``, if it has one."""

@@ -189,6 +189,18 @@ class PromptSet:
         )
 
     @property
+    def data_sources(self) -> list[str]:
+        """The data sources of all prompts, each once."""
+        sources = set[str]()
+        for number, file in enumerate(self._files):
+            rows = pa.array([row for each, row in self._places if each == number], type=pa.int64())
+            if "data_source" not in file.table.column_names:
+                sources |= {UNKNOWN} if len(rows) else set()
+                continue
+            sources |= {each or UNKNOWN for each in file.table.column("data_source").take(rows).unique().to_pylist()}
+        return sorted(sources)
+
+    @property
     def ids(self) -> list[str]:
         """``PromptRow.id`` of every prompt."""
         return [self._files[file].row_id(row) for file, row in self._places]

@@ -32,13 +32,13 @@ def fetched(config: T) -> T:
     """
     kept, changes, wrong = _kept(config), dict[str, Any](), list[Violation]()
     for key, place, value in _named_values(config):
-        items, local = value if isinstance(value, list) else [value], list[str]()
-        for number, item in enumerate(items):
+        local = dict[Any, list[str]]()
+        for name, item in _items(value):
             try:
-                local += local_paths(f"{key}[{number}]" if isinstance(value, list) else key, item, place, kept.get(key))
+                local[name] = local_paths(key if name is None else f"{key}[{name}]", item, place, kept.get(key))
             except ConfigError as error:
                 wrong += error.violations
-        changes[key] = local if isinstance(value, list) else "".join(local)
+        changes[key] = _like(value, local)
     refuse_if_any(wrong)
     return changed(config, {key: value for key, value in changes.items() if value})
 
@@ -50,8 +50,12 @@ def fetched_config(config: T) -> T:
     """
     changes = {}
     for key, place, value in _named_values(config):
-        if place.hub == MODEL and isinstance(value, str) and hub_name(value, MODEL):
-            (changes[key],) = local_paths(key, value, place, None, ModelPart.config)
+        if place.hub == MODEL and not isinstance(value, list):
+            local = {
+                name: local_paths(key if name is None else f"{key}[{name}]", item, place, None, ModelPart.config)
+                for name, item in _items(value)
+            }
+            changes[key] = _like(value, local)
     return changed(config, changes)
 
 
@@ -94,6 +98,21 @@ def local_paths(
     return [str(path) for path in paths]
 
 
+def _items(value: Any) -> list[tuple[Any, str]]:
+    """(its number or name, text) of each text of a value; None is the name of a single one."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+
+
+def _like(value: Any, local: Mapping[Any, list[str]]) -> Any:
+    """What takes the place of ``value``.  local: the paths that stand for each of its ``_items``."""
+    if isinstance(value, dict):
+        return {name: "".join(paths) for name, paths in local.items()}
+    paths = [path for of_item in local.values() for path in of_item]
+    return paths if isinstance(value, list) else "".join(paths)
+
+
 def _named_values(config: Any) -> Iterator[tuple[str, PathKind, Any]]:
     """(key, kind of path, value) of every key of ``config`` that may have a name instead of a path."""
     for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
@@ -117,7 +136,7 @@ def _kept(config: Any) -> dict[str, list[HubName]]:
         value = values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        texts = value if isinstance(value, list) else [value]
+        texts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
         kept[key] = [name for text in texts if isinstance(text, str) and (name := hub_name(text, place.hub))]
     return kept
 

@@ -1,4 +1,4 @@
-"""What a teacher in the policy's loss needs beside both models: its hidden states, its output rows, and their products.
+"""What teachers in the policy's loss need beside the models: hidden states, output rows, and their products.
 
 The rows are in the host memory of the last stage's processes, and on the device while a step is trained.
 """
@@ -19,23 +19,36 @@ from mcore_rl.parallel.layout import Layout
 PRODUCT_ROWS = 512  # ``training/divergence.py``, which needs torch
 
 
-def teacher_bytes(
-    run: RunConfig, policy: ModelConfig, others: Mapping[str, ModelConfig], per_node: int
-) -> tuple[int, int]:
-    """(hidden states, output rows): bytes that a teacher in the loss adds; (0, 0) without one.
+def num_teachers(run: RunConfig) -> int:
+    """How many sets of weights teach: one is live, the others are snapshots beside it."""
+    return 0 if run.teachers is None else len(run.teachers.directories)
 
-    The first are in the host memory of the node that has most, all responses as long as they may be: every process of
-    the policy has those of its data-parallel coordinate, and the nodes' stores have all of them once.  The second are
-    of one tensor rank of the policy.  others: the models of roles that start from another checkpoint.
+
+def hidden_bytes(run: RunConfig, policy: ModelConfig, others: Mapping[str, ModelConfig], per_node: int) -> int:
+    """Bytes of the hidden states of a teacher in the loss, on the node that has most; 0 without one.
+
+    In host memory, all responses as long as they may be: every process of the policy has those of its data-parallel
+    coordinate, and the nodes' stores have all of them once.  others: the models of roles that start from another
+    checkpoint.
     """
-    if not run.algorithm.distill.in_loss:
-        return 0, 0
-    teacher = run.role_config(ROLES[TEACHER])
-    row = others.get(TEACHER, policy).hidden_size * BYTES[teacher.precision]
     tokens = run.data.train_batch_size * sequences_per_prompt(run) * run.data.max_response_length
     dp = Layout.of(run.actor.parallel, run.trainer.world_size).dp
-    columns = -(-policy.vocab_size // run.actor.parallel.tp)
-    return ceil(tokens * row * (per_node / dp + 1 / run.trainer.nnodes)), columns * row
+    return ceil(tokens * _row_bytes(run, policy, others) * (per_node / dp + 1 / run.trainer.nnodes))
+
+
+def output_bytes(run: RunConfig, policy: ModelConfig, others: Mapping[str, ModelConfig], tp: int) -> int:
+    """Bytes of the output rows of all teachers in the loss, of one of ``tp`` tensor ranks of the policy; 0 without one.
+
+    others: as in ``hidden_bytes``.
+    """
+    return -(-policy.vocab_size // tp) * _row_bytes(run, policy, others) * num_teachers(run)
+
+
+def _row_bytes(run: RunConfig, policy: ModelConfig, others: Mapping[str, ModelConfig]) -> int:
+    """Bytes of a hidden state, and of an output row; 0 without a teacher in the loss."""
+    if not run.algorithm.distill.in_loss:
+        return 0
+    return others.get(TEACHER, policy).hidden_size * BYTES[run.role_config(ROLES[TEACHER]).precision]
 
 
 def product_bytes(columns: int, rows: int, size: int) -> int:

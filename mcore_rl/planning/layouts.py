@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeVar
@@ -56,6 +56,7 @@ def trainings(
     site: Site,
     room: Serving | None,
     refused: Counter[str],
+    teacher_output: Callable[[int], int] = lambda _: 0,
 ) -> Iterator[Training]:
     """Yields the layouts that fit, each with the least recompute with which it fits.
 
@@ -65,6 +66,7 @@ def trainings(
     work, site: what a role processes, and where the run is placed.
     room: the memory of a rollout rank; None without rollout.
     refused: counts the refused layouts by their reason.
+    teacher_output: tensor ranks of the policy -> ``RolePlan.teacher_output``.
     """
     sizes = {row.name: ModelSizes(model, head=row.head) for row in rows}
     precision = engines[rows[0].name].precision
@@ -95,6 +97,7 @@ def trainings(
                              frozen=snapshots[row.name], states=states[row.name])
                     for row in rows
                 ]  # fmt: skip
+                trained[0].teacher_output = teacher_output(parallel.tp)
                 roles = (*trained, *frozen)
                 if layout.vpp > 1 and roles[0].num_microbatches < 2 * layout.pp:
                     refused["too few microbatches for an interleaved schedule"] += 1

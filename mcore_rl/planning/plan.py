@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
@@ -27,7 +28,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
-from mcore_rl.planning.distillation import teacher_bytes
+from mcore_rl.planning.distillation import hidden_bytes, num_teachers, output_bytes
 from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
@@ -76,7 +77,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     )  # fmt: skip
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
-    hidden, roles[0].teacher_output = teacher_bytes(run, model, others, per_node)
+    roles[0].teacher_output = output_bytes(run, model, others, roles[0].layout.tp)
     site = Site(
         device_bytes=device_bytes,
         host_bytes=int(cluster.host_memory_gib * GIB),
@@ -89,7 +90,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         processes=processes,
         reward_model=_reward_model_bytes(run, device_bytes, processes),
         routes=route_bytes(run, model, per_node),
-        hidden=hidden,
+        hidden=hidden_bytes(run, model, others, per_node),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
@@ -158,18 +159,10 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
     return RolePlan(
-        role.name,
-        model,
-        config,
-        config.parallel,
-        run.trainer.world_size,
-        rl_work(run, mini),
-        accelerator=cluster.gpus_per_node > 0,
-        head=role.head,
-        trains=role.trains,
-        publishes=role.publishes,
-        frozen=run.snapshots_of(role.name),
-    )
+        role.name, model, config, config.parallel, run.trainer.world_size, rl_work(run, mini),
+        accelerator=cluster.gpus_per_node > 0, head=role.head, trains=role.trains, publishes=role.publishes,
+        frozen=run.snapshots_of(role.name), beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
+    )  # fmt: skip
 
 
 def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: ClusterConfig) -> RolePlan:
@@ -247,7 +240,8 @@ def _seconds(
             continue
         each = by_name[row.group]
         swap_s = move_s(4 * _heaviest(each).weights, rates)
-        own = bool(row.makes) * (score_s(each, rates, sequences) + (0.0 if row.shares is None else swap_s))
+        swaps = each.beside if row.shares is None else 1
+        own = bool(row.makes) * (score_s(each, rates, sequences) + swaps * swap_s)
         copy = 0.0 if row.copy_makes is None else score_s(each, rates, sequences) + swap_s
         if own + copy:
             by_part[row.phase] = own + copy

@@ -17,6 +17,7 @@ from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.same_architecture import architecture_violations
 from mcore_rl.hub.fetch import config_folder, fetched_config
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
@@ -78,7 +79,9 @@ def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
     """
     models, violations = {}, list[Violation]()
     for role in run.group_rows:
-        path = run.weights_of(role)
+        path, checkpoints = run.weights_of(role), run.checkpoints_of(role)
+        here = {key: each for key, each in checkpoints.items() if (config_folder(each) / CONFIG).is_file()}
+        violations += architecture_violations(here, config_folder) if len(here) > 1 else []
         if role.publishes or path == run.model_directory:
             continue
         if (config_folder(path) / CONFIG).is_file():
@@ -88,8 +91,9 @@ def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
             models[role.name] = model_of(published)[1]
         else:
             problem = "has no config.json, and recipe.checkpoints names no checkpoint of model_configs/"
-            remedy = f"Write {role.weights}=DIR, a Hugging Face checkpoint, or recipe.checkpoints.{role.name}=NAME"
-            violations.append(Violation(str(role.weights), path, problem, remedy))
+            key = next(iter(checkpoints))
+            remedy = f"Write {key}=DIR, a Hugging Face checkpoint, or recipe.checkpoints.{role.name}=NAME"
+            violations.append(Violation(key, path, problem, remedy))
     refuse_if_any(violations)
     return models
 

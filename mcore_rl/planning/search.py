@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 
 from mcore_rl.config.cluster import ClusterConfig
@@ -28,6 +29,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
 from mcore_rl.planning.activations import engine_on
+from mcore_rl.planning.distillation import output_bytes
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.memory import Site
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
@@ -220,7 +222,17 @@ def _run_options(
     ours = [
         (_training_s(run, each.roles, rates), each)
         for each in trainings(
-            engines, rows, frozen, snapshots, model, run.trainer.world_size, work, site, room, refused
+            engines,
+            rows,
+            frozen,
+            snapshots,
+            model,
+            run.trainer.world_size,
+            work,
+            site,
+            room,
+            refused,
+            partial(output_bytes, run, model, others),
         )
     ]
     # An engine on several nodes waits for the network in every layer: only for a model that one node does not hold.

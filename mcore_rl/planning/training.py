@@ -18,6 +18,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.distillation import product_bytes
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States
@@ -74,8 +75,9 @@ class RolePlan:
     work: what it processes in an optimizer step.
     accelerator: whether it computes on one.
     frozen: the roles whose frozen weights its processes keep in host memory.
+    beside: how many further weights of its own it keeps there: of teachers, all but the first.
     states: its states, if they are known already.
-    teacher_output: bytes of the output rows of a teacher in its loss, of a tensor rank; 0 until somebody says so.
+    teacher_output: bytes of the output rows of teachers in its loss, of a tensor rank; 0 until somebody says so.
 
     Raises ConfigError if the layout does not divide the world or the layers.
     """
@@ -94,11 +96,12 @@ class RolePlan:
         trains: bool = True,
         publishes: bool = False,
         frozen: Sequence[Role] = (),
+        beside: int = 0,
         states: States | None = None,
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
         self.head, self.trains, self.publishes = head, trains, publishes
-        self.frozen, self.teacher_output = tuple(frozen), 0
+        self.frozen, self.beside, self.teacher_output = tuple(frozen), beside, 0
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
             overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
@@ -140,14 +143,14 @@ class RolePlan:
         return state if self.trains else replace(state, gradients=0, optimizer=0)
 
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
-        """(name, bytes, exact) of the frozen weights of each of ``frozen``, on the rank of ``stage`` that has most."""
+        """(name, bytes, exact) of the weights of ``frozen`` and ``beside``, on the rank of ``stage`` that has most."""
         weights, size = self.states.trained.of_stage(stage).weights, self._trained_size
         means = weights // size * MAIN_BYTES if size < MAIN_BYTES else 0
         return [
             (f"{role.snapshot} weights", weights + means * isinstance(role.moves, ExponentialAverage), True)
             for role in self.frozen
             if not is_the_base(lora_of(self.engine), role.moves)
-        ]
+        ] + [(f"{snapshot_of(number + 1)} weights", weights, True) for number in range(self.beside)]
 
     @property
     def _trained_size(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rl.config.engine import EngineConfig, Precision
@@ -13,10 +14,15 @@ from mcore_rl.config.role import Head
 
 @dataclass(frozen=True)
 class TeacherSpec:
-    """A teacher in the policy's loss.  directory: its Hugging Face checkpoint.  precision: of its hidden states."""
+    """The teachers in the policy's loss, one or several.
 
-    directory: Path
+    directories: the Hugging Face checkpoint of each.  precision: of their hidden states.
+    numbers: which of them each number of a batch's ``TAUGHT_BY`` stands for.
+    """
+
+    directories: tuple[Path, ...]
     precision: Precision
+    numbers: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,8 @@ class RoleSpec:
     shares_device: whether rollout engines use the same device by turns.
     publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
     leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
-    teacher: whose output projection it has beside its own, for its loss; None: nobody's.
+    teacher: whose output projections it has beside its own, for its loss; None: nobody's.
+    beside: further weights of the same architecture that it scores with, by the name of their snapshot.
     """
 
     role: str
@@ -45,3 +52,4 @@ class RoleSpec:
     publishes: bool = False
     leaves_behind: bool = False
     teacher: TeacherSpec | None = None
+    beside: Mapping[str, Path] = field(default_factory=dict)

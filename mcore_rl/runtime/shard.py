@@ -47,6 +47,11 @@ class Shard:
         counts = [int(part.sum()) for part in scored.fields["teacher_scored_T"]]
         return cls(scored.fields | cls.of(counts, teacher_hidden_MH=bits_MH).fields)
 
+    @classmethod
+    def joined(cls, shards: Sequence[Shard]) -> Shard:
+        """The sequences of all ``shards``, one shard after the other; all have the same fields."""
+        return cls({name: [part for shard in shards for part in shard.fields[name]] for name in shards[0].fields})
+
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
         """Pickles plain buffers, which Ray's pickler stores directly; for each array it would call back into Python.
 

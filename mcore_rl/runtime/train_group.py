@@ -121,12 +121,25 @@ class TrainGroup:
         )
         return [scores for scores in scores_of_ranks if scores is not None], shards
 
-    async def hidden_states(self, inputs: Sequence[ShardRefs[None]]) -> list[ShardRef]:
+    async def score_taught(
+        self, inputs: Sequence[ShardRefs[None]], field: str, *, temperature: float, snapshots: Sequence[str | None]
+    ) -> list[ShardRef]:
+        """Computes the log-probs of every token, as ``field`` of shards in the store, to which it returns references.
+
+        inputs: for each data-parallel rank, a batch for each of ``snapshots``: the names of the weights to score it
+        with; None is the live weights.
+        """
+        _, shards = await self.workers.map(TrainWorker.score_taught, inputs, field, temperature, snapshots)
+        return shards
+
+    async def hidden_states(
+        self, inputs: Sequence[ShardRefs[None]], *, snapshots: Sequence[str | None]
+    ) -> list[ShardRef]:
         """The last hidden states of the trained tokens, as references to shards in the store.
 
-        inputs: one batch for each data-parallel rank.
+        inputs, snapshots: as in ``score_taught``.
         """
-        _, shards = await self.workers.map(TrainWorker.hidden_states, inputs)
+        _, shards = await self.workers.map(TrainWorker.hidden_states, inputs, snapshots)
         return shards
 
     async def process_stats(self, inputs: Sequence[ShardRefs[None]]) -> list[ProcessStats]:

@@ -104,14 +104,23 @@ class TrainWorker(Answering):
             head=spec.head, trainable=spec.trains, adapters=adapters,
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
-        with HfCheckpoint.open(spec.directory) as checkpoint:
-            self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
+        for name, directory in spec.beside.items():
+            self._load(directory)
+            self.engine.snapshots.take(name)
+        self._load(spec.directory)
         if spec.teacher is not None and self.groups.is_last_stage:
-            teacher = spec.teacher
-            self.engine.teacher = Teacher.load(teacher.directory, teacher.precision, model, self.groups, self.platform)
+            each = spec.teacher
+            self.engine.teacher = Teacher.load(
+                each.directories, each.precision, model, self.groups, self.platform, each.numbers
+            )
         if adapters is not None and adapters.lora.path is not None:
             with open_peft(Path(adapters.lora.path), adapters) as checkpoint:
                 self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=adapters, rank=self.rank))
+
+    def _load(self, directory: Path) -> None:
+        """Loads the weights of a Hugging Face checkpoint."""
+        with HfCheckpoint.open(directory) as checkpoint:
+            self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(
         self,
@@ -141,13 +150,30 @@ class TrainWorker(Answering):
         sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
         return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}, routing_TLK=scores.routing_TLK))
 
-    def hidden_states(self, given: WorkerInput[None]) -> WorkerOutput[None]:
-        """``Engine.hidden_states``: the shard holds them, with the tokens that they are of.  Only leaders return it."""
-        (batch,) = given.batches
+    def score_taught(
+        self, given: WorkerInput[None], field: str, temperature: float, snapshots: Sequence[str | None]
+    ) -> WorkerOutput[None]:
+        """``Engine.score`` of each batch with the weights of its teacher: the shard holds the log-probs of all of them.
+
+        snapshots: of each batch.  Only leaders return the shard.
+        """
         self.onload([OffloadPart.weights])
-        hidden_MH = self.engine.hidden_states(batch)
+        shards = []
+        for batch, snapshot in zip(given.batches, snapshots, strict=True):
+            scores = self.engine.score(batch, temperature=temperature, with_entropy=False, snapshot=snapshot)
+            shards.append(Shard.of(batch.lengths_S, **{field: scores.logprobs_T}))
         self.rest()
-        return WorkerOutput(None, Shard.of_hidden(batch, hidden_MH) if self._leads else None)
+        return WorkerOutput(None, Shard.joined(shards) if self._leads else None)
+
+    def hidden_states(self, given: WorkerInput[None], snapshots: Sequence[str | None]) -> WorkerOutput[None]:
+        """``Engine.hidden_states`` as ``score_taught``; the shard holds them, with the tokens that they are of."""
+        self.onload([OffloadPart.weights])
+        shards = [
+            Shard.of_hidden(batch, self.engine.hidden_states(batch, snapshot=snapshot))
+            for batch, snapshot in zip(given.batches, snapshots, strict=True)
+        ]
+        self.rest()
+        return WorkerOutput(None, Shard.joined(shards) if self._leads else None)
 
     def process_stats(self, given: WorkerInput[None]) -> WorkerOutput[ProcessStats | None]:
         """See ``algorithms.process_rewards``.  Only leaders compute it."""

@@ -42,6 +42,10 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL to the reference, per token", ("kl/loss",)),
     ("KL to the reference, per response", ("kl/reward",)),
     ("Divergence from the teacher, per token", ("distill/reverse_kl", "distill/forward_kl", "distill/jensen_shannon")),
+    (
+        "Divergence from each teacher, per token",
+        ("distill/reverse_kl/", "distill/forward_kl/", "distill/jensen_shannon/"),
+    ),
     ("KL of the update, per token", ("actor/kl_k3",)),
     ("Entropy", ("actor/entropy",)),
     ("Log-prob difference, trainer and sampler", ("rollout/logprob_diff_mean",)),

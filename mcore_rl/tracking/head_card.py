@@ -136,7 +136,9 @@ def _algorithm(config: Mapping[str, Any]) -> Fact | None:
     if _at(config, "actor.use_kl_loss"):
         notes.append(f"KL in the loss, {_at(config, 'actor.kl_loss_coef')}")
     if coef := _at(config, "algorithm.distill.coef"):
-        notes.append(f"teacher {'/'.join(str(_at(config, 'teacher.path')).rstrip('/').split('/')[-2:])}, {coef}")
+        paths = [_at(config, "teacher.path"), *(_at(config, "teacher.by_source") or {}).values()]
+        named = ["/".join(str(each).rstrip("/").split("/")[-2:]) for each in paths if each]
+        notes.append(f"teacher {', '.join(dict.fromkeys(named))}, {coef}")
     return Fact("Algorithm", title_of(config) or str(estimator), notes)
 
 

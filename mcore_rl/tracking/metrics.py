@@ -152,6 +152,16 @@ _ADVANTAGES = (
     Metric("distill/forward_kl_max", "nats", "max", "KL(teacher || policy) of a trained token", "forward KL max"),
     Metric("distill/jensen_shannon", "nats", "mean", "generalized JSD of a trained token", "teacher JSD", "down"),
     Metric("distill/jensen_shannon_max", "nats", "max", "generalized JSD of a trained token", "teacher JSD max"),
+    Metric(
+        "distill/reverse_kl/{data_source}",
+        "nats",
+        "mean",
+        "of tokens that this source's teacher teaches; teacher.path: all other sources",
+        "teacher KL",
+        "down",
+    ),
+    Metric("distill/forward_kl/{data_source}", "nats", "mean", "as distill/reverse_kl/*", "forward KL", "down"),
+    Metric("distill/jensen_shannon/{data_source}", "nats", "mean", "as distill/reverse_kl/*", "teacher JSD", "down"),
     Metric("distill/reverse_kl_std", "nats", "std", "log(policy / teacher), over trained tokens", "teacher KL std"),
     Metric("distill/reverse_kl_max", "nats", "max", "log(policy / teacher) of a trained token", "teacher KL max"),
 )

@@ -17,6 +17,7 @@ the reverse KL.  With z the policy's logits divided by the temperature:
 The teacher's logits are never whole: its last hidden states and its output rows of this rank's columns make them
 ``PRODUCT_ROWS`` tokens at a time, in forward and again in backward, and float32 copies are ``chunk_bytes`` large.
 Columns of the teacher beyond the policy's vocabulary are left out: q is what it says of the tokens that the policy has.
+Of several teachers each has output rows, and tokens, of its own; they are one pass with one gradient.
 
 Vocabulary parallelism: each rank sums over its own columns, and two all-reduces of [M]-vectors join the sums, three for
 ``jensen_shannon``, which needs p and q themselves before it can mix them.  Backward communicates nothing.
@@ -27,7 +28,7 @@ All differences are taken column by column, so that equal logits have a divergen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,11 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 def divergence(
     logits_TV: Tensor,
     hidden_MH: Tensor,
-    rows_VH: Tensor,
+    rows: Sequence[Tensor],
     places_M: Tensor,
     kind: Divergence,
     *,
+    counts: Sequence[int] | None = None,
     vocab_size: int,
     chunk_bytes: int,
     beta: float = 0.5,
@@ -61,7 +63,8 @@ def divergence(
 
     logits_TV: [T, V_local] of the policy, finite; rank r of ``group`` holds columns [r * V_local, (r + 1) * V_local).
     places_M: int64, each row at most once, the same on every rank.  hidden_MH: the teacher's last hidden states there.
-    rows_VH: the teacher's output rows of this rank's columns below ``vocab_size``, in the dtype of ``hidden_MH``.
+    rows: [V, H] of each teacher, its output rows of this rank's columns below ``vocab_size``, in the dtype of
+    ``hidden_MH``.  counts: how many of the M are each teacher's, one teacher after the other; None: there is one.
     beta: in (0, 1), for ``jensen_shannon``.  soft_cap, teacher_soft_cap: of each model's logits.  Other arguments as in
     ``token_logprobs``.
 
@@ -71,13 +74,16 @@ def divergence(
     num_columns = logits_TV.shape[1]
     num_valid = num_local_columns(vocab_size, num_columns, 0 if group is None else dist.get_rank(group))
     assert len(hidden_MH) == len(places_M), f"{len(hidden_MH)} hidden states for {len(places_M)} tokens"
-    assert rows_VH.shape == (num_valid, hidden_MH.shape[1]), f"{tuple(rows_VH.shape)} rows for {num_valid} columns"
+    counts = (len(places_M),) if counts is None else tuple(counts)
+    assert sum(counts) == len(places_M) and len(counts) == len(rows), f"{counts} tokens of {len(rows)} teachers"
+    shapes = {tuple(rows_VH.shape) for rows_VH in rows}
+    assert shapes == {(num_valid, hidden_MH.shape[1])}, f"{shapes} rows for {num_valid} columns"
     assert temperature > 0 and 0 < beta < 1 and kind is not Divergence.drawn
     settings = _Settings(
         kind, beta, num_valid, 1.0 / temperature, soft_cap, teacher_soft_cap, group,
-        rows=max(1, round(chunk_bytes / (4 * num_columns))),
+        teachers=tuple(zip(rows, counts, strict=True)), rows=max(1, round(chunk_bytes / (4 * num_columns))),
     )  # fmt: skip
-    value_M: Tensor = _Divergence.apply(logits_TV, hidden_MH, rows_VH, places_M, settings)  # type: ignore[no-untyped-call]
+    value_M: Tensor = _Divergence.apply(logits_TV, hidden_MH, places_M, settings)  # type: ignore[no-untyped-call]
     return value_M.new_zeros(len(logits_TV)).index_add(0, places_M, value_M)
 
 
@@ -88,7 +94,10 @@ def num_local_columns(vocab_size: int, num_columns: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of ``divergence``.  num_valid: this rank's columns without padding.  rows: tokens of a chunk."""
+    """The arguments of ``divergence``.  num_valid: this rank's columns without padding.  rows: tokens of a chunk.
+
+    teachers: the output rows of each, and how many of the tokens are its own.
+    """
 
     kind: Divergence
     beta: float
@@ -97,6 +106,7 @@ class _Settings:
     soft_cap: float | None
     teacher_soft_cap: float | None
     group: dist.ProcessGroup | None
+    teachers: tuple[tuple[Tensor, int], ...]
     rows: int
 
 
@@ -104,10 +114,8 @@ class _Divergence(torch.autograd.Function):
     """Per-token values are [M, 1] inside, so that they broadcast along the vocabulary."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_TV: Tensor, hidden_MH: Tensor, rows_VH: Tensor, places_M: Tensor, settings: _Settings
-    ) -> Tensor:
-        ctx.settings, tensors = settings, (logits_TV, hidden_MH, rows_VH, places_M)
+    def forward(ctx: Any, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor, settings: _Settings) -> Tensor:
+        ctx.settings, tensors = settings, (logits_TV, hidden_MH, places_M)
         log_sums, value_M1 = _normalisers(settings, *tensors)
         mean_M1 = value_M1
         if settings.kind is Divergence.jensen_shannon:
@@ -121,7 +129,7 @@ class _Divergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, log_sums, mean_M1 = ctx.saved_tensors
-        settings, (logits_TV, _, _, places_M) = ctx.settings, tensors
+        settings, (logits_TV, _, places_M) = ctx.settings, tensors
         scale_M1 = grad_M.unsqueeze(1) * settings.inverse_temperature
         if settings.kind is Divergence.jensen_shannon:
             scale_M1 = scale_M1 * (1 - settings.beta)
@@ -141,12 +149,10 @@ class _Divergence(torch.autograd.Function):
             if slope_CV is not None:
                 grad_CV.mul_(slope_CV)
             grad_TV[places_M[span], : settings.num_valid] = grad_CV.to(grad_TV.dtype)
-        return grad_TV, None, None, None, None
+        return grad_TV, None, None, None
 
 
-def _normalisers(
-    settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, rows_VH: Tensor, places_M: Tensor
-) -> tuple[Tensor, Tensor]:
+def _normalisers(settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor) -> tuple[Tensor, Tensor]:
     """(log sum exp of both models' scaled logits, [2, M, 1]; the KL that ``settings.kind`` asks for, [M, 1]).
 
     With S = sum exp(z), R = sum exp(r), z and r less their maxima: KL(p || q) = sum exp(z) (z - r) / S - log S + log R,
@@ -155,7 +161,7 @@ def _normalisers(
     is_forward = settings.kind is Divergence.forward_kl
     maxima = logits_TV.new_full((2, len(places_M), 1), -_FLOAT_MAX, dtype=torch.float32)
     sums = torch.zeros((3, len(places_M), 1), dtype=torch.float32, device=logits_TV.device)
-    for span, z_CV, r_CV in _chunks(settings, logits_TV, hidden_MH, rows_VH, places_M):
+    for span, z_CV, r_CV in _chunks(settings, logits_TV, hidden_MH, places_M):
         for which, x_CV in enumerate((z_CV, r_CV)):
             torch.amax(x_CV, dim=1, keepdim=True, out=maxima[which, span])
             x_CV.sub_(maxima[which, span])
@@ -177,11 +183,11 @@ def _normalisers(
 
 
 def _to_mixture(
-    settings: _Settings, log_sums: Tensor, logits_TV: Tensor, hidden_MH: Tensor, rows_VH: Tensor, places_M: Tensor
+    settings: _Settings, log_sums: Tensor, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor
 ) -> Tensor:
     """KL(p || m) and KL(q || m), [2, M, 1]."""
     sums = torch.zeros((2, len(places_M), 1), dtype=torch.float32, device=logits_TV.device)
-    for span, z_CV, r_CV in _chunks(settings, logits_TV, hidden_MH, rows_VH, places_M):
+    for span, z_CV, r_CV in _chunks(settings, logits_TV, hidden_MH, places_M):
         z_CV.sub_(log_sums[0, span])
         r_CV.sub_(log_sums[1, span])
         between_CV = z_CV - r_CV
@@ -199,7 +205,7 @@ def _over_mixture(between_CV: Tensor, beta: float) -> Tensor:
 
 
 def _chunks(
-    settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, rows_VH: Tensor, places_M: Tensor
+    settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(slice of the M tokens, z, r) a few tokens at a time; z and r are float32 copies without padding columns.
 
@@ -207,14 +213,17 @@ def _chunks(
     """
     if settings.num_valid == 0:
         return
-    for block in range(0, len(places_M), PRODUCT_ROWS):
-        teacher_BV = hidden_MH[block : block + PRODUCT_ROWS] @ rows_VH.t()
-        for start in range(0, len(teacher_BV), settings.rows):
-            end = min(start + settings.rows, len(teacher_BV))
-            span = slice(block + start, block + end)
-            z_CV = _scaled(logits_TV[places_M[span], : settings.num_valid], settings.soft_cap, settings)
-            r_CV = _scaled(teacher_BV[start:end], settings.teacher_soft_cap, settings)
-            yield span, z_CV, r_CV
+    last = 0
+    for rows_VH, count in settings.teachers:
+        first, last = last, last + count
+        for block in range(first, last, PRODUCT_ROWS):
+            teacher_BV = hidden_MH[block : min(block + PRODUCT_ROWS, last)] @ rows_VH.t()
+            for start in range(0, len(teacher_BV), settings.rows):
+                end = min(start + settings.rows, len(teacher_BV))
+                span = slice(block + start, block + end)
+                z_CV = _scaled(logits_TV[places_M[span], : settings.num_valid], settings.soft_cap, settings)
+                r_CV = _scaled(teacher_BV[start:end], settings.teacher_soft_cap, settings)
+                yield span, z_CV, r_CV
 
 
 def _scaled(logits_CV: Tensor, soft_cap: float | None, settings: _Settings) -> Tensor:

@@ -112,7 +112,7 @@ class Engine:
         if model.moe is not None:
             self.routing = Routing(self.models, model.num_layers, model.moe, config.moe, groups)
         self._watch = FiniteWatch(groups, self.models, parallel.pp * parallel.vpp)
-        self.teacher: Teacher | None = None  # on the last stage of a policy that is distilled in its loss
+        self.teacher: Teacher | None = None  # one or several, on the last stage of a policy distilled in its loss
         self.num_skipped = 0
         self._skipped_in_a_row: list[str] = []
         if groups.rank == 0 and platform.is_accelerator and config.layer_spec is LayerSpec.auto and why_local:
@@ -187,16 +187,16 @@ class Engine:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
         return replace(scored, routing_TLK=routing_TLK)
 
-    def hidden_states(self, batch: TrainBatch) -> Tensor:
+    def hidden_states(self, batch: TrainBatch, *, snapshot: str | None = None) -> Tensor:
         """The last hidden states that predict the trained tokens, [M, H], in the model's dtype, on the CPU.
 
-        In the order of the batch; the same on every peer.
+        In the order of the batch; the same on every peer.  snapshot: as in ``score``.
         """
         self.memory.require(OffloadPart.weights)
         out = HiddenOutputs(batch.mask_T, self.model.hidden_size, self.dtype, self.groups)
         batch = batch.to(self.groups.device)
         with phase("score", role=self.role):
-            self._forward(batch, self._microbatches(batch), out.add, None)
+            self._forward(batch, self._microbatches(batch), out.add, snapshot)
             return out.over_ranks()
 
     def train_step(

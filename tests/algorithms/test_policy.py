@@ -18,6 +18,7 @@ from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig, LossAggregation
+from mcore_rl.types import TAUGHT_BY
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_connected_zero,
@@ -215,6 +216,26 @@ def test_a_teacher_s_metrics_are_of_all_minibatches() -> None:
     )  # fmt: skip
     metrics = ActorLoss(actor("ppo_clip"), DistillConfig(coef=1.0, divergence=Divergence.forward_kl)).metrics(sums)
     assert (metrics["distill/forward_kl"], metrics["distill/forward_kl_max"]) == (2.0, 4.0)
+
+
+def test_several_teachers_have_means_of_their_own() -> None:
+    """Of two minibatches; in the second the third name teaches no trained token, and the second none in either."""
+    names, number_S = ("teacher.path", "idle", "openai/gsm8k"), torch.tensor([0.0, 2.0, 2.0, 0.0])
+    batches = [replace(drawn(seed), extra={TAUGHT_BY: number_S}) for seed in (7, 8)]
+    batches[1] = replace(batches[1], mask=batches[1].mask & (number_S[batches[1].sequence] == 0))
+    loss = ActorLoss(actor("ppo_clip"), TEACHER, names)
+    results, trained = [loss(whole(each)) for each in batches], [int(each.mask.sum()) for each in batches]
+    sums = UpdateSums([{name: float(x) for name, x in each.metrics.items()} for each in results], trained)
+    metrics, key = loss.metrics(sums), "distill/jensen_shannon"
+    number_N = torch.cat([number_S[each.sequence][each.mask] for each in batches])
+    divergence_N = torch.cat([each.fields["divergence"].detach()[each.mask] for each in batches])
+    assert metrics[key] == pytest.approx(float(divergence_N.mean()))
+    for number in (0, 2):
+        assert metrics[f"{key}/{names[number]}"] == pytest.approx(float(divergence_N[number_N == number].mean()))
+    assert {name for name in metrics if name.startswith("distill/")} == {key, f"{key}/{names[0]}", f"{key}/{names[2]}"}
+    assert not any(name.startswith("taught") for name in metrics)
+    assert_same(batches[0], over_context(loss, batches[0], 3), loss(whole(batches[0])))
+    assert_same(batches[0], over_microbatches(loss, batches[0], [[0, 2], [], [1, 3]]), loss(whole(batches[0])))
 
 
 def test_extremes_are_those_of_trained_tokens() -> None:

@@ -2,7 +2,7 @@
 
 One run of three steps, and one that goes on from its second.  The teacher is mixed with a reward, so that one run has
 both parts of the advantages, a reference, and two updates of a batch.  And a run of each divergence over the whole
-vocabulary, from which alone it learns.
+vocabulary, from which alone it learns.  And runs of two teachers, each of which teaches the rows of a data source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 
 from tests.e2e.test_roles import Observed
 from tests.house.source import ROOT
-from tests.support import run_task
+from tests.support import prompt_files, run_task
 from tests.support.run_task import AGREEMENT, SPEED, nothing_left, write_task
 
 STEPS, SAVED = 3, 2
@@ -33,10 +33,10 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def write_teacher(directory: Path, tokenizer_of: Path) -> None:
+def write_teacher(directory: Path, tokenizer_of: Path, seed: int = 1) -> None:
     """A dense model, deeper and wider than the task's mixture, with the tokens of that."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         num_hidden_layers=3, hidden_size=96, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
         head_dim=24, vocab_size=len(tokenizer) + PADDING, max_position_embeddings=256, initializer_range=0.1,
@@ -86,6 +86,13 @@ def drawn(directory: Path, step: int) -> list[tuple[list[int], list[bool]]]:
         for rest in table.column("rest").to_pylist()
     ]
     return list(zip(table.column("tokens").to_pylist(), masks, strict=True))
+
+
+def sources_of(directory: Path, step: int, rows: list[dict[str, object]]) -> list[str]:
+    """The data source of each of ``drawn``, by the number of its prompt among ``rows``, which were trained on."""
+    table = pq.read_table(directory / "record" / f"step_{step}.parquet", columns=["group"])
+    groups = json.loads(table.schema.metadata[b"mcore_rl.drawn"])["groups"]
+    return [str(rows[groups[place]["number"]]["data_source"]) for place in table.column("group").to_pylist()]
 
 
 @torch.no_grad()
@@ -149,6 +156,43 @@ def test_divergences_over_the_vocabulary_are_what_transformers_says(
     assert first[f"distill/{divergence}"] == pytest.approx(float(expected_M.mean()), abs=1e-5)
     assert first[f"distill/{divergence}_max"] == pytest.approx(float(expected_M.max()), abs=1e-4)
     assert last[f"distill/{divergence}"] < first[f"distill/{divergence}"], "it learns from the teacher"
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("divergence", ["drawn", "forward_kl"])
+def test_two_teachers_are_what_transformers_says_of_each_source(
+    divergence: str, task: Path, tmp_path: Path, processes: None
+) -> None:
+    """The teacher has two data-parallel ranks; a third of the rows are of the source that it teaches itself."""
+    rows = pq.read_table(task / "train.parquet").to_pylist()
+    rows = [row | {"data_source": "openai/gsm8k" if number % 3 else "arithmetic"} for number, row in enumerate(rows)]
+    prompt_files.write(tmp_path / "train.parquet", rows)
+    write_teacher(tmp_path / "other", task / "model", seed=2)
+    of_loss = () if divergence == "drawn" else (*OF_THE_LOSS, f"algorithm.distill.divergence={divergence}")
+    taught = run(
+        task, tmp_path / "run", *of_loss, f"data.train_files=[{tmp_path}/train.parquet]", "teacher.parallel.tp=1",
+        f"teacher.by_source={{openai/gsm8k: {tmp_path}/other}}",
+    )  # fmt: skip
+    sources, responses = sources_of(tmp_path / "run", 1, rows), drawn(tmp_path / "run", 1)
+    first = taught.metrics[1]
+    key = "distill/reverse_kl" if divergence == "drawn" else f"distill/{divergence}"
+    size, of_all = AutoConfig.from_pretrained(task / "model").vocab_size, []
+    for source, name, teacher in (
+        ("arithmetic", "teacher.path", task / "teacher"), ("openai/gsm8k", "openai/gsm8k", tmp_path / "other"),
+    ):  # fmt: skip
+        own = [response for response, each in zip(responses, sources, strict=True) if each == source]
+        if divergence == "drawn":
+            expected_M = logprobs(task / "model", own) - logprobs(teacher, own)
+        else:
+            p_MV, q_MV = (distributions(model, own, size) for model in (task / "model", teacher))
+            expected_M = (q_MV.exp() * (q_MV - p_MV)).sum(-1)
+        of_all.append(expected_M)
+        assert len(expected_M) > 30
+        assert first[f"{key}/{name}"] == pytest.approx(float(expected_M.mean()), abs=1e-5)
+    assert first[key] == pytest.approx(float(torch.cat(of_all).mean()), abs=1e-5)
+    plan = (tmp_path / "run" / "plan.json").read_text()
+    assert "teacher_1 weights" in plan and "teacher_2" not in plan
 
 
 @pytest.mark.tier("full")

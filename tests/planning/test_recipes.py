@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 from mcore_rl.config.algorithm import DistillConfig, Divergence
 from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.distillation import PRODUCT_ROWS
 from mcore_rl.planning.plan import Phase, Place, plan
 from mcore_rl.planning.recipes import other_models, recipe_model, run_model
-from mcore_rl.planning.search import search
+from mcore_rl.planning.search import _run_options, search
 from mcore_rl.training.divergence import PRODUCT_ROWS as OF_THE_LOSS
 from tests.support.published import TINY
 
@@ -85,3 +87,55 @@ def test_a_search_keeps_the_teacher_s_layout() -> None:
     assert isinstance(fastest.run, RunConfig) and isinstance(run, RunConfig)
     assert fastest.run.teacher == run.teacher and fastest.plan.fits
     assert not any(each.startswith("teacher.") for each in fastest.overrides)
+
+
+def of_three_teachers(run: RunConfig, divergence: Divergence) -> RunConfig:
+    """Four data sources; two have one teacher."""
+    by_source = {"a": "first", "b": "second", "c": "third", "d": "second"}
+    distill = DistillConfig(coef=1.0, divergence=divergence)
+    teacher = replace(run.teacher, path=None, by_source=by_source)  # type: ignore[attr-defined]
+    return replace(run.with_groups({"teacher": teacher}), algorithm=replace(run.algorithm, distill=distill))
+
+
+def test_a_plan_counts_each_teacher_once() -> None:
+    """Of three, two are in host memory beside the live one, and the policy has the output rows of all."""
+    run = load_recipe(RECIPE)
+    assert isinstance(run, RunConfig)
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    others = other_models(run)
+    for divergence in (Divergence.drawn, Divergence.forward_kl):
+        one = replace(run, algorithm=replace(run.algorithm, distill=DistillConfig(coef=1.0, divergence=divergence)))
+        plans = [plan(each, model, cluster, others) for each in (one, of_three_teachers(run, divergence))]
+        before, after = (
+            {(row.phase, row.place, row.part): row.num_bytes for peak in planned.peaks for row in peak.rows}
+            for planned in plans
+        )
+        live = before[Phase.rollout, Place.host, "teacher weights, away"]
+        beside = [after[Phase.rollout, Place.host, f"teacher_{number} weights"] for number in (1, 2)]
+        assert beside == [live, live] and "teacher_3 weights" not in {part for *_, part in after}
+        assert (
+            after[Phase.logprobs, Place.device, "teacher weights"]
+            == before[Phase.logprobs, Place.device, "teacher weights"]
+        ), "one at a time"
+        assert plans[1].seconds["teacher"] > plans[0].seconds["teacher"], "they are swapped"
+        if divergence is not Divergence.drawn:
+            rows = 2 * 151936 // 2 * 2048
+            grown = {
+                part: after[key, place, part] - before[key, place, part]
+                for key, place, part in (
+                    (Phase.update, Place.device, "teacher output and logits"),
+                    (Phase.rollout, Place.host, "teacher output, away"),
+                )
+            }
+            assert grown["teacher output and logits"] == 2 * rows and grown["teacher output, away"] >= 2 * rows * 8
+
+
+def test_a_search_counts_the_output_rows_of_teachers() -> None:
+    """Of three in each layout that it considers, not of the chosen one alone."""
+    run = load_recipe(RECIPE)
+    assert isinstance(run, RunConfig)
+    cluster, model = load_cluster(run.recipe.cluster), run_model(run)
+    taught = with_replicas(of_three_teachers(run, Divergence.forward_kl), on_accelerators=True)
+    options, _ = _run_options(taught, model, cluster, other_models(run), Counter())
+    sizes = {option.training.parallel.tp: option.training.roles[0].teacher_output for option in options}
+    assert len(sizes) > 1 and sizes == {tp: 3 * 2 * -(-151936 // tp) * 2048 for tp in sizes}

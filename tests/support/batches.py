@@ -97,7 +97,7 @@ def teacher(vocab_size: int, *, tp: int, rank: int) -> Teacher:
     """Its output rows of the columns of tensor rank ``rank``, and a low soft cap."""
     rows_VH = 0.3 * torch.randn(vocab_size, TEACHER_WIDTH, generator=torch.Generator().manual_seed(32))
     columns = padded_vocab_size(vocab_size, tp) // tp
-    return Teacher(rows_VH[rank * columns : (rank + 1) * columns], soft_cap=3.0)
+    return Teacher((rows_VH[rank * columns : (rank + 1) * columns],), soft_cap=3.0)
 
 
 def preference_loss(loss: PreferenceLoss) -> PreferencesLoss:

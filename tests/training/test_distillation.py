@@ -90,7 +90,7 @@ def train(groups: ProcessGroups, layout: str, teacher: Path, hidden_MH: Tensor, 
     policy = hf_reference.full_weights(hf_reference.build(POLICY, seed=1), POLICY)
     engine = engines.build(groups, POLICY, layout=layout, load=partial(full_weights.load_full, weights=policy))
     if groups.is_last_stage:
-        engine.teacher = Teacher.load(teacher, Precision.float32, POLICY, groups, engines.CPU)
+        engine.teacher = Teacher.load([teacher], Precision.float32, POLICY, groups, engines.CPU)
     batch = replace(batch_of(), teacher_hidden_MH=hidden_MH, teacher_scored_T=batch_of().mask_T)
     # Corrections may leave out tokens that the teacher scored.
     batch = replace(batch, mask_T=batch.mask_T & (torch.arange(len(batch.mask_T)) % 5 != 0))

@@ -32,7 +32,10 @@ TOKENS, COLUMNS, WIDTH = 23, 128, 16
 
 @dataclass(frozen=True)
 class Case:
-    """Logits [T, padded], the teacher's states [M, H] and rows [vocab_size, H], and an upstream gradient [T]."""
+    """Logits [T, padded], the teacher's states [M, H] and rows [vocab_size, H], and an upstream gradient [T].
+
+    others: the rows of further teachers.  counts: how many of the M are each one's; () is all of the one.
+    """
 
     logits_TV: Tensor
     hidden_MH: Tensor
@@ -44,6 +47,8 @@ class Case:
     temperature: float = 1.0
     soft_cap: float | None = None
     teacher_soft_cap: float | None = None
+    others: tuple[Tensor, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -63,12 +68,21 @@ def make_case(dtype: torch.dtype = torch.float32, vocab_size: int = 101, **setti
     return Case(logits_TV, hidden_MH, rows_VH, places_M, random(TOKENS), **settings)  # type: ignore[arg-type]
 
 
+def of_three_teachers(case: Case) -> Case:
+    """The second teaches nothing, and the third has other rows and most of the tokens."""
+    generator, few = torch.Generator().manual_seed(5), 2
+    others = tuple(torch.randn(case.rows_VH.shape, generator=generator).to(case.rows_VH.dtype) for _ in range(2))
+    return replace(case, others=others, counts=(few, 0, len(case.places_M) - few))
+
+
 def run(case: Case, group: dist.ProcessGroup | None = None, chunk_tokens: int = 4) -> tuple[Tensor, Tensor]:
     leaf_TV = case.logits_TV.clone().requires_grad_()
     rank, columns = (0 if group is None else dist.get_rank(group)), leaf_TV.shape[1]
     count = num_local_columns(case.vocab_size, columns, rank)
     value_T = divergence(
-        leaf_TV, case.hidden_MH, case.rows_VH[rank * columns : rank * columns + count], case.places_M, case.kind,
+        leaf_TV, case.hidden_MH,
+        [rows_VH[rank * columns : rank * columns + count] for rows_VH in (case.rows_VH, *case.others)],
+        case.places_M, case.kind, counts=case.counts or None,
         vocab_size=case.vocab_size, chunk_bytes=chunk_tokens * 4 * columns, beta=case.beta,
         temperature=case.temperature, soft_cap=case.soft_cap, teacher_soft_cap=case.teacher_soft_cap, group=group,
     )  # fmt: skip
@@ -80,7 +94,9 @@ def run(case: Case, group: dist.ProcessGroup | None = None, chunk_tokens: int = 
 def defined(case: Case, logits_TV: Tensor) -> Tensor:
     """The divergence at each row, float64 [T]: the definitions of arXiv:2306.13649, section 2."""
     # The teacher's logits are rounded to its dtype, as those of its own pass are.
-    teacher_MV = (case.hidden_MH @ case.rows_VH.t()).double()
+    parts = case.hidden_MH.split(case.counts or len(case.hidden_MH))
+    products = zip(parts, (case.rows_VH, *case.others), strict=True)
+    teacher_MV = torch.cat([hidden_MH @ rows_VH.t() for hidden_MH, rows_VH in products]).double()
 
     def logprobs(x_MV: Tensor, soft_cap: float | None) -> Tensor:
         if soft_cap is not None:
@@ -129,6 +145,18 @@ def test_value_and_gradient(
 ) -> None:
     case = make_case(dtype, kind=kind, temperature=temperature, soft_cap=caps[0], teacher_soft_cap=caps[1])
     assert_as_by_autograd(case, *run(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [3, 512])
+def test_each_of_several_teachers_has_tokens_of_its_own(
+    kind: Divergence, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PRODUCT_ROWS", block)  # more than the first teacher's tokens, and fewer
+    case = of_three_teachers(make_case(kind=kind, temperature=0.7, teacher_soft_cap=5.0))
+    value_T, grad_TV = run(case)
+    assert_as_by_autograd(case, value_T, grad_TV)
+    assert (value_T - run(replace(case, others=(), counts=()))[0]).abs().max() > 0.01, "the others say otherwise"
 
 
 @pytest.mark.parametrize("beta", [1e-3, 0.5, 0.9, 0.999])
@@ -206,7 +234,7 @@ def test_beside_log_probs_on_the_same_logits(kind: Divergence) -> None:
     logits_TV = leaf_TV * 1
     logprobs_T, _ = token_logprobs(logits_TV, targets_T, vocab_size=101, chunk_bytes=4096)
     value_T = divergence(
-        logits_TV, case.hidden_MH, case.rows_VH, case.places_M, kind, vocab_size=101, chunk_bytes=4096, beta=case.beta
+        logits_TV, case.hidden_MH, [case.rows_VH], case.places_M, kind, vocab_size=101, chunk_bytes=4096, beta=case.beta
     )
     (logprobs_T.sum() + (value_T * case.grad_T).sum()).backward()
 
@@ -225,6 +253,7 @@ SPLIT = tuple(
         make_case(kind=kind),
         make_case(torch.bfloat16, kind=kind, temperature=0.6, soft_cap=4.0),
         make_case(vocab_size=30, kind=kind),
+        of_three_teachers(make_case(kind=kind, temperature=0.6)),
     )
 )
 

@@ -19,10 +19,13 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.pairs import sequences_per_prompt, trains_pairs, units_per_prompt
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
+from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.teachers import BY_SOURCE
 from mcore_rl.data.packing import budget_violations, padded_length
+from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
 from mcore_rl.errors import DataError, Violation
 from mcore_rl.families.config_json import read_config
@@ -103,13 +106,14 @@ def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, 
 
 def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig) -> Iterator[Violation]:
     """Refuses a model that cannot read the policy's samples: too few tokens or positions."""
-    path, longest = run.weights_of(role), run.rollout.max_model_len
+    (key, path), longest = next(iter(run.checkpoints_of(role).items())), run.rollout.max_model_len
+    key = str(role.weights) if key == POLICY else key
     if role.head is not Head.value and model.vocab_size < policy.vocab_size:
         problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: it cannot score all of them"
-        yield Violation(f"{role.weights}", path, problem, "Name a model with the policy's tokenizer")
+        yield Violation(key, path, problem, "Name a model with the policy's tokenizer")
     if longest > model.max_position_embeddings:
         problem = f"has {model.max_position_embeddings:,} positions, and a sequence up to {longest:,} tokens"
-        yield Violation(f"{role.weights}", path, problem, "Name a model with more, or shorten data.max_*_length")
+        yield Violation(key, path, problem, "Name a model with more, or shorten data.max_*_length")
 
 
 def vocabulary_violations(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Violation]:
@@ -118,15 +122,29 @@ def vocabulary_violations(run: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     The sizes of vocabularies may differ by padding (``_other_model_violations``).
     """
     for role in run.group_rows:
-        path = run.weights_of(role)
-        if role.publishes or role.head is Head.value or path == run.model_directory:
-            continue
-        try:
-            problem = vocabulary_difference(tokenizer, path)
-        except DataError as error:
-            problem = f"its tokens cannot be compared with the policy's: {error}"
-        if problem is not None:
-            yield Violation(str(role.weights), path, problem, "Name a model with the policy's tokenizer")
+        for key, path in run.checkpoints_of(role).items():
+            if role.publishes or role.head is Head.value or path == run.model_directory:
+                continue
+            try:
+                problem = vocabulary_difference(tokenizer, path)
+            except DataError as error:
+                problem = f"its tokens cannot be compared with the policy's: {error}"
+            if problem is not None:
+                yield Violation(key, path, problem, "Name a model with the policy's tokenizer")
+
+
+def teacher_violations(run: RunConfig, sources: Sequence[str]) -> Iterator[Violation]:
+    """Refuses rows that no teacher teaches, and teachers of no row.  sources: data sources of the rows to train on."""
+    teachers = run.teachers
+    if teachers is None or not teachers.by_source:
+        return
+    key, there = f"teacher.{BY_SOURCE}", sorted(set(sources))
+    if untaught := sorted(teachers.untaught(there)):
+        problem = f"names no teacher of the rows of {named(untaught)}"
+        yield Violation(key, named([*teachers.by_source]), problem, "Name one, or teacher.path=DIR for all the rest")
+    if idle := [source for source in teachers.by_source if source not in there]:
+        problem = f"no row of data.train_files has the data source {named(idle)}; they have {named(there)}"
+        yield Violation(key, named([*teachers.by_source]), problem, "Leave it out, or mend the name")
 
 
 def _share_violations(run: RunConfig, role: Role) -> list[Violation]:

@@ -24,6 +24,7 @@ from mcore_rl.config.roles import (
     FrozenModelConfig,
     RoleConfig,
     RouterReplay,
+    TeacherConfig,
     TrainedConfig,
     TrainedModelConfig,
 )
@@ -37,6 +38,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
     demand_weights,
     model_run_violations,
+    teacher_violations,
     vocabulary_violations,
 )
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
@@ -54,6 +56,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.same_architecture import architecture_violations
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.serving_checks import why_unrecorded
@@ -121,10 +124,7 @@ def to_resume(
 
 def weights_of_roles(config: RunConfig | OfflineConfig) -> dict[str, Path]:
     """The Hugging Face checkpoints of the roles' first weights, by the configuration keys that name them."""
-    return {
-        (role.weights if role.weights and config.has_weights(role) else "model.path"): Path(config.weights_of(role))
-        for role in config.role_rows
-    }
+    return {key: Path(directory) for role in config.role_rows for key, directory in config.checkpoints_of(role).items()}
 
 
 def models_of(config: RunConfig) -> dict[str, Path]:
@@ -166,6 +166,9 @@ def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
     """longest: the most tokens of a response."""
     if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
         config = replace(config, path=str(Path(config.path).resolve()))
+    if isinstance(config, TeacherConfig):
+        by_source = {source: str(Path(each).resolve()) for source, each in config.by_source.items()}
+        config = replace(config, by_source=by_source)
     if isinstance(config, AdaptedConfig):
         config = with_absolute_adapters(config)
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
@@ -187,6 +190,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         for role in config.group_rows
     }
     violations = [*model_run_violations(config, models), *adapter_violations(config)]
+    for role in config.group_rows:
+        violations += architecture_violations(config.checkpoints_of(role))
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
     violations += replay_model_violations(config, policy, None if config.trainer.replay else why_unrecorded(platform))
     encoder = None
@@ -197,8 +202,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         except ConfigError as error:
             violations += error.violations
     refuse_if_any(violations)
-    for role in config.group_rows:
-        demand_weights(Path(config.weights_of(role)), role.head)
+    _demand_weights(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
     refuse_if_any(list(vocabulary_violations(config, tokenizer)))
     agents = AgentRunner(
@@ -206,6 +210,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         config.data.max_prompt_length,
     )  # fmt: skip
     train, validation = _prompts(config, tokenizer, agents)
+    if train is not None:
+        refuse_if_any(list(teacher_violations(config, train.data_sources)))
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0 if train is None else _num_steps(config, sampler)
@@ -234,6 +240,13 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         kept=_kept(config, checkpoint, progress.step, settings, train),
         settings_sum=settings_sum(identity),
     )
+
+
+def _demand_weights(config: RunConfig) -> None:
+    """Raises CheckpointError unless every checkpoint of every role has its tensors."""
+    for role in config.group_rows:
+        for each in dict.fromkeys(config.checkpoints_of(role).values()):
+            demand_weights(Path(each), role.head)
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:

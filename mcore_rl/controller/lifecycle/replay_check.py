@@ -22,6 +22,7 @@ from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_a
 from mcore_rl.tracking.schedule import SCHEDULE, read_schedule
 
 KEY = "trainer.replay"
+TAUGHT = "teacher.by_source."  # whose paths may differ, but not the data sources that they are of
 # Keys and groups of keys that change no number of a step.
 FREE = (
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger", "recipe."),
@@ -36,7 +37,8 @@ FREE = (
     *("rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enable_prefix_caching"),
     *("rollout.enforce_eager", "rollout.enable_sleep_mode", "rollout.moe_backend", "reward.num_workers"),
     *("reward.timeout_s", "custom_reward_function.path", "custom_reward_function.import_timeout_s"),
-    *("actor.lora.path", "critic.path", "process_reward.path", "teacher.path", "reward_model.model.path"),
+    *("actor.lora.path", "critic.path", "process_reward.path", "reward_model.model.path"),
+    *("teacher.path", TAUGHT),
 )
 # Those that change in which order sums are taken, by the end of the key after the role.
 LAYOUT_OF_RUN = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device")
@@ -50,7 +52,9 @@ MAX_STEPS_NAMED = 5
 
 def settings_sum(identity: Identity) -> str:
     """A checksum of the settings that must be as they were, as lines of schedule.jsonl have it."""
-    settings = {key: value for key, value in flat_settings(identity.config).items() if not _may_differ(key)}
+    flat = flat_settings(identity.config)
+    settings = {key: value for key, value in flat.items() if not _may_differ(key)}
+    settings |= {key: None for key in flat if key.startswith(TAUGHT)}
     return sum_text(xxhash.xxh3_64(json.dumps(settings, sort_keys=True).encode()))
 
 
@@ -126,7 +130,7 @@ def _differing(identity: Identity, theirs: Identity) -> Iterator[tuple[str, Any,
 
 def _other_settings(identity: Identity, theirs: Identity) -> Iterator[Violation]:
     for key, now, then in _differing(identity, theirs):
-        if not _may_differ(key):
+        if not _may_differ(key) or (key.startswith(TAUGHT) and None in (now, then)):
             remedy = f"Write {key}={'null' if then is None else then}: a replay changes nothing that a step depends on"
             yield Violation(key, now, f"was {then} in the run that trainer.replay names", remedy)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.offline import OfflineConfig
-from mcore_rl.config.role import Head, Role
+from mcore_rl.config.role import Role
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform
@@ -69,6 +72,7 @@ async def _start_role(
         publishes=role.publishes,
         leaves_behind=leaves_behind,
         teacher=_teacher(config) if role.publishes else None,
+        beside=_beside(config) if role.name == TEACHER else {},
     )
     group = await start_trainers(spec, places, platform, logs, config.trainer, store)
     stack.callback(group.close)
@@ -84,8 +88,15 @@ async def _start_role(
 
 
 def _teacher(config: RunConfig | OfflineConfig) -> TeacherSpec | None:
-    """What the policy's processes must know of a teacher that is in its loss; None without one."""
-    rows = [role for role in config.group_rows if role.head is Head.hidden]
-    if not rows:
+    """What the policy's processes must know of teachers that are in its loss; None without one."""
+    if not isinstance(config, RunConfig) or not config.algorithm.distill.in_loss or config.teachers is None:
         return None
-    return TeacherSpec(Path(config.weights_of(rows[0])), config.role_config(rows[0]).precision)
+    teachers, precision = config.teachers, config.role_config(ROLES[TEACHER]).precision
+    return TeacherSpec(tuple(map(Path, teachers.directories)), precision, teachers.numbers)
+
+
+def _beside(config: RunConfig | OfflineConfig) -> dict[str, Path]:
+    """The weights of all teachers but the first, by the name of their snapshot."""
+    assert isinstance(config, RunConfig) and config.teachers is not None
+    named = [(snapshot_of(number), Path(each)) for number, each in enumerate(config.teachers.directories)]
+    return {name: directory for name, directory in named if name is not None}

@@ -17,13 +17,14 @@ from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.process_rewards import FIELDS as PROCESS_FIELDS
 from mcore_rl.algorithms.process_rewards import CentredRewards, centred, process_metrics
-from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, SequenceStats
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.roles import ProcessRewardConfig
 from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.types import TAUGHT_BY
 
 FIELDS = (
     "tokens_T",
@@ -136,6 +137,7 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
             "distill/reverse_kl": distance.mean,
             "distill/reverse_kl_std": distance.variance**0.5,
             "distill/reverse_kl_max": distance.high,
+            **_distances(stats.reverse_kl, groups),
         }
     return StepAdvantages(
         advantages=estimated,
@@ -147,6 +149,16 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         if stats.logprobs_S is None
         else float(stats.logprobs_S.sum()) / max(int(stats.counts_S.sum()), 1),
     )
+
+
+def _distances(distances: Spreads, groups: StepBatch) -> dict[str, float]:
+    """The mean distance from each of several teachers."""
+    if not groups.taught_by:
+        return {}
+    name_S = groups.batch.extra_S[TAUGHT_BY]
+    of_names = [(name, distances.of_sequences(name_S == number)) for number, name in enumerate(groups.taught_by)]
+    totals = {name: chosen.total() for name, chosen in of_names}
+    return {f"distill/reverse_kl/{name}": total.mean for name, total in totals.items() if total is not None}
 
 
 def _estimated(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig) -> BatchAdvantages:

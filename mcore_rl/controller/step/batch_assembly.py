@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.token_advantages import Outcomes
+from mcore_rl.config.teachers import Teachers
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import TAUGHT_BY, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class StepBatch:
     sample_S: int64, ascending, the sample that it belongs to, where one run of a user's program has several sequences;
     None: each is a sample of its own.
     outcomes: the score of each sequence, and whether it was cut off.
+    taught_by: what the numbers of the batch's ``TAUGHT_BY`` mean; () without several teachers.
     """
 
     episodes: tuple[Episode, ...]
@@ -35,6 +37,7 @@ class StepBatch:
     group_S: Tensor
     outcomes: Outcomes
     sample_S: Tensor | None = None
+    taught_by: tuple[str, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -48,12 +51,14 @@ def assemble(
     reward_keys: Sequence[str] = (),
     *,
     with_outcomes: bool = False,
+    teachers: Teachers | None = None,
 ) -> StepBatch:
     """Packs the tokens of all segments end to end; those of trained segments are trained.
 
     greedy: the reward of the greedy response to each group's prompt, by group number; None: the algorithm needs none.
     reward_keys: the parts of the score from which advantages are computed (``algorithm.gdpo_reward_keys``).
     with_outcomes: a role learns from outcomes (``Role.on_outcomes``).
+    teachers: of the run; of several, the batch says which each sequence has.
     Raises ConfigError if a grader does not give one of ``reward_keys``, or an outcome is not in [0, 1].
     """
     segments = [segment for episode in episodes for segment in episode.segments]
@@ -65,6 +70,10 @@ def assemble(
         if segment.trained:
             mask_T[start:end], logprobs_T[start:end] = True, segment.logprobs
     routing_TLK, unrouted_T = _routes(episodes)
+    extra_S = {OUTCOME: _outcomes(episodes)} if with_outcomes else {}
+    taught_by = teachers.names if teachers is not None and teachers.are_several else ()
+    if teachers is not None and taught_by:
+        extra_S[TAUGHT_BY] = torch.tensor([float(teachers.name_of(each.row.data_source)) for each in episodes])
     batch = TrainBatch(
         lengths_S=tuple(episode.num_tokens for episode in episodes),
         tokens_T=torch.from_numpy(tokens_T),
@@ -74,7 +83,7 @@ def assemble(
         routing_TLK=routing_TLK,
         unrouted_T=unrouted_T,
         pairs_S=_pairs(episodes),
-        extra_S={OUTCOME: _outcomes(episodes)} if with_outcomes else {},
+        extra_S=extra_S,
     )
     groups = [episode.group for episode in episodes]
     return StepBatch(
@@ -82,6 +91,7 @@ def assemble(
         batch=batch,
         group_S=torch.tensor(groups),
         sample_S=_samples(episodes),
+        taught_by=taught_by,
         outcomes=Outcomes(
             scores_S=torch.tensor([episode.graded.value for episode in episodes], dtype=torch.float32),
             truncated_S=torch.tensor([episode.truncated for episode in episodes]),

@@ -19,9 +19,12 @@ from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.algorithms.selection import Moments, num_selected, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import ActorConfig, RouterReplay, TrainedConfig
+from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
+from mcore_rl.controller.step.teaching import score_by_teacher
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.parallel.device import Memory
@@ -119,15 +122,19 @@ async def score_role(
     shared: SharedBatch,
     temperature: float,
     router_replay: RouterReplay = RouterReplay.off,
+    teachers: Teachers | None = None,
 ) -> SequenceScores | None:
     """Runs the scoring pass of ``role``, which fills the fields that it makes.
 
     That of a teacher in the loss makes hidden states.
     group: the workers that it runs on.  temperature: of the sampling.  router_replay: of the policy; other roles, and
-    frozen weights, have routers of their own and choose freely.  Returns sums per sequence; None if ``role`` makes no
-    fields.
+    frozen weights, have routers of their own and choose freely.  teachers: of the run.  Returns sums per sequence; None
+    if ``role`` makes no fields, or is the teacher in the loss or several.
     """
     if not role.makes:
+        return None
+    if role.name == TEACHER and teachers is not None and len(teachers.directories) > 1:
+        await score_by_teacher(role, group, shared, teachers, temperature, TOKENS)
         return None
     if role.head is Head.hidden:
         await score_hidden(group, shared, role.makes)
@@ -148,7 +155,7 @@ async def score_hidden(group: TrainGroup, shared: SharedBatch, fields: Sequence[
     """Adds the last hidden states of the trained tokens to the batch, as ``fields``."""
     ranks = balance(shared.lengths_S, group.layout.dp)
     inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * len(ranks))
-    shared.add(ranks, await group.hidden_states(inputs), fields)
+    shared.add(ranks, await group.hidden_states(inputs, snapshots=[None]), fields)
 
 
 async def score_copy(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> None:

@@ -297,7 +297,7 @@ ABSENT = {
     "trainer.logger": ("[console,clearml]", "[console,wandb]"),
     "trainer.device": ("npu", "cuda"),
     "distillation.enabled": ("True", "False"),  # its default is a loss over estimates, k3
-    "distillation.teacher_models.math.model_path": ("m", "null"),
+    "distillation.teacher_models.math.external.base_url": ("m", "null"),
     "reward.reward_manager.source": ("importlib", "register"),
     "data.custom_cls.path": ("mine.py", "null"),
 }

@@ -214,3 +214,27 @@ def test_a_teacher_of_other_tokens_is_refused_before_anything_starts(task: Path,
     said = refusal(task, tmp_path / "run", *taught)
     assert f"teacher.path={other}: the numbers of 2 tokens differ, first of {first!r}: {high} there" in said
     assert "Name a model with the policy's tokenizer" in said
+
+
+def test_rows_without_a_teacher_are_refused_before_anything_starts(task: Path, tmp_path: Path) -> None:
+    """All rows of the task are of the data source "arithmetic"."""
+    other, wider = tmp_path / "other", tmp_path / "wider"
+    for directory, changes in ((other, {}), (wider, {"num_hidden_layers": 1})):
+        shutil.copytree(task / "model", directory)
+        values = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(values | changes))
+    run_dir, distilled = tmp_path / "run", "algorithm.distill.coef=1"
+    taught = f"teacher.by_source={{arithmetic: {other}}}"
+    preparation = prepared(task, run_dir, distilled, taught)
+    assert preparation.models.keys() == {"actor", "teacher"}
+    assert "teacher.by_source.arithmetic" in preparation.identity.contents
+    said = refusal(task, run_dir, distilled, f"teacher.by_source={{math: {other}}}")
+    assert "teacher.by_source=math: names no teacher of the rows of arithmetic" in said
+    assert "no row of data.train_files has the data source math; they have arithmetic" in said
+    said = refusal(task, run_dir, distilled, f"teacher.path={other}", f"teacher.by_source={{arithmetic: {wider}}}")
+    assert (
+        f"teacher.by_source.arithmetic={wider}: is another architecture than teacher.path={other}: num_layers 1" in said
+    )
+    (other / "tokenizer.json").unlink()
+    said = refusal(task, run_dir, distilled, f"teacher.path={task}/model", taught)
+    assert f"teacher.by_source.arithmetic={other}: " in said and "tokenizer" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import TAUGHT_BY, TrainBatch
 from tests.controller.step.test_advantages import KL, LENGTHS, MASK, OLD, ROLLOUT, advantages, as_bits, over_ranks
 from tests.controller.step.test_advantages import Found as Estimated
 from tests.support.batches import LENGTHS as RAGGED
@@ -33,7 +34,7 @@ TEACHER = torch.tensor([NAN, NAN, -1.5, -1.0, NAN, NAN, -3.0])  # of prompts not
 DISTANCES = [0.5, -1.0, 2.0]  # OLD - TEACHER at the three trained tokens
 
 
-def step_batch(**changes: torch.Tensor) -> StepBatch:
+def step_batch(**changes: Any) -> StepBatch:
     batch = TrainBatch(
         lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT, old_logprobs_T=OLD,
         extra_T={TEACHER_LOGPROBS: TEACHER},
@@ -55,6 +56,18 @@ def test_a_teacher_alone() -> None:
     assert step.metrics["distill/reverse_kl_std"] == pytest.approx(((0 + 2.25 + 2.25) / 3) ** 0.5)
     assert step.metrics["distill/reverse_kl_max"] == 2.0
     assert (step.metrics["advantage/mean"], step.metrics["advantage/std"]) == (0, 0)
+
+
+def test_each_of_several_teachers_has_a_mean_of_its_own() -> None:
+    """The first response has two trained tokens, the second one; the third teacher has none."""
+    groups = step_batch(extra_S={TAUGHT_BY: torch.tensor([1.0, 0.0])})
+    groups = replace(groups, taught_by=("teacher.path", "openai/gsm8k", "math"))
+    algorithm = AlgorithmConfig(adv_estimator="none", distill=DistillConfig(coef=1.0))
+    metrics = over_ranks(groups, algorithm, KlController(KL), 2).metrics
+    of_teachers = {key: value for key, value in metrics.items() if key.startswith("distill/reverse_kl/")}
+    expected = {"teacher.path": DISTANCES[2], "openai/gsm8k": sum(DISTANCES[:2]) / 2}
+    assert of_teachers == {f"distill/reverse_kl/{name}": pytest.approx(mean) for name, mean in expected.items()}
+    assert metrics["distill/reverse_kl"] == pytest.approx(sum(DISTANCES) / 3)
 
 
 def test_a_teacher_beside_the_reward() -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.batch_assembly import StepBatch, assemble
 from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import TAUGHT_BY, TrainBatch
 from tests.support.scripted_rollout import answered, conversation, row, turn
 
 GROUPS = [
@@ -51,6 +52,17 @@ def test_tokens_masks_and_logprobs_stand_side_by_side() -> None:
 def test_a_greedy_score_goes_to_all_of_its_group() -> None:
     assembled = assemble(GROUPS, greedy=[0.25, 0.75])
     assert assembled.outcomes.greedy_S is not None and assembled.outcomes.greedy_S.tolist() == [0.25, 0.25, 0.75]
+
+
+def test_of_several_teachers_a_sequence_says_which_it_has() -> None:
+    """The rows of all prompts here are of the data source "sums"."""
+    for source, number in (("sums", 1.0), ("math", 0.0)):
+        assembled = assemble(GROUPS, teachers=Teachers("rest", {source: "t"}), with_outcomes=True)
+        assert assembled.taught_by == ("teacher.path", source)
+        assert assembled.batch.extra_S[TAUGHT_BY].tolist() == [number] * 3 and "outcome_S" in assembled.batch.extra_S
+    for alone in (None, Teachers("t", {}), Teachers(None, {"sums": "t"})):
+        assembled = assemble(GROUPS, teachers=alone)
+        assert assembled.taught_by == () and not assembled.batch.extra_S
 
 
 def test_outcomes_are_whether_the_answer_is_right_without_the_overlong_penalty() -> None:

@@ -1,0 +1,59 @@
+"""Scores each sequence of a step with its own teacher, where there are several (``config/teachers.py``).
+
+One call of the workers, in which they take one teacher after the other: each scores its own sequences alone, and all
+ranks have some of every teacher's, since the ranks of a mixture of experts compute a pass together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.role import Head, Role
+from mcore_rl.config.teachers import Teachers, snapshot_of
+from mcore_rl.data.balance import balance
+from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.types import TAUGHT_BY
+
+
+async def score_by_teacher(
+    role: Role,
+    group: TrainGroup,
+    shared: SharedBatch,
+    teachers: Teachers,
+    temperature: float,
+    tokens: Sequence[str],
+) -> None:
+    """Adds the log-probs or hidden states that the teachers make to the batch, as the fields of ``role``.
+
+    tokens: the fields that a pass reads.
+    """
+    teacher_S = np.asarray(teachers.numbers)[shared.extra_S[TAUGHT_BY].astype(np.int64)]
+    dp = group.layout.dp
+    taught = assignments(shared.lengths_S, teacher_S, dp)
+    batches = [[of_ranks[rank] for of_ranks in taught.values()] for rank in range(dp)]
+    inputs = shared.shard_refs(batches, tokens, [None] * dp)
+    snapshots = [snapshot_of(teacher) for teacher in taught]
+    if role.head is Head.hidden:
+        shards = await group.hidden_states(inputs, snapshots=snapshots)
+    else:
+        shards = await group.score_taught(inputs, role.makes[0], temperature=temperature, snapshots=snapshots)
+    members = [[sequence for batch in of_rank for sequence in batch] for of_rank in batches]
+    shared.add(members, shards, role.makes)
+
+
+def assignments(lengths_S: Sequence[int], teacher_S: NDArray[np.int64], num_ranks: int) -> dict[int, list[list[int]]]:
+    """For each teacher that has sequences, those that each rank scores with it, balanced by tokens.
+
+    Every rank has one or more: of a teacher with fewer sequences than ranks, some are scored more than once.
+    """
+    taught = dict[int, list[list[int]]]()
+    for teacher in sorted(set(teacher_S.tolist())):
+        own = np.flatnonzero(teacher_S == teacher).tolist()
+        members = own + [own[number % len(own)] for number in range(len(own), num_ranks)]
+        ranks = balance([lengths_S[sequence] for sequence in members], num_ranks)
+        taught[teacher] = [[members[place] for place in of_rank] for of_rank in ranks]
+    return taught
