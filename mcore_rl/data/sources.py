@@ -82,8 +82,8 @@ def _records(path: Path, problems: list[str]) -> Iterator[Record]:
     try:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:  # in batches: a column of text in one piece holds 2 GiB at most
-                rows = (fields for batch in file.iter_batches(BATCH) for fields in batch.to_pylist())
-                yield from (Record(f"{path.name}:{row}", fields) for row, fields in enumerate(rows))
+                read = (fields for batch in file.iter_batches(BATCH) for fields in batch.to_pylist())
+                yield from (Record(f"{path.name}:{row}", fields) for row, fields in enumerate(read))
         elif path.suffix == ".json":
             held = json.loads(path.read_text(encoding="utf-8"))
             rows = held if isinstance(held, list) else [held]

@@ -37,6 +37,7 @@ FREE = (
     *("rollout.enforce_eager", "rollout.enable_sleep_mode", "rollout.moe_backend", "reward.num_workers"),
     *("reward.timeout_s", "custom_reward_function.path", "custom_reward_function.import_timeout_s"),
     *("actor.lora.path", "critic.path", "process_reward.path", "teacher.path", "reward_model.model.path"),
+    *("reward.judge.path", "reward.judge.engines."),
 )
 # Those that change in which order sums are taken, by the end of the key after the role.
 LAYOUT_OF_RUN = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device")

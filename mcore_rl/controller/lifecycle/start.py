@@ -76,6 +76,9 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
         judge = await stack.enter_async_context(opened_judge(config.reward, start.directory / judging.FILE))
         groups, kept = await start.processes(living, stack)
+        if kept.judge is not None:
+            opening = opened_judge(config.reward, start.directory / judging.FILE, kept.judge)
+            judge = await stack.enter_async_context(opening)
 
         engines, places = [member.client for member in kept.members], kept.places
         pool = pool_of(engines, config.rollout, goes_on=trainer.placement is Placement.separate)
@@ -87,7 +90,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         engine_set = EngineSet(kept.members, pool, restarter, updater, layout, connect)
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq, engine_set)
         devices = DeviceSharing(
-            trainer.placement, groups[policy], pool, weights, restarter, kept.reward_model,
+            trainer.placement, groups[policy], pool, weights, restarter, kept.scorers,
             keep_base=engine_adapters(config) is not None,
         )  # fmt: skip
         elastic = ElasticEngines(start.directory, start.newcomers(kept, living), engine_set, pool, weights, devices)
