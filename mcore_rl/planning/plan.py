@@ -89,7 +89,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         ranks_per_engine=run.rollout.layout.engine_size,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         processes=processes,
-        scorers=_scorers(run, device_bytes, processes),
+        scorers=tuple(_scorers(run, device_bytes, processes)),
         routes=route_bytes(run, model, per_node),
         hidden=hidden,
     )
@@ -183,16 +183,13 @@ def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: Cluste
     )  # fmt: skip
 
 
-def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> tuple[Part, ...]:
+def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> Iterator[Part]:
     """The shares of a device of engines that score; on the CPU, without weights, whose sizes are unknown here."""
-    parts = []
     for key, each in run.scorers.items():
-        share = int(each.gpu_memory_utilization * (device_bytes or 0))
-        if device_bytes is None:
-            ranks, cache = each.layout.world_size, each.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-            share = processes.of_engines(ranks, each.tp) + ranks * cache
-        parts.append((SCORERS[key], share, False))
-    return tuple(parts)
+        ranks, cache = each.layout.world_size, each.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        on_cpu = processes.of_engines(ranks, each.tp) + ranks * cache
+        share = on_cpu if device_bytes is None else int(each.gpu_memory_utilization * device_bytes)
+        yield SCORERS[key], share, False
 
 
 def offline_work(config: OfflineConfig) -> Work:

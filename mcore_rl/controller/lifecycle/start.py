@@ -74,12 +74,10 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         tracker = open_directory(config, prepared, platform, stack, None if living.kept else living.stack)
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
-        judge = await stack.enter_async_context(opened_judge(config.reward, start.directory / judging.FILE))
+        opened = partial(opened_judge, config.reward, start.directory / judging.FILE)
+        judge = await stack.enter_async_context(opened())
         groups, kept = await start.processes(living, stack)
-        if kept.judge is not None:
-            opening = opened_judge(config.reward, start.directory / judging.FILE, kept.judge)
-            judge = await stack.enter_async_context(opening)
-
+        judge = judge or await stack.enter_async_context(opened(kept.judge))
         engines, places = [member.client for member in kept.members], kept.places
         pool = pool_of(engines, config.rollout, goes_on=trainer.placement is Placement.separate)
         connect = partial(_connect, config, platform, places, groups[policy], store, living.num_attempts)
