@@ -7,7 +7,7 @@ Weights, gradients and optimizer state are exact; all else is an estimate (docs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations

@@ -75,14 +75,13 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
         opened = partial(opened_judge, config.reward, start.directory / judging.FILE)
-        judge = await stack.enter_async_context(opened())
+        judge = await stack.enter_async_context(opened())  # behind an address
         groups, kept = await start.processes(living, stack)
         judge = judge or await stack.enter_async_context(opened(kept.judge))
-        engines, places = [member.client for member in kept.members], kept.places
+        engines, layout = [member.client for member in kept.members], config.rollout.layout
         pool = pool_of(engines, config.rollout, goes_on=trainer.placement is Placement.separate)
-        connect = partial(_connect, config, platform, places, groups[policy], store, living.num_attempts)
+        connect = partial(_connect, config, platform, kept.places, groups[policy], store, living.num_attempts)
         await connect(kept.members)
-        layout = config.rollout.layout
         updater = WeightUpdater(engines, layout_of(layout, len(engines)), groups[policy])
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         engine_set = EngineSet(kept.members, pool, restarter, updater, layout, connect)
