@@ -28,7 +28,6 @@ PAGE = ROOT / "docs" / "baselines.md"
 RESULTS = ROOT / "launch" / "results"
 BAND = 2.0  # points: between evaluations of one run, and between equal runs on two hosts (verl's pull request 7519)
 NOT_YET = {
-    "Eurus-2-7B-SFT, PRIME": ("36.1 on LeetCode", "its data as a data set of ours"),
     "Qwen2.5-VL-7B-Instruct, GRPO (Megatron)": ("65.4 on Geo3k", "vision-language models"),
 }
 INTRODUCTION = """\
@@ -54,6 +53,7 @@ mcore-rl prepare gsm8k-tools --source openai/gsm8k --out data/gsm8k-tools
 mcore-rl prepare gsm8k-interaction --source openai/gsm8k --out data/gsm8k-interaction
 mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
 mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
+mcore-rl prepare eurus2-rl --source PRIME-RL/Eurus-2-RL-Data --out data/eurus2-rl
 mcore-rl train recipe=qwen25_05b_ppo
 mcore-rl submit recipe=qwen2_7b_grpo cluster=nvidia_h100
 ```

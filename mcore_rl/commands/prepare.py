@@ -12,10 +12,11 @@
     mcore-rl prepare gsm8k-interaction --source openai/gsm8k --out data/gsm8k-interaction
     mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
     mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
+    mcore-rl prepare eurus2-rl --source PRIME-RL/Eurus-2-RL-Data --out data/eurus2-rl
 
 SOURCE is a folder or a file (jsonl, json, parquet) as its authors publish it, or a Hugging Face id, which is the only
-thing that uses the network.  --out gets one file a split, train.parquet and test.parquet (arithmetic and products:
-val.parquet; products also sft.parquet, conversations); each replaces its predecessor only when it is complete.  Then:
+thing that uses the network.  --out gets one file a split, train.parquet and test.parquet (eurus2-rl, and what is
+generated, have others); each replaces its predecessor only when it is complete.  Then:
 
     mcore-rl train data.train_files=[data/gsm8k/train.parquet] data.val_files=[data/gsm8k/test.parquet] ...
 

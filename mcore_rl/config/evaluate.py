@@ -48,6 +48,7 @@ def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
         lambda config: custom_violations(config.custom_reward_function),
         lambda config: reward_model_violations(config.reward_model),
         lambda config: judge_violations(config.reward.judge),
+        _judge_violations,
         _reward_model_violations,
         _path_violations,
         _k_violations,
@@ -55,6 +56,14 @@ def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
         _out_violations,
     ]
     return check(config, rules)
+
+
+def _judge_violations(config: EvaluateConfig) -> list[Violation]:
+    if config.reward.judge.path is None:
+        return []
+    problem = "is served by mcore-rl train alone: an evaluation starts no engines of a judge"
+    remedy = "Serve it (vllm serve), and write reward.judge.address=URL reward.judge.model=NAME"
+    return [Violation("reward.judge.path", config.reward.judge.path, problem, remedy)]
 
 
 def _reward_model_violations(config: EvaluateConfig) -> list[Violation]:

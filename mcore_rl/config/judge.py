@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from mcore_rl.config.bounds import (
@@ -17,7 +17,15 @@ from mcore_rl.config.bounds import (
     PositiveFloat,
     PositiveInt,
     Seconds,
+    Seed,
 )
+from mcore_rl.config.rollout import (
+    MIN_TEMPERATURE,
+    MemoryShare,
+    RolloutConfig,
+    ServingConfig,
+)
+from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.errors import Violation
 from mcore_rl.tracking.secrets import is_secret
 
@@ -44,11 +52,38 @@ Say in a few sentences what is right and what is wrong. Then end with a line of 
 Score: N"""
 
 
+WAY = ("api_key_env", "timeout_s", "retries", "price_per_million", "max_cost")  # to a server, but for its name of it
+
+
+@dataclass(kw_only=True)
+class JudgeEnginesConfig(ServingConfig):
+    """The engines of a judge that the run serves itself, ``reward.judge.path``.  Its weights never change.
+
+    max_length: the most tokens of the rubric with what it judges, in the judge's chat template, and of the answer.
+    The other fields are those of its ``dp`` engines, as in ``rollout``.
+    """
+
+    max_length: PositiveInt = 8192
+    gpu_memory_utilization: MemoryShare = 0.2
+
+    @property
+    def max_model_len(self) -> int:
+        """``max_length``."""
+        return self.max_length
+
+    def served(self, max_tokens: int) -> RolloutConfig:
+        """The engines as those of a rollout are started, for answers of ``max_tokens``."""
+        shared = {each.name: getattr(self, each.name) for each in fields(ServingConfig)}
+        return RolloutConfig(**shared, max_prompt_length=self.max_length - max_tokens, max_response_length=max_tokens)
+
+
 @dataclass(kw_only=True)
 class JudgeConfig:
-    """The judge of rows whose ``reward_model.style`` is ``judge``: a server with OpenAI's chat completions.
+    """The judge of rows whose ``reward_model.style`` is ``judge``: a server with OpenAI's chat completions, or engines.
 
-    address: its base URL, ``http://HOST:PORT/v1`` say; None: there is no judge.
+    address: the server's base URL, ``http://HOST:PORT/v1`` say.
+    path: instead of ``address``, a Hugging Face checkpoint: the run starts ``engines`` for it.  Without both there is
+    no judge.
     model: the name that the server knows it by.
     api_key_env: the environment variable that holds its key; None: it asks for none.
     prompt: a rubric with {response} in it, or the file that holds one; it may also have {prompt}, {ground_truth} and
@@ -56,6 +91,7 @@ class JudgeConfig:
     pattern: a regular expression that finds the score in the judge's answer: the first group of its last match.
     scale: the lowest and the highest score, which become 0 and 1; another score is none.
     temperature: of its sampling.
+    seed: of its sampling on engines of the run.
     max_tokens: the most tokens of its answer.
     concurrency: requests that are under way at once.
     timeout_s: limit of one request.
@@ -65,18 +101,28 @@ class JudgeConfig:
     """
 
     address: str | None = None
+    path: str | None = None
     model: str = ""
     api_key_env: str | None = None
     prompt: Lines | None = None
     pattern: str = r"(?mi)^[ *_#]{0,8}score[ *_:=]{1,8}(-?\d{1,9}(?:\.\d{1,9})?)"
     scale: list[Annotated[float, Interval("(-inf, inf)")]] = field(default_factory=lambda: [*SCALE])
     temperature: Annotated[float, Interval("[0, 2]")] = 0.0
+    seed: Seed = 0
     max_tokens: PositiveInt = 1024
     concurrency: Annotated[int, Interval("[1, 65536]")] = 32
     timeout_s: Seconds = 60.0
     retries: NonNegativeInt = 5
     price_per_million: list[NonNegativeFloat] = field(default_factory=list)
     max_cost: PositiveFloat | None = None
+    engines: JudgeEnginesConfig = field(default_factory=JudgeEnginesConfig)
+
+    @property
+    def key(self) -> str | None:
+        """The key that names the judge; None: there is none."""
+        if self.path is not None:
+            return "reward.judge.path"
+        return None if self.address is None else "reward.judge.address"
 
     @property
     def template(self) -> str:
@@ -91,20 +137,45 @@ class JudgeConfig:
     @property
     def scoring(self) -> JudgeConfig:
         """What a score follows from, with the text of the rubric: without the way to the judge, limits and prices."""
-        if self.address is None:
+        if self.key is None:
             return self
         plain = JudgeConfig()
-        way = ("api_key_env", "concurrency", "timeout_s", "retries", "price_per_million", "max_cost")
-        return replace(self, address="", prompt=self.template, **{name: getattr(plain, name) for name in way})
+        way = {name: getattr(plain, name) for name in (*WAY, "concurrency", "engines")}
+        place: dict[str, Any] = {self.key.rpartition(".")[2]: ""}
+        return replace(self, prompt=self.template, **way, **place)
 
 
 def judge_violations(judge: JudgeConfig) -> Iterator[Violation]:
-    """The contradictions between settings of ``judge``; reads the file of its rubric.  None without an address."""
-    if judge.address is None:
-        return
-    if problem := _address_problem(judge.address):
+    """The contradictions between settings of ``judge``; reads the file of its rubric.  None where there is no judge."""
+    if judge.path is not None:
+        yield from _engine_violations(judge)
+        yield from _reading_violations(judge)
+    elif judge.address is not None:
+        yield from _server_violations(judge, judge.address)
+
+
+def _engine_violations(judge: JudgeConfig) -> Iterator[Violation]:
+    """Of a judge that the run serves."""
+    if judge.address is not None:
+        remedy = "Leave one of them out"
+        yield Violation(
+            "reward.judge.path", judge.path, "is a judge of the run's, and reward.judge.address one", remedy
+        )
+    length, tokens = judge.engines.max_length, judge.max_tokens
+    if length <= tokens:
+        problem = f"has no room for a rubric beside reward.judge.max_tokens={tokens}"
+        yield Violation("reward.judge.engines.max_length", length, problem, "Raise it, or lower max_tokens")
+    if 0 < judge.temperature < MIN_TEMPERATURE:
+        problem = f"vLLM draws as if it were {MIN_TEMPERATURE:g}"
+        yield Violation("reward.judge.temperature", judge.temperature, problem, "Write 0 for greedy, or more")
+    yield from VLLM_FIELDS.violations(judge.engines.engine, "reward.judge.engines.engine")
+
+
+def _server_violations(judge: JudgeConfig, address: str) -> Iterator[Violation]:
+    """Of a judge behind an address."""
+    if problem := _address_problem(address):
         remedy = "Write http://HOST:PORT/v1 or https://HOST/v1, and name its key as reward.judge.api_key_env"
-        yield Violation("reward.judge.address", _without_user(judge.address), problem, remedy)
+        yield Violation("reward.judge.address", _without_user(address), problem, remedy)
     if not judge.model:
         yield Violation("reward.judge.model", "", "is not set", "Write the name that the server of the judge knows")
     if judge.api_key_env is not None and not is_secret(judge.api_key_env, ""):

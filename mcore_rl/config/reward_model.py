@@ -63,8 +63,9 @@ def style_violations(
     violations, own = list[Violation](), custom.path is not None
     asked = "reward_model.enable=true reward_model.model.path=DIR"
     violations += _unmatched(Style.model, ids, "reward_model.enable", config.enable, config.enable, own, asked)
-    asked, key = "reward.judge.address=URL reward.judge.model=NAME", "reward.judge.address"
-    return violations + _unmatched(Style.judge, ids, key, judge.address, judge.address is not None, own, asked)
+    asked = "reward.judge.address=URL reward.judge.model=NAME, or reward.judge.path=DIR"
+    key, value = judge.key or "reward.judge.address", judge.path or judge.address
+    return violations + _unmatched(Style.judge, ids, key, value, judge.key is not None, own, asked)
 
 
 def _unmatched(

@@ -27,7 +27,7 @@ from mcore_rl.config.role import Every, Head, Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import ActorConfig, RouterReplay, TeacherConfig
-from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.rollout import RolloutConfig, ServingConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
@@ -100,6 +100,13 @@ class RunConfig(RoleGroups, Composed):
             return loss
         names = teachers.names if teachers is not None and teachers.are_several else ()
         return replace(loss, teacher=distill, taught_by=names)
+
+    @property
+    def scorers(self) -> dict[str, ServingConfig]:
+        """The engines that score responses, by their configuration group: of the reward model, of the judge."""
+        enabled = {"reward_model": self.reward_model.enable, "reward.judge.engines": self.reward.judge.path is not None}
+        groups = {"reward_model": self.reward_model, "reward.judge.engines": self.reward.judge.engines}
+        return {name: group for name, group in groups.items() if enabled[name]}
 
     @property
     def served_rollout(self) -> RolloutConfig:
@@ -339,15 +346,17 @@ def _teacher_violations(run: RunConfig) -> list[Violation]:
 
 
 def _share_violations(run: RunConfig) -> list[Violation]:
-    """Refuses memory shares above 1: colocated rollout and reward engines are awake together on the same devices."""
-    if not run.reward_model.enable or run.trainer.placement is Placement.separate:
+    """Refuses memory shares above 1: colocated engines that draw and that score are awake on the same devices."""
+    if not run.scorers or run.trainer.placement is Placement.separate:
         return []
-    rollout, judge = run.rollout.gpu_memory_utilization, run.reward_model.gpu_memory_utilization
-    if rollout + judge <= 1:
+    served = {"rollout": run.rollout, **run.scorers}
+    (key, share), *others = reversed([(f"{name}.gpu_memory_utilization", each.gpu_memory_utilization)
+                                      for name, each in served.items()])  # fmt: skip
+    if share + sum(other for _, other in others) <= 1:
         return []
-    problem = f"and rollout.gpu_memory_utilization={rollout:g} are more than a device, which both are awake on"
-    remedy = "Lower one of them, or write trainer.placement=separate"
-    return [Violation("reward_model.gpu_memory_utilization", judge, problem, remedy)]
+    beside = " and ".join(f"{name}={other:g}" for name, other in others)
+    problem = f"and {beside} are more than a device, which all are awake on"
+    return [Violation(key, share, problem, "Lower one of them, or write trainer.placement=separate")]
 
 
 def _missing(run: RunConfig) -> Iterator[Violation]:

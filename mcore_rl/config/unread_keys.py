@@ -23,7 +23,7 @@ from mcore_rl.config.algorithm_registry import (
 )
 from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
-from mcore_rl.config.judge import JudgeConfig
+from mcore_rl.config.judge import WAY, JudgeConfig
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.names import value_at
 from mcore_rl.config.pairs import needs_answers, trains_pairs
@@ -246,10 +246,22 @@ SWITCHES = (
         "reward.overlong.enable=true",
     ),
     Switch(
-        tuple(f"reward.judge.{each.name}" for each in fields(JudgeConfig) if each.name != "address"),
-        lambda run: run.reward.judge.address is not None,
+        tuple(f"reward.judge.{each.name}" for each in fields(JudgeConfig) if each.name not in ("address", "path")),
+        lambda run: run.reward.judge.key is not None,
         "there is no judge",
+        "reward.judge.address=http://HOST:8000/v1, or reward.judge.path=DIR",
+    ),
+    Switch(
+        tuple(f"reward.judge.{name}" for name in ("model", *WAY)),
+        lambda run: run.reward.judge.address is not None,
+        "the judge is behind no address",
         "reward.judge.address=http://HOST:8000/v1",
+    ),
+    Switch(
+        ("reward.judge.engines.", "reward.judge.seed"),
+        lambda run: run.reward.judge.path is not None,
+        "the run starts no engines for a judge",
+        "reward.judge.path=DIR",
     ),
 )
 

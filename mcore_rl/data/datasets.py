@@ -3,8 +3,8 @@
 A row is ``data_source``, ``prompt`` (list of {role, content}), ``ability``, ``reward_model`` ({style: rule,
 ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, if the
 data set has one, so that the same file serves supervised fine-tuning.  Prompts are those of verl (gsm8k, math) and
-DAPO (arXiv:2503.14476; dapo-math, aime24) and of the GRPO course for TRL (gsm8k-xml).  Those for agents have
-``agent_name``, ``tools_kwargs`` and ``interaction_kwargs``.
+DAPO (arXiv:2503.14476; dapo-math, aime24), of the GRPO course for TRL (gsm8k-xml), and those of Eurus-2-RL-Data as they
+are published.  Those for agents have ``agent_name``, ``tools_kwargs`` and ``interaction_kwargs``.
 
 Invariant: a file appears under its name only when it is complete, and equal records give equal bytes.
 """
@@ -21,9 +21,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.data import eurus
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.products import Product, products
 from mcore_rl.data.sources import Record, read_splits
+from mcore_rl.data.tables import BATCH
 from mcore_rl.errors import DataError
 
 DatasetRow = dict[str, Any]
@@ -78,6 +80,7 @@ class Solved:
 
     prompt: the user's message.  solution: None if there is only an answer.  system: the message before it; "": none.
     agent: the columns that ask for an agent; None: one answer is all.
+    data_source: where it differs from the data set's.  ability: "math" or "code", whose ground truth is no answer.
     """
 
     question: str
@@ -86,13 +89,16 @@ class Solved:
     solution: str | None
     system: str = ""
     agent: Mapping[str, Any] | None = None
+    data_source: str = ""
+    ability: str = "math"
 
 
 @dataclass(frozen=True)
 class Dataset:
     """A published data set.
 
-    data_source: its name for rewards.  hub_id: where it is published.  splits: the splits that it has.
+    data_source: its name for rewards; "": each record has its own.  hub_id: where it is published.
+    splits: the splits that it has.
     solved: parses a record; raises ValueError with the problem and the remedy.  folder: in the Hub's repository.
     """
 
@@ -172,6 +178,13 @@ def dapo(fields: Mapping[str, Any]) -> Solved:
     return Solved(problem, DAPO_PROMPT.replace("{problem}", problem), str(answer), None)
 
 
+def eurus2(fields: Mapping[str, Any]) -> Solved:
+    """Cui et al., arXiv:2502.01456: rows in our schema, of mathematics and of code."""
+    source, system, question, truth = eurus.checked(fields)
+    ability = eurus.ABILITIES[source]
+    return Solved(question, question, truth, None, system=system, data_source=source, ability=ability)
+
+
 DATASETS: dict[str, Dataset] = {
     "gsm8k": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k, folder="main"),
     "gsm8k-xml": Dataset("gsm8k_xml", "openai/gsm8k", ("train", "test"), gsm8k_xml, folder="main"),
@@ -184,6 +197,7 @@ DATASETS: dict[str, Dataset] = {
     "gsm8k-interaction": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k_interaction, folder="main"),
     "dapo-interpreter": Dataset("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ("train",), dapo_interpreter),
     "aime24-interpreter": Dataset("aime24", "BytedTsinghua-SIA/AIME-2024", ("test",), dapo_interpreter),
+    "eurus2-rl": Dataset("", eurus.HUB_ID, eurus.SPLITS, eurus2),
 }
 
 
@@ -241,7 +255,9 @@ def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), incomplete)
+        with pq.ParquetWriter(incomplete, schema) as file:
+            for first in range(0, len(rows), BATCH):
+                file.write_table(pa.Table.from_pylist(list(rows[first : first + BATCH]), schema=schema))
         with incomplete.open("rb") as file:
             os.fsync(file.fileno())
         incomplete.replace(path)
@@ -270,12 +286,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow:
-    answer = solved.solution if solved.solution is not None else solved.ground_truth
+    tests = solved.ability == "code"
+    answer = solved.solution if solved.solution is not None or tests else solved.ground_truth
     system = [{"role": "system", "content": solved.system}] if solved.system else []
     return {
-        "data_source": data_source,
+        "data_source": solved.data_source or data_source,
         "prompt": [*system, {"role": "user", "content": solved.prompt}],
-        "ability": "math",
+        "ability": solved.ability,
         "reward_model": {"style": "rule", "ground_truth": solved.ground_truth},
         "extra_info": {"split": split, "index": index, "answer": answer, "question": solved.question},
         "response": solved.solution,

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.data.tables import BATCH
 from mcore_rl.errors import DataError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -80,9 +81,9 @@ def _files_of(root: Path, split: str, splits: Sequence[str]) -> Iterator[Path]:
 def _records(path: Path, problems: list[str]) -> Iterator[Record]:
     try:
         if path.suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                rows = file.read().to_pylist()
-            yield from (Record(f"{path.name}:{row}", fields) for row, fields in enumerate(rows))
+            with pq.ParquetFile(path) as file:  # in batches: a column of text in one piece holds 2 GiB at most
+                read = (fields for batch in file.iter_batches(BATCH) for fields in batch.to_pylist())
+                yield from (Record(f"{path.name}:{row}", fields) for row, fields in enumerate(read))
         elif path.suffix == ".json":
             held = json.loads(path.read_text(encoding="utf-8"))
             rows = held if isinstance(held, list) else [held]

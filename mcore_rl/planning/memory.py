@@ -50,7 +50,7 @@ class Site:
     saves: whether checkpoints are written while the run goes on.
     processes: what processes take beside tensors.
     ranks_per_engine: rollout ranks of one engine.
-    reward_model: the bytes that its engine may use of a device (on the CPU: of the machine); 0 without one.
+    scorers: what engines that score may use of a device (on the CPU: of the machine).
     routes: of experts that updates repeat, on the node that has most; 0 without ``actor.router_replay``.
     hidden: of a teacher's hidden states, on the node that has most; 0 unless it is in the loss.
     """
@@ -64,7 +64,7 @@ class Site:
     saves: bool
     processes: ProcessMemory
     ranks_per_engine: int = 1
-    reward_model: int = 0
+    scorers: tuple[Part, ...] = ()
     routes: int = 0
     hidden: int = 0
 
@@ -196,7 +196,7 @@ def _on_device(role: RolePlan, stage: int, phase: Phase, at_work: RolePlan, colo
 def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
     asleep = 0
     if room is not None and site.colocated:
-        asleep = SLEEPING_ENGINE_BYTES * (2 if site.reward_model else 1)
+        asleep = SLEEPING_ENGINE_BYTES * (1 + len(site.scorers))
     fixed: list[Part] = [
         _on_device_by_processes("processes", roles, site),
         ("engines asleep", asleep, False),
@@ -246,8 +246,7 @@ def _on_device_by_processes(name: str, roles: Sequence[RolePlan], site: Site) ->
 
 
 def _rollout(roles: Sequence[RolePlan], room: Serving, site: Site) -> Peak:
-    judge: Part = ("reward model", site.reward_model if site.colocated else 0, False)
-    parts = [*_awake(room, site), judge, *_trainers(roles, site)]
+    parts = [*_awake(room, site), *(site.scorers if site.colocated else ()), *_trainers(roles, site)]
     return _peak(Phase.rollout, Place.device, "a rollout rank", parts, site.device_bytes)
 
 
@@ -370,7 +369,7 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),
         ("cache of keys and values", ranks * room.cache, False),
-        ("reward model", site.reward_model, False),
+        *site.scorers,
     ]
 
 

@@ -7,7 +7,7 @@ Weights, gradients and optimizer state are exact; all else is an estimate (docs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rl.config.algorithm_object import TEACHER
@@ -29,7 +29,7 @@ from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.distillation import hidden_bytes, num_teachers, output_bytes
-from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks, route_bytes
+from mcore_rl.planning.memory import Part, Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
@@ -39,6 +39,7 @@ from mcore_rl.planning.training import RolePlan, Work, engine_lora
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
 
+SCORERS = {"reward_model": "reward model", "reward.judge.engines": "judge"}  # the names of their rows
 KEYS = {
     Phase.rollout: "rollout.gpu_memory_utilization",
     Phase.sync: "rollout.gpu_memory_utilization",
@@ -76,6 +77,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         lora=engine_lora(run),
     )  # fmt: skip
     engines = run.rollout.layout.world_size
+    scorers = sum(each.layout.world_size for each in run.scorers.values())
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
     roles[0].teacher_output = output_bytes(run, model, others, roles[0].layout.tp)
     site = Site(
@@ -88,7 +90,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         ranks_per_engine=run.rollout.layout.engine_size,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         processes=processes,
-        reward_model=_reward_model_bytes(run, device_bytes, processes),
+        scorers=tuple(_scorers(run, device_bytes, processes)),
         routes=route_bytes(run, model, per_node),
         hidden=hidden_bytes(run, model, others, per_node),
     )
@@ -105,8 +107,8 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     return Plan(
         title=run.recipe.title or run.trainer.experiment_name,
         layout=f"{run.actor.parallel}; rollout {run.rollout.layout}",
-        num_nodes=run.trainer.nnodes + (0 if colocated else -(-engines // per_node)),
-        num_gpus=world + (0 if colocated else engines),
+        num_nodes=run.trainer.nnodes + (0 if colocated else -(-(engines + scorers) // per_node)),
+        num_gpus=world + (0 if colocated else engines + scorers),
         num_parameters=roles[0].sizes.num_parameters,
         peaks=_in_order(run_peaks),
         seconds=seconds,
@@ -174,15 +176,13 @@ def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: Cluste
     )  # fmt: skip
 
 
-def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> int:
-    """The reward model's share of a device; on the CPU, its engines without weights, whose sizes are unknown here."""
-    judge = run.reward_model
-    if not judge.enable:
-        return 0
-    if device_bytes is None:
-        ranks, cache = judge.layout.world_size, judge.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        return processes.of_engines(ranks, judge.tp) + ranks * cache
-    return int(judge.gpu_memory_utilization * device_bytes)
+def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> Iterator[Part]:
+    """The shares of a device of engines that score; on the CPU, without weights, whose sizes are unknown here."""
+    for key, each in run.scorers.items():
+        ranks, cache = each.layout.world_size, each.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        on_cpu = processes.of_engines(ranks, each.tp) + ranks * cache
+        share = on_cpu if device_bytes is None else int(each.gpu_memory_utilization * device_bytes)
+        yield SCORERS[key], share, False
 
 
 def offline_work(config: OfflineConfig) -> Work:

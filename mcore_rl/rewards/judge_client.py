@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
@@ -40,6 +40,24 @@ class JudgeError(Exception):
 
 class JudgeTimeoutError(JudgeError):
     """A request took longer than ``reward.judge.timeout_s``."""
+
+
+class AnswersJudge(Protocol):
+    """Who answers a judge's requests; an async context manager.
+
+    asked_of: a part of every request, which says whose answer it is.  num_retries: requests that were sent once more.
+    """
+
+    asked_of: Mapping[str, Any]
+    num_retries: int
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def ask(self, request: Mapping[str, Any], retries: int) -> Judgement:
+        """The answer to ``request``.  JudgeError: there is none after ``retries`` further attempts."""
+        ...
 
 
 class _Message(msgspec.Struct):
@@ -73,6 +91,7 @@ class JudgeClient:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | _authorization(config)
         self._session: aiohttp.ClientSession | None = None
         self.num_retries = 0
+        self.asked_of: Mapping[str, Any] = {"model": config.model}
 
     async def __aenter__(self) -> Self:
         import aiohttp

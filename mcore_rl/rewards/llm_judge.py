@@ -20,7 +20,7 @@ from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.rewards.completions import split
-from mcore_rl.rewards.judge_client import JudgeClient, JudgeError, JudgeTimeoutError
+from mcore_rl.rewards.judge_client import AnswersJudge, JudgeClient, JudgeError, JudgeTimeoutError
 from mcore_rl.rewards.judgements import Judgement, Judgements, key_of
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, grade
@@ -36,8 +36,9 @@ class JudgeCostError(McoreRLError):
 
 
 class Judge:
-    """Scores responses with the server of ``config.judge``, ``concurrency`` at a time; an async context manager.
+    """Scores responses with the judge of ``config.judge``, ``concurrency`` at a time; an async context manager.
 
+    engines: answer in place of a server.
     path: the file of its judgements, in which earlier ones are looked up; None: those of this object alone.
     at_limit: called at each request after ``max_cost`` is reached, instead of which the response has an error; None:
     ``score`` raises JudgeCostError.
@@ -45,9 +46,10 @@ class Judge:
     Raises ConfigError if its key is missing or what earlier judgements cost is the limit already.
     """
 
-    def __init__(self, config: RewardConfig, path: Path | None = None) -> None:
+    def __init__(self, config: RewardConfig, path: Path | None = None, engines: AnswersJudge | None = None) -> None:
         self._reward, self._config, self._template = config, config.judge, config.judge.template
-        self._client, self._room = JudgeClient(config.judge), asyncio.Semaphore(config.judge.concurrency)
+        self._client: AnswersJudge = engines or JudgeClient(config.judge)
+        self._room = asyncio.Semaphore(config.judge.concurrency)
         self._judgements = Judgements(path)
         self._under_way: dict[str, asyncio.Task[Judgement]] = {}
         self.at_limit: Callable[[], None] | None = None
@@ -125,7 +127,7 @@ class Judge:
         """What the judge is sent for a response."""
         config = self._config
         return {
-            "model": config.model,
+            **self._client.asked_of,
             "messages": [{"role": "user", "content": rendered(self._template, request)}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,

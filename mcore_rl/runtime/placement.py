@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -32,7 +32,7 @@ from mcore_rl.weights.sites import Sites
 WAIT_S = 120.0  # how long nodes of a cluster may take to join
 CPUS = 1.0  # cores of an accelerator's bundle
 TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")  # the keys to lower if a reservation fails
-# Roles with processes, the reward model, and one spare.  Ray only counts shares of a device, it does not enforce them.
+# Roles with processes, engines that score, and one spare.  Ray counts shares of a device, and does not enforce them.
 ROLES_PER_DEVICE = sum(role.shares is None for role in ROLES.values()) + 2
 
 
@@ -57,7 +57,8 @@ class Places:
     """The bundles of a run.
 
     train: one per training rank.
-    rollout, reward_model: of each engine, one per node that it is on.
+    rollout: of each engine, one per node that it is on.
+    scorers: the same of engines that score, by their configuration group.
     share: the number of accelerators that Ray counts for one training process.
     groups: the placement groups of all bundles.
     """
@@ -66,7 +67,7 @@ class Places:
     rollout: tuple[EngineBundles, ...]
     share: float
     groups: tuple[PlacementGroup, ...]
-    reward_model: tuple[EngineBundles, ...] = ()
+    scorers: Mapping[str, tuple[EngineBundles, ...]] = field(default_factory=dict)
 
     def sites(self, layout: RolloutLayout, placement: Placement) -> Sites:
         """Where the training ranks and the rollout ranks of ``layout`` are, by the nodes that Ray chose.
@@ -119,15 +120,18 @@ def placement_violations(
 
 
 async def place(
-    trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, reward_model: RolloutLayout | None = None
+    trainer: TrainerConfig,
+    layout: RolloutLayout,
+    platform: Platform,
+    scorers: Mapping[str, RolloutLayout] | None = None,
 ) -> Places:
     """Reserves bundles for the training ranks and the engines, and waits until Ray has reserved them.
 
-    layout: of the rollout engines.  reward_model: the layout of its engines, None if there is none; they are placed
-    like rollout engines.
+    layout: of the rollout engines.  scorers: layouts of engines that score, by their configuration group; they are
+    placed like rollout engines.
     Raises ConfigError if the cluster does not have the resources, or not within ``WAIT_S``.
     """
-    layouts = {"rollout": layout} | ({} if reward_model is None else {"reward_model": reward_model})
+    layouts = {"rollout": layout, **(scorers or {})}
     refuse_if_any([each for key in layouts for each in placement_violations(trainer, layouts[key], platform, key)])
     separate = trainer.placement is Placement.separate
     if not platform.is_accelerator:
@@ -144,7 +148,7 @@ async def place(
         key: tuple(map(_bundles_of, own[key])) if separate else _colocated(each, per_node[key], train)
         for key, each in layouts.items()
     }
-    return Places(train, share=1 / ROLES_PER_DEVICE, groups=tuple(every), **places)
+    return Places(train, places.pop("rollout"), 1 / ROLES_PER_DEVICE, tuple(every), places)
 
 
 async def place_trainers(trainer: TrainerConfig, platform: Platform) -> Places:
@@ -258,7 +262,7 @@ async def _on_cpu(trainer: TrainerConfig, layouts: Mapping[str, RolloutLayout]) 
     await _ready(groups, f"{world_size} times {share:g} cores", TRAINER)
     train = tuple(Bundle(group, index) for group, count in zip(groups, wanted, strict=True) for index in range(count))
     places = {key: _engines_on_cpu(trainer, layout, train) for key, layout in layouts.items()}
-    return Places(train, share=0.0, groups=tuple(groups), **places)
+    return Places(train, places.pop("rollout"), 0.0, tuple(groups), places)
 
 
 def _engines_on_cpu(

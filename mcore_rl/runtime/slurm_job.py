@@ -65,8 +65,8 @@ class Job:
         trainer = self.run.trainer
         if not isinstance(self.run, RunConfig) or trainer.placement is Placement.colocated:
             return trainer.nnodes
-        judge = self.run.reward_model.layout.world_size if self.run.reward_model.enable else 0
-        devices = self.run.rollout.layout.world_size + judge
+        served = (self.run.rollout, *self.run.scorers.values())
+        devices = sum(each.layout.world_size for each in served)
         return trainer.nnodes + -(-devices // max(1, self.cluster.gpus_per_node or trainer.n_gpus_per_node))
 
 

@@ -13,7 +13,8 @@ import pytest
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.data import DataConfig, SftDataConfig
-from mcore_rl.config.reward import CodeConfig
+from mcore_rl.config.reward import CodeConfig, RewardConfig
+from mcore_rl.data import eurus
 from mcore_rl.data.conversations import ConversationSet
 from mcore_rl.data.datasets import (
     DAPO_PROMPT,
@@ -24,7 +25,10 @@ from mcore_rl.data.datasets import (
     write_rows,
 )
 from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.tables import read_table
 from mcore_rl.errors import DataError
+from mcore_rl.rewards.registry import grader_of
+from mcore_rl.rewards.score import RewardRequest
 from tests.support import prompt_files
 from tests.support.chat_styles import style
 
@@ -199,6 +203,84 @@ def test_aime24_in_the_forms_it_is_published_in(tmp_path: Path, record: dict[str
     assert row["extra_info"] == {"split": "test", "index": 0, "answer": "2", "question": "1 + 1?"}
 
 
+SYSTEM = "\nWhen tackling complex reasoning tasks, you have access to the following actions.\n"
+
+
+def eurus2(source: str, ability: str, truth: object, *roles: str) -> dict[str, Any]:
+    """A row of the published columns, with a problem of ours."""
+    said = {"system": SYSTEM, "user": f"What of {source} and {truth}?"}
+    return {
+        "data_source": source,
+        "prompt": [{"content": said[role], "role": role} for role in roles or ("system", "user")],
+        "ability": ability,
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": 0, "split": "dummy"},
+    }
+
+
+def test_eurus2_has_math_and_code_as_they_are_published_and_graders_that_read_them(tmp_path: Path) -> None:
+    script = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+    call = json.dumps({"fn_name": "double", "inputs": [[3]], "outputs": [6]})
+    of_math = [eurus2(source, "math", "\\frac{1}{2}") for source, kind in eurus.ABILITIES.items() if kind == "math"]
+    of_code = [eurus2(source, "code", script) for source, kind in eurus.ABILITIES.items() if kind == "code"]
+    published = [*of_math, *of_code, eurus2("taco", "code", call), of_math[0]]
+    for split in ("train", "validation"):
+        prompt_files.write(tmp_path / f"{split}.parquet", published)
+    rows = published_rows("eurus2-rl", str(tmp_path))
+    assert rows["train"][0]["extra_info"]["split"] == "train" and rows.keys() == {"train", "validation"}
+    write_rows(rows["validation"], tmp_path / "out.parquet")
+    again = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert len(again) == len(published) - 1, "a repeated row is kept once"
+    answers = {"math": "It is $\\boxed{0.5}$.", "code": "```python\nprint(sum(map(int, input().split())))\n```"}
+    config = RewardConfig(code=CodeConfig(continuous=True, first_cases=10, allow_weak_confinement=True))
+    for row, original in zip(again, published[:-1], strict=True):
+        for column in ("data_source", "ability"):
+            assert row[column] == original[column]
+        assert [dict(each) for each in row["prompt"]] == original["prompt"]
+        truth = row["reward_model"]["ground_truth"]
+        assert row["reward_model"] == original["reward_model"]
+        assert row["extra_info"]["answer"] == (truth if row["ability"] == "math" else None)
+        answer = "```python\ndef double(x):\n    return 2 * x\n```" if truth == call else answers[row["ability"]]
+        for said, value in ((answer, 1.0), ("```python\n1\n```", 0.0)):
+            score = grader_of(row["data_source"])(RewardRequest(("row", 0), row["data_source"], said, truth), config)
+            assert score.value == value
+
+
+def test_what_eurus2_has_not_is_refused_in_one_message(tmp_path: Path) -> None:
+    good, cases = eurus2("taco", "code", '{"inputs": ["1"], "outputs": ["1"]}'), '{"inputs": ["1"], "outputs": []}'
+    broken = {
+        "data_source is 'leetcode', and none of numina_aops_forum": eurus2("leetcode", "code", "x"),
+        "data_source is None": {"id": 1, "task": "Math", "instruction": "x", "reference": "1"},
+        "ability is 'math', and apps is code": eurus2("apps", "math", "1"),
+        "prompt is not a message of the user's": eurus2("apps", "code", cases, "user", "user"),
+        "prompt is not": eurus2("apps", "code", cases) | {"prompt": "x"},
+        "reward_model.ground_truth is no text": eurus2("numina_cn_k12", "math", None),
+        "reward_model.ground_truth is no JSON": eurus2("codeforces", "code", "1 2"),
+        "reward_model.ground_truth has no inputs with an output each": eurus2("codecontests", "code", cases),
+        "reward_model.ground_truth has no inputs": eurus2("codecontests", "code", "[]"),
+    }
+    with pytest.raises(DataError) as caught:
+        published_rows("eurus2-rl", jsonl(tmp_path / "train.jsonl", good, *broken.values()))
+    assert len(caught.value.problems) == len(broken)
+    for number, (said, problem) in enumerate(zip(broken, caught.value.problems, strict=True), 2):
+        assert problem.startswith(f"train.jsonl line {number}: {said}") and problem.endswith(eurus.REMEDY)
+
+
+def test_rows_of_several_row_groups_are_read_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("datasets", "sources", "tables"):
+        monkeypatch.setattr(f"mcore_rl.data.{module}.BATCH", 4)
+    rows = [eurus2("apps", "code", json.dumps({"inputs": [str(n)], "outputs": ["1"]})) for n in range(10)]
+    prompt_files.write(tmp_path / "train.parquet", rows)
+    written = published_rows("eurus2-rl", str(tmp_path / "train.parquet"))["train"]
+    write_rows(written, tmp_path / "out.parquet")
+    assert pq.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
+    table = read_table(tmp_path / "out.parquet", "out", [])
+    assert table is not None
+    assert [row["reward_model"] for row in table.to_pylist()] == [row["reward_model"] for row in rows]
+
+
 def test_records_of_something_else_are_named(tmp_path: Path) -> None:
     good = {"question": "1 + 1?", "answer": "#### 2"}
     broken = [
@@ -251,11 +333,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["train.parquet"]
 
-    def full_disk(table: object, where: Path) -> None:
+    def full_disk(where: Path, schema: object) -> None:
         Path(where).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pyarrow.parquet.write_table", full_disk)
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter", full_disk)
     with pytest.raises(DataError, match=r"train\.parquet: 1 problem:\n  - cannot be written: No space left on device"):
         write_rows(arithmetic_rows(1, 4, 1, 0)["train"], path)
     assert path.read_bytes() == before

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from mcore_rl.commands.verify import prove
-from mcore_rl.config.algorithm import KlPenalty, OffPolicy
+from mcore_rl.config.algorithm import FilterMetric, KlPenalty, OffPolicy
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Recompute
@@ -82,12 +82,14 @@ ASYNC_OWN = {
     "mixtral_8x22b_grpo_async": ("algorithm.adv_estimator", "algorithm.use_kl_in_reward", "actor.entropy_coeff"),
 }
 OWN = ("qwen3_30b_a3b_grpo_lora", "mixtral_8x22b_grpo_lora", "qwen25_7b_sft_lora")  # adapters that nobody published
+PRIME = ("qwen25_05b_prime", "eurus2_7b_prime")
 SEQUENCES = LossAggregation.seq_mean_token_sum
 DISTILLED = "qwen3_4b_distill_30b_a3b"  # nobody published it
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
     "qwen25_05b_ppo": Row("gae", 256, 64, 1, (1024, 512), 1e-6, "reward", 0.001, 435, 1e-5),
     "qwen25_05b_prime": Row("prime", 64, 64, 4, (1024, 3072), 5e-7, "", 0.001, 870),
+    "eurus2_7b_prime": Row("prime", 64, 64, 4, (1024, 3072), 5e-7, "", 0.001, 592),
     "deepseek_7b_ppo": Row("gae", 1024, 256, 1, (512, 512), 2e-6, "reward", 0.001, 105, 2e-5),
     "deepseek_7b_ppo_mi300x": Row("gae", 1024, 256, 1, (512, 512), 1e-6, "reward", 0.001, 1120, 1e-5),
     "deepseek_7b_grpo_mi300x": Row("grpo", 1024, 256, 5, (512, 1024), 1e-6, "loss", 0.001, 1120),
@@ -152,7 +154,8 @@ def test_says_what_it_reproduces(name: str) -> None:
     assert set(about.datasets) <= DATASETS.keys()
     files = [Path(path) for path in (*run.data.train_files, *run.data.val_files)]
     assert {path.parent.name for path in files} == folders
-    assert {path.name for path in files} == {"train.parquet", "test.parquet"}
+    splits = {split for dataset in about.datasets for split in DATASETS[dataset].splits}
+    assert {path.stem for path in files} == splits and {path.suffix for path in files} == {".parquet"}
     assert all(path.parts[0] == "data" and len(path.parts) == 3 for path in files)
     assert run.model.path in (f"models/{checkpoint.hf_id.rpartition('/')[2]}", "runs/gemma2_2b_sft/hf/final")
     assert run.trainer.experiment_name == name and run.trainer.default_local_dir == f"runs/{name}"
@@ -244,21 +247,29 @@ def test_hyperparameters_are_those_published(name: str) -> None:
     assert run.algorithm.kl_ctrl.kl_coef == run.actor.kl_loss_coef == 0.001
     assert run.algorithm.kl_penalty is KlPenalty.k1 and run.actor.kl_loss_type is KlPenalty.k3
     assert (run.algorithm.gamma, run.algorithm.lam, run.rollout.temperature) == (1.0, 1.0, 1.0)
-    assert run.algorithm.filter_groups.enable is (name == "qwen25_05b_prime")
+    assert run.algorithm.filter_groups.enable is (name in PRIME)
     assert num_steps(run) == row.steps
     if row.critic_lr is not None:
         assert "critic" in run.roles and run.critic.optim.lr == row.critic_lr
         assert run.critic.ppo_mini_batch_size == row.mini and run.critic.cliprange_value == 0.5
 
 
-def test_the_process_reward_model_and_the_filter_of_prime_are_those_published() -> None:
-    run = rl_recipe("qwen25_05b_prime")
+@pytest.mark.parametrize("name", PRIME)
+def test_the_process_reward_model_and_the_filter_of_prime_are_those_published(name: str) -> None:
+    run = rl_recipe(name)
     model, filtering = run.role_config(ROLES["process_reward"]), run.algorithm.filter_groups
     assert isinstance(model, ProcessRewardConfig)
     assert (model.beta, model.update.value, model.ppo_mini_batch_size, model.ppo_epochs) == (0.05, "before", 64, 1)
     assert (model.optim.lr, model.optim.clip_grad, model.optim.weight_decay) == (1e-6, 10.0, 0.0)
     assert (filtering.lower, filtering.upper, run.data.gen_batch_size) == (0.2, 0.8, 4 * run.data.train_batch_size)
     assert filtering.max_num_gen_batches == 1 and run.algorithm.process_coef == run.algorithm.outcome_coef
+
+
+def test_programs_are_scored_as_in_primes_code() -> None:
+    """verl's prime_code.compute_score with continuous=True: the share of the first ten cases, which the filter sees."""
+    run = rl_recipe("eurus2_7b_prime")
+    assert (run.reward.code.continuous, run.reward.code.first_cases) == (True, 10)
+    assert run.algorithm.filter_groups.metric is FilterMetric.score
 
 
 @pytest.mark.parametrize(

@@ -77,23 +77,23 @@ def test_separate_engines_have_devices_of_their_own(cluster: None) -> None:
 
 def test_a_reward_model_stands_where_rollout_engines_would(cluster: None) -> None:
     trainer = TrainerConfig(n_gpus_per_node=4)
-    places = asyncio.run(place(trainer, RolloutLayout(tp=4), ACCELERATOR, RolloutLayout(tp=2, dp=2)))
+    places = asyncio.run(place(trainer, RolloutLayout(tp=4), ACCELERATOR, {"reward_model": RolloutLayout(tp=2, dp=2)}))
     assert firsts(places.rollout) == seats(places.train)[:1]
-    assert firsts(places.reward_model) == [seats(places.train)[0], seats(places.train)[2]]
+    assert firsts(places.scorers["reward_model"]) == [seats(places.train)[0], seats(places.train)[2]]
     places.close()
     apart = TrainerConfig(n_gpus_per_node=1, placement=Placement.separate)
-    places = asyncio.run(place(apart, RolloutLayout(), ACCELERATOR, RolloutLayout(tp=2)))
-    assert len({*seats(places.train), *firsts(places.rollout), *firsts(places.reward_model)}) == 3
-    assert sizes(places.rollout[0][0])["GPU"] == 1.0 and sizes(places.reward_model[0][0])["GPU"] == 2.0
+    places = asyncio.run(place(apart, RolloutLayout(), ACCELERATOR, {"reward_model": RolloutLayout(tp=2)}))
+    assert len({*seats(places.train), *firsts(places.rollout), *firsts(places.scorers["reward_model"])}) == 3
+    assert sizes(places.rollout[0][0])["GPU"] == 1.0 and sizes(places.scorers["reward_model"][0][0])["GPU"] == 2.0
     places.close()
-    places = asyncio.run(place(trainer, RolloutLayout(), CPU, RolloutLayout(dp=2)))
-    assert firsts(places.reward_model) == seats(places.train)[:2]
+    places = asyncio.run(place(trainer, RolloutLayout(), CPU, {"reward_model": RolloutLayout(dp=2)}))
+    assert firsts(places.scorers["reward_model"]) == seats(places.train)[:2]
     places.close()
     places = asyncio.run(place(trainer, RolloutLayout(), CPU))
-    assert places.reward_model == ()
+    assert places.scorers == {}
     places.close()
     with pytest.raises(ConfigError, match=r"reward_model\.dp=3: with reward_model\.tp=2 needs 6 devices"):
-        asyncio.run(place(trainer, RolloutLayout(), ACCELERATOR, RolloutLayout(tp=2, dp=3)))
+        asyncio.run(place(trainer, RolloutLayout(), ACCELERATOR, {"reward_model": RolloutLayout(tp=2, dp=3)}))
 
 
 def test_sites_are_the_nodes_that_ray_chose(cluster: None) -> None:

@@ -136,6 +136,8 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reward.judge.max_cost": POSITIVE,
     "reward.judge.max_tokens": COUNT,
     "reward.judge.price_per_million": (("[-1,1]", "[nan,1]", "[1,inf]"), ("[0,0]", "[0.15,0.6]")),
+    "reward.judge.seed": SEED,
+    "reward.judge.engines.max_length": COUNT,
     "reward.judge.retries": COUNT_OR_NONE,
     "reward.judge.scale": (("[nan,1]", "[0,inf]"), ("[0,10]", "[-1,1]")),
     "reward.judge.temperature": (("-0.1", "-1", "2.1"), ("0", "0.6", "2")),
@@ -211,7 +213,11 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **{f"teacher.{key}": values for key, values in ROLE.items()},
     **{f"actor.preference.{key}": values for key, values in PREFERENCE.items()},
     "actor.reward.centering_coef": COEFFICIENT,
-    **{f"{group}.{key}": values for group in ("rollout", "reward_model") for key, values in SERVING.items()},
+    **{
+        f"{group}.{key}": values
+        for group in ("rollout", "reward_model", "reward.judge.engines")
+        for key, values in SERVING.items()
+    },
 }
 CLUSTER = {
     "cpus_per_node": COUNT,

@@ -79,7 +79,9 @@ def write_task(directory: Path) -> Path:
     texts = []
     for name, dataset in DATASETS.items():
         for split, rows in published_rows(name, str(_source(directory / "source" / name, name))).items():
-            said = [[*(message["content"] for message in row["prompt"]), row["extra_info"]["answer"]] for row in rows]
+            said = [
+                [*(message["content"] for message in row["prompt"]), row["extra_info"]["answer"] or ""] for row in rows
+            ]
             texts += [text for of_row in said for text in of_row]
             write_rows(rows, directory / "data" / _folder(name) / f"{split}.parquet")
         assert set(dataset.splits) == {path.stem for path in (directory / "data" / _folder(name)).iterdir()}
@@ -238,7 +240,13 @@ def _source(directory: Path, name: str) -> Path:
     return directory
 
 
-def _record(name: str, question: str, answer: str) -> dict[str, str]:
+def _record(name: str, question: str, answer: str) -> dict[str, Any]:
+    if name == "eurus2-rl":  # odd answers are asked for as programs
+        source, ability, truth = "numina_cn_k12", "math", answer
+        if int(answer) % 2:
+            source, ability, truth = "taco", "code", json.dumps({"inputs": [question], "outputs": [answer]})
+        prompt = [{"role": "system", "content": "Say it."}, {"role": "user", "content": question}]
+        return {"data_source": source, "prompt": prompt, "ability": ability, "reward_model": {"ground_truth": truth}}
     if name.startswith("gsm8k"):
         return {"question": question, "answer": f"It is {answer}.\n#### {answer}"}
     if name == "math":

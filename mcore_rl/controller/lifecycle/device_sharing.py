@@ -11,7 +11,7 @@ its turn, in which its weights are of no version, and nobody else sends them to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -19,7 +19,6 @@ from typing import Protocol
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import EngineMemory, Pause
 from mcore_rl.runtime.train_group import TrainGroup
@@ -37,6 +36,18 @@ class Devices(Protocol):
 
     async def to_engines(self, version: int, pause: Pause = Pause.keep) -> None:
         """See ``DeviceSharing.to_engines``."""
+        ...
+
+
+class SleepingScorer(Protocol):
+    """Engines that score responses: of a reward model, or of a judge."""
+
+    async def sleep(self) -> None:
+        """Waits until all is scored, and releases the devices' memory."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory back."""
         ...
 
 
@@ -60,7 +71,7 @@ class DeviceSharing:
         weights: is told when the engines drop their weights.
         restarter: restarts an engine that dies while it wakes up or goes to sleep.
         keep_base: the engines apply adapters to weights that they receive once, and keep these in host memory.
-        reward_model: its engines are awake while the rollout's are; asleep, they keep their weights in host memory.
+        scorers: their engines are awake while the rollout's are; asleep, they keep their weights in host memory.
     """
 
     def __init__(
@@ -70,13 +81,13 @@ class DeviceSharing:
         engines: EnginePool,
         weights: WeightSync,
         restarter: EngineRestarter,
-        reward_model: RewardModel | None = None,
+        scorers: Sequence[SleepingScorer] = (),
         *,
         keep_base: bool = False,
     ) -> None:
         self._is_shared = placement is Placement.colocated
         self._actor, self._engines, self._weights, self._restarter = actor, engines, weights, restarter
-        self._reward_model = reward_model
+        self._scorers = scorers
         self._dropping = KEEP_WEIGHTS if keep_base else DROP_WEIGHTS
         self._turn, self._is_trainers = asyncio.Lock(), False  # held in the trainer's turn, and in ``engines_turn``
 
@@ -122,8 +133,8 @@ class DeviceSharing:
                 break
             await self._restarter.repeat(partial(self._engines.sleep, self._dropping))  # a new engine has none of ours
             self._weights.engines_dropped_theirs()
-        if self._reward_model is not None:
-            await self._reward_model.wake()
+        for scorer in self._scorers:
+            await scorer.wake()
 
     async def to_trainer(self, *, keep_weights: bool = False) -> None:
         """Begins the trainer's turn: gives it the devices, whose workers load what they need when they need it.
@@ -140,8 +151,8 @@ class DeviceSharing:
     async def _wake_trainer(self, *, keep_weights: bool) -> None:
         if not self._is_shared:
             return
-        if self._reward_model is not None:
-            await self._reward_model.sleep()
+        for scorer in self._scorers:
+            await scorer.sleep()
         await self._restarter.repeat(partial(self._engines.sleep, KEEP_WEIGHTS if keep_weights else self._dropping))
         if not keep_weights:
             self._weights.engines_dropped_theirs()

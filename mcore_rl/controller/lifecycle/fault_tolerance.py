@@ -51,6 +51,7 @@ class EngineRestarter:
     def __init__(self, engines: Sequence[EngineClient], pool: Pool, limit: int, *, warn: Callable[[str], None]) -> None:
         self._engines, self._pool, self._limit, self._warn = list(engines), pool, limit, warn
         self.num_restarts = 0
+        self._num_recoveries, self._recovering = 0, asyncio.Lock()
 
     def add(self, engine: EngineClient) -> None:
         """Restarts this one too, from now on."""
@@ -101,6 +102,19 @@ class EngineRestarter:
             except DeadEngineError as error:
                 death = error
             await self.restart_dead(death)
+
+    async def shared(self, work: Callable[[], Awaitable[T]]) -> T:
+        """As ``repeat``, of many calls at once, which one death ends together: engines are restarted once for all."""
+        while True:
+            num_recoveries = self._num_recoveries
+            try:
+                return await work()
+            except DeadEngineError as error:
+                death = error
+            async with self._recovering:
+                if self._num_recoveries == num_recoveries:
+                    await self.restart_dead(death)
+                    self._num_recoveries += 1
 
 
 class RunRestarts:

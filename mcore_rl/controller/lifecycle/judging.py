@@ -10,6 +10,7 @@ from mcore_rl.config.reward import RewardConfig, Style
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.responses import ResponseRow
+from mcore_rl.rewards.judge_client import AnswersJudge
 from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import RewardRequest
 
@@ -17,20 +18,22 @@ FILE = "judgements.jsonl"  # in the run directory
 
 
 @asynccontextmanager
-async def opened_judge(config: RewardConfig, path: Path | None) -> AsyncIterator[Judge | None]:
-    """While open: the judge; None without ``reward.judge.address``.  path: of its judgements.
+async def opened_judge(
+    config: RewardConfig, path: Path | None, engines: AnswersJudge | None = None
+) -> AsyncIterator[Judge | None]:
+    """While open: the judge; None without ``reward.judge.address`` and ``engines``.  path: of its judgements.
 
-    Raises ConfigError as ``Judge``.
+    engines: that the run started for it.  Raises ConfigError as ``Judge``.
     """
-    if config.judge.address is None:
+    if config.judge.address is None and engines is None:
         yield None
         return
-    async with Judge(config, path) as judge:
+    async with Judge(config, path, engines) as judge:
         yield judge
 
 
 async def check_judge(config: RewardConfig, rows: Iterable[PromptRow] | Iterable[ResponseRow]) -> None:
-    """Asks the judge once, about the first row of its style, with the ground truth as the response.
+    """Asks the judge behind an address once, about the first row of its style, with the ground truth as the response.
 
     ConfigError: it does not answer.  That its answer has no score is a warning: it may be this row's fault.
     """

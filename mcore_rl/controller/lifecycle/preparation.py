@@ -32,6 +32,7 @@ from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.judge_engines import PATH, prepare_judge
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import (
@@ -90,6 +91,7 @@ class Prepared(PreparedRun):
     """What ``train`` knows besides.
 
     encoder: of the reward model; None without one.
+    judge_tokenizer: of a judge on engines of the run; None without one.
     agents: run the rows that ask for an agent.
     data_sources: those of the prompts that graders grade.
     draw_settings: on which it depends what is drawn and how it is graded.
@@ -102,6 +104,7 @@ class Prepared(PreparedRun):
     validation: PromptSet | None
     kl: KlController
     encoder: Encoder | None
+    judge_tokenizer: PreTrainedTokenizerBase | None
     agents: AgentRunner
     data_sources: frozenset[str]
     draw_settings: dict[str, Any]
@@ -131,7 +134,8 @@ def models_of(config: RunConfig) -> dict[str, Path]:
     """Every model that processes of the run open, by key."""
     judge = config.reward_model
     more = {"reward_model.model.path": Path(judge.model.path)} if judge.enable else {}
-    return weights_of_roles(config) | more
+    served = config.reward.judge.path
+    return weights_of_roles(config) | more | ({} if served is None else {PATH: Path(served)})
 
 
 def complete(config: RunConfig, platform: Platform) -> RunConfig:
@@ -141,12 +145,16 @@ def complete(config: RunConfig, platform: Platform) -> RunConfig:
     place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
     replayed = config.trainer.replay and str(Path(config.trainer.replay).resolve())
     longest = float(config.data.max_response_length)
+    served = config.reward.judge
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}
     return replace(
         config.with_groups(roles),
         model=replace(config.model, path=path),
         trainer=replace(config.trainer, default_local_dir=place, replay=replayed),
+        reward=replace(
+            config.reward, judge=replace(served, path=served.path and str(Path(served.path).expanduser().resolve()))
+        ),
         reward_model=replace(
             judge,
             model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
@@ -194,13 +202,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         violations += architecture_violations(config.checkpoints_of(role))
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
     violations += replay_model_violations(config, policy, None if config.trainer.replay else why_unrecorded(platform))
-    encoder = None
-    if config.reward_model.enable:
-        violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
-        try:
-            encoder = prepare_encoder(config.reward_model, platform)
-        except ConfigError as error:
-            violations += error.violations
+    encoder, judge_tokenizer = _scorers(config, platform, violations)
     refuse_if_any(violations)
     _demand_weights(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
@@ -234,6 +236,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         identity=identity,
         kl=kl,
         encoder=encoder,
+        judge_tokenizer=judge_tokenizer,
         agents=agents,
         data_sources=data_sources,
         draw_settings=(settings := draw_settings(config, identity)),
@@ -247,6 +250,25 @@ def _demand_weights(config: RunConfig) -> None:
     for role in config.group_rows:
         for each in dict.fromkeys(config.checkpoints_of(role).values()):
             demand_weights(Path(each), role.head)
+
+
+def _scorers(
+    config: RunConfig, platform: Platform, violations: list[Violation]
+) -> tuple[Encoder | None, PreTrainedTokenizerBase | None]:
+    """What encodes for the reward model, and for a judge of ours; their ``violations`` are added."""
+    for key, each in config.scorers.items():
+        violations += placement_violations(config.trainer, each.layout, platform, key)
+    encoder = judge_tokenizer = None
+    try:
+        encoder = prepare_encoder(config.reward_model, platform) if config.reward_model.enable else None
+    except ConfigError as error:
+        violations += error.violations
+    try:
+        judge = config.reward.judge
+        judge_tokenizer = None if judge.path is None else prepare_judge(judge, platform)
+    except ConfigError as error:
+        violations += error.violations
+    return encoder, judge_tokenizer
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:

@@ -39,6 +39,7 @@ FREE = (
     *("reward.timeout_s", "custom_reward_function.path", "custom_reward_function.import_timeout_s"),
     *("actor.lora.path", "critic.path", "process_reward.path", "reward_model.model.path"),
     *("teacher.path", TAUGHT),
+    *("reward.judge.path", "reward.judge.engines."),
 )
 # Those that change in which order sums are taken, by the end of the key after the role.
 LAYOUT_OF_RUN = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device")

@@ -27,7 +27,10 @@ from mcore_rl.tracking.secrets import redact
 
 RUN = "run.json"
 # What may change where the user names the checkpoint: how results are judged, but not what was learned.
-JUDGES = ("custom_reward_function.path", "reward_model.model.path", "reward_model.model", "data.val_files")
+JUDGES = (
+    *("custom_reward_function.path", "reward_model.model.path", "reward_model.model", "reward.judge.path"),
+    "data.val_files",
+)
 MEANT = ". If the change is meant, name the checkpoint: trainer.resume_mode=path trainer.resume_from_path="
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"
 # Keys of places only: the run directory, the checkpoint to resume from, a copy of the model, the Ray cluster.

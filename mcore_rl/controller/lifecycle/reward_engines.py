@@ -5,10 +5,10 @@ Engines that die or hang are restarted beside a trainer, and their texts are sco
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mcore_rl.config.evaluate import EvaluateConfig
@@ -17,7 +17,6 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.generate import logs_beside
 from mcore_rl.controller.step.reward_model import Encoder, RewardModel, prepare_encoder
-from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.runtime.cluster import ray_cluster
@@ -37,20 +36,10 @@ class RestartingPool(ClassifierPool):
     def __init__(self, engines: Sequence[EngineClient], max_restarts: int) -> None:
         super().__init__(engines)
         self._restarter = EngineRestarter(engines, self, max_restarts, warn=warn)
-        self._num_recoveries, self._recovering = 0, asyncio.Lock()
 
     async def classify(self, tokens: Sequence[int]) -> float | str:
         """See ``ClassifierPool.classify``.  Raises DeadEngineError if the restart limit is reached."""
-        while True:
-            num_recoveries = self._num_recoveries
-            try:
-                return await super().classify(tokens)
-            except DeadEngineError as error:
-                death = error
-            async with self._recovering:  # one death ends the calls of many texts
-                if self._num_recoveries == num_recoveries:
-                    await self._restarter.restart_dead(death)
-                    self._num_recoveries += 1
+        return await self._restarter.shared(partial(super().classify, tokens))
 
     def mark_alive(self) -> None:
         """Nothing is to be done: no engine is left out because it died."""

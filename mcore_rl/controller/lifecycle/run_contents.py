@@ -63,6 +63,9 @@ def contents_of(values: Mapping[str, Any], weights: Mapping[str, Path]) -> dict[
         place, key = Path(judge["model"]["path"]), "reward_model.model"
         contents[f"{key}.path"] = weights_of(place)
         contents |= _tokenizer_of(Path(judge["model"].get("tokenizer_path") or place), key, key)
+    if served := ((values.get("reward") or {}).get("judge") or {}).get("path"):
+        place, key = Path(served), "reward.judge.path"
+        contents[key] = weights_of(place) | _tokenizer_of(place, key, key)[key]
     custom = (values.get("custom_reward_function") or {}).get("path")
     contents["custom_reward_function.path"] = _whole([Path(custom)] if custom else [])
     files = [Path(name) for name in values["data"].get("val_files") or []]

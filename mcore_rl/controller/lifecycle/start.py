@@ -74,20 +74,20 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         tracker = open_directory(config, prepared, platform, stack, None if living.kept else living.stack)
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
-        judge = await stack.enter_async_context(opened_judge(config.reward, start.directory / judging.FILE))
+        opened = partial(opened_judge, config.reward, start.directory / judging.FILE)
+        judge = await stack.enter_async_context(opened())  # behind an address
         groups, kept = await start.processes(living, stack)
-
-        engines, places = [member.client for member in kept.members], kept.places
+        judge = judge or await stack.enter_async_context(opened(kept.judge))
+        engines, layout = [member.client for member in kept.members], config.rollout.layout
         pool = pool_of(engines, config.rollout, goes_on=trainer.placement is Placement.separate)
-        connect = partial(_connect, config, platform, places, groups[policy], store, living.num_attempts)
+        connect = partial(_connect, config, platform, kept.places, groups[policy], store, living.num_attempts)
         await connect(kept.members)
-        layout = config.rollout.layout
         updater = WeightUpdater(engines, layout_of(layout, len(engines)), groups[policy])
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         engine_set = EngineSet(kept.members, pool, restarter, updater, layout, connect)
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq, engine_set)
         devices = DeviceSharing(
-            trainer.placement, groups[policy], pool, weights, restarter, kept.reward_model,
+            trainer.placement, groups[policy], pool, weights, restarter, kept.scorers,
             keep_base=engine_adapters(config) is not None,
         )  # fmt: skip
         elastic = ElasticEngines(start.directory, start.newcomers(kept, living), engine_set, pool, weights, devices)

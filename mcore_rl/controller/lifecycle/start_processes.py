@@ -1,4 +1,4 @@
-"""Starts the processes of a run on their places: the trainer, the rollout engines, the reward model.
+"""Starts the processes of a run on their places: the trainer, the rollout engines, the reward model, the judge.
 
 Engines that outlived a trainer are taken as they are.
 """
@@ -17,12 +17,14 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.elastic_engines import Starting
 from mcore_rl.controller.lifecycle.engine_set import Kept, LivingEngines, Member
+from mcore_rl.controller.lifecycle.judge_engines import ENGINES, PATH, JudgeEngines, start_judge
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.model_checks import engine_adapters
 from mcore_rl.controller.lifecycle.preparation import Prepared, models_of
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand
 from mcore_rl.controller.lifecycle.start_roles import start_roles
+from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.planning.overheads import ProcessMemory
@@ -70,8 +72,9 @@ class Start:
             names = ", ".join(member.name for member in living.kept.members)
             note(f"{names}: alive, and kept while the trainer is started again")
             return await self._roles(living.kept.places, stack), living.kept
-        trainer, judge, policy = self.config.trainer, self.config.reward_model, self.config.policy.name
-        places = await place(trainer, self.config.rollout.layout, self.platform, judge.layout if judge.enable else None)
+        trainer, policy = self.config.trainer, self.config.policy.name
+        scorers = {key: each.layout for key, each in self.config.scorers.items()}
+        places = await place(trainer, self.config.rollout.layout, self.platform, scorers)
         living.stack.callback(places.close)
         await demand_seen(models_of(self.config), places.nodes)
         colocated, watchdog = trainer.placement is Placement.colocated, Watchdog(trainer.watchdog, trainer.timeout_s)
@@ -84,15 +87,29 @@ class Start:
             self.tracker.now("starting the trainer and the rollout engines")
             engines = self._engines(places, watchdog, living.stack)
             groups, members = await _together(self._roles(places, stack), engines)
-        reward_model = None
-        if self.prepared.encoder is not None:
-            self.tracker.now("starting the reward model")
-            bundles, shared = places.reward_model, groups[policy] if colocated else None
-            reward_model = await start_reward_model(
-                self.config, self.prepared.encoder, bundles, self.platform, self._logs, shared, living.stack
-            )
-        living.kept = Kept(places, members, reward_model, watchdog)
+        shared = groups[policy] if colocated else None
+        living.kept = Kept(places, members, *await self._scorers(places, shared, living.stack), watchdog)
         return groups, living.kept
+
+    async def _scorers(
+        self, places: Places, shared: TrainGroup | None, stack: AsyncExitStack
+    ) -> tuple[RewardModel | None, JudgeEngines | None]:
+        """The reward model and the judge of ours, as far as the run has them.  shared: whose devices they have."""
+        prepared, reward_model, judge = self.prepared, None, None
+        if prepared.encoder is not None:
+            self.tracker.now("starting the reward model")
+            bundles = places.scorers["reward_model"]
+            reward_model = await start_reward_model(
+                self.config, prepared.encoder, bundles, self.platform, self._logs, shared, stack
+            )
+        if prepared.judge_tokenizer is not None:
+            self.tracker.now("starting the judge")
+            files = prepared.identity.contents[PATH]
+            judge = await start_judge(
+                self.config, prepared.judge_tokenizer, files, places.scorers[ENGINES], self.platform, self._logs,
+                shared, stack,
+            )  # fmt: skip
+        return reward_model, judge
 
     def newcomers(self, kept: Kept, living: LivingEngines) -> Starting:
         """How engines are started that join ``kept``."""

@@ -41,7 +41,7 @@ def test_for_a_moment_the_engines_keep_their_weights() -> None:
 def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
     both = turns()
     judges: Any = Judges(both.log)
-    both.devices = DeviceSharing(Placement.colocated, both.actor, both.engines, both.weights, both.restarter, judges)
+    both.devices = DeviceSharing(Placement.colocated, both.actor, both.engines, both.weights, both.restarter, [judges])
     asyncio.run(both.rollout(0))
     assert both.log[-3:] == [OFFLOADED, "wake kv_cache", "judges wake"], "once the trainer has left"
     both.log.clear()
@@ -52,7 +52,7 @@ def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
 def test_separate_only_weights_travel() -> None:
     both = turns(Placement.separate)
     judges: Any = Judges(both.log)
-    both.devices = DeviceSharing(Placement.separate, both.actor, both.engines, both.weights, both.restarter, judges)
+    both.devices = DeviceSharing(Placement.separate, both.actor, both.engines, both.weights, both.restarter, [judges])
     for version in (0, 0, 1):
         asyncio.run(both.rollout(version))
         asyncio.run(both.devices.to_trainer())
