@@ -68,7 +68,7 @@ class JudgeEnginesConfig(ServingConfig):
 
     @property
     def max_model_len(self) -> int:
-        """``max_length``."""
+        """The most tokens of a request and its answer."""
         return self.max_length
 
     def served(self, max_tokens: int) -> RolloutConfig:

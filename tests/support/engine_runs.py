@@ -172,8 +172,7 @@ def _run_in_groups(
     engine_module.BUCKET_ELEMENTS = SMALL_BUCKET if case.overlap else None
     table = None
     if problem.lora:
-        world_size = groups.layout.world_size
-        table = adapters.adapter_table(model, adapted(problem), parallel, world_size, head=problem.head)
+        table = adapters.adapter_table(model, adapted(problem), parallel, groups.layout.world_size, problem.head)
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
         model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head, adapters=table,
