@@ -57,7 +57,10 @@ def model(directory: Path) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path, model: LlamaForCausalLM, processes: None) -> Iterator[EngineProcess]:
-    config = rollouts.config(max_prompt_length=1500, max_response_length=1500, max_num_seqs=16)
+    config = rollouts.config(
+        max_prompt_length=1500, max_response_length=1500, max_num_seqs=16,
+        kv_cache_memory_bytes=2**28,  # no block of the 400 is evicted
+    )  # fmt: skip
     made = start_engine("rollout-0", directory, config)
     try:
         yield made

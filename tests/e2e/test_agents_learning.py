@@ -16,7 +16,7 @@ from mcore_rl.tracking.jsonl import read_metrics
 from tests.house.source import ROOT
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
-pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600)]
 WITHOUT, LEARNED = 0.2, 0.7
 
 

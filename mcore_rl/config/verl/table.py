@@ -56,8 +56,13 @@ def rows_for(key: str, program: str = "train") -> list[KeyRow]:
     rows = [row for row in rows_of(program) if "*" in row.verl and row.matches(key)]
     if not rows:
         return []
-    narrowest = max(len(row.verl.partition("*")[0]) for row in rows)
-    return [row for row in rows if len(row.verl.partition("*")[0]) == narrowest]
+    narrowest = max(map(_narrowness, rows))
+    return [row for row in rows if _narrowness(row) == narrowest]
+
+
+def _narrowness(row: KeyRow) -> tuple[int, int]:
+    """What a pattern says before its first asterisk, then all that it says."""
+    return len(row.verl.partition("*")[0]), len(row.verl)
 
 
 @cache
