@@ -36,6 +36,7 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
     "Qwen/Qwen2-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "PRIME-RL/Eurus-2-7B-SFT": 7_615_616_512,  # of Qwen2.5-Math-7B
     "deepseek-ai/deepseek-llm-7b-chat": 6_910_365_696,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mistralai/Mistral-7B-Instruct-v0.1": 7_241_732_096,
