@@ -88,9 +88,9 @@ def engines(
     specs = [
         item.callspec
         for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        if isinstance(item, pytest.Function) and "engines" in item.fixturenames and hasattr(item, "callspec")
     ]
-    cases = [spec.params["running"] for spec in specs if "running" in spec.params]
+    cases = [spec.params["running"] for spec in specs]
     made = Engines(cases, trainers, tmp_path_factory.mktemp("engines"))
     yield made
     made.close()
