@@ -104,9 +104,10 @@ class RunConfig(RoleGroups, Composed):
     @property
     def scorers(self) -> dict[str, ServingConfig]:
         """The engines that score responses, by their configuration group: of the reward model, of the judge."""
-        enabled = {"reward_model": self.reward_model.enable, "reward.judge.engines": self.reward.judge.path is not None}
-        groups = {"reward_model": self.reward_model, "reward.judge.engines": self.reward.judge.engines}
-        return {name: group for name, group in groups.items() if enabled[name]}
+        scorers: dict[str, ServingConfig] = {"reward_model": self.reward_model} if self.reward_model.enable else {}
+        if self.reward.judge.path is not None:
+            scorers["reward.judge.engines"] = self.reward.judge.engines
+        return scorers
 
     @property
     def served_rollout(self) -> RolloutConfig:

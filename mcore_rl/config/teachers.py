@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BY_SOURCE = "by_source"  # the key that names teachers by a row's data source
+REST = "teacher.path"  # stands for the data sources without a teacher of their own; no data source has such a name
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,6 @@ class Teachers:
     def untaught(self, sources: Sequence[str]) -> list[str]:
         """Those of ``sources`` whose rows nobody teaches."""
         return [] if self.rest is not None else [each for each in dict.fromkeys(sources) if each not in self.by_source]
-
-
-REST = "teacher.path"  # stands for the data sources without a teacher of their own; no data source has such a name
 
 
 def snapshot_of(number: int) -> str | None:

@@ -386,7 +386,8 @@ def each_layout_once(cases: list[Case]) -> list[Case]:
             continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
-        packed = case.microbatch_sequences is None or case.problem not in (DENSE, MOE) or case.world_size > 2
+        also_unpacked = case.problem in (DENSE, MOE) and case.world_size <= 2
+        packed = case.microbatch_sequences is None or not also_unpacked
         same = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers)
         way = (*same, case.overlap, case.filled, packed)
         first.setdefault(way, case)

@@ -23,7 +23,7 @@ from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.teachers import BY_SOURCE
+from mcore_rl.config.teachers import BY_SOURCE, Teachers
 from mcore_rl.data.packing import budget_violations, padded_length
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
@@ -133,11 +133,8 @@ def vocabulary_violations(run: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
                 yield Violation(key, path, problem, "Name a model with the policy's tokenizer")
 
 
-def teacher_violations(run: RunConfig, sources: Sequence[str]) -> Iterator[Violation]:
+def teacher_violations(teachers: Teachers, sources: Sequence[str]) -> Iterator[Violation]:
     """Refuses rows that no teacher teaches, and teachers of no row.  sources: data sources of the rows to train on."""
-    teachers = run.teachers
-    if teachers is None or not teachers.by_source:
-        return
     key, there = f"teacher.{BY_SOURCE}", sorted(set(sources))
     if untaught := sorted(teachers.untaught(there)):
         problem = f"names no teacher of the rows of {named(untaught)}"

@@ -212,8 +212,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         config.data.max_prompt_length,
     )  # fmt: skip
     train, validation = _prompts(config, tokenizer, agents)
-    if train is not None:
-        refuse_if_any(list(teacher_violations(config, train.data_sources)))
+    if train is not None and config.teachers is not None and config.teachers.by_source:
+        refuse_if_any(list(teacher_violations(config.teachers, train.data_sources)))
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0 if train is None else _num_steps(config, sampler)
