@@ -45,6 +45,12 @@ class Violation:
         return text.encode(errors="backslashreplace").decode()  # bytes of a command line that are no UTF-8
 
 
+def violations_of(key: str, value: object, problems: Sequence[str]) -> list[Violation]:
+    """A violation of ``key`` for each of ``problems``, the texts of an error whose last sentence is the remedy."""
+    parted = (problem.rpartition(". ") for problem in problems)
+    return [Violation(key, value, said, remedy) for said, _, remedy in parted]
+
+
 class ConfigError(McoreRLError):
     """The configuration cannot be run; holds every violation found, not only the first."""
 

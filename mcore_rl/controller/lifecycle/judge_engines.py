@@ -35,6 +35,7 @@ from mcore_rl.errors import (
     RolloutError,
     Violation,
     refuse_if_any,
+    violations_of,
 )
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.judge_client import JudgeError
@@ -185,13 +186,13 @@ def prepare_judge(config: JudgeConfig, platform: Platform) -> PreTrainedTokenize
     except ConfigError as error:
         violations += [_of_judge(each, config) for each in error.violations]
     except CheckpointError as error:
-        violations += _unreadable(config.path, error.problems)
+        violations += violations_of(PATH, config.path, error.problems)
     try:
         tokenizer = load_tokenizer(directory, trained=False) if directory.is_dir() else None
         if tokenizer is not None:
             tokenizer.apply_chat_template([{"role": "user", "content": "a rubric"}], tokenize=False)
     except DataError as error:
-        violations += _unreadable(config.path, error.problems)
+        violations += violations_of(PATH, config.path, error.problems)
     except Exception as error:  # noqa: BLE001  as above
         problem = f"its chat template refuses one message of the user's: {error}"
         violations.append(Violation(PATH, config.path, problem, "Name a model that answers one"))
@@ -241,11 +242,3 @@ def _of_judge(violation: Violation, config: JudgeConfig) -> Violation:
     for theirs, ours in KEYS.items():
         key, problem, remedy = (text.replace(theirs, ours) for text in (key, problem, remedy))
     return Violation(key, violation.value, problem, remedy)
-
-
-def _unreadable(path: str, problems: Sequence[str]) -> list[Violation]:
-    violations = []
-    for problem in problems:
-        said, _, remedy = problem.rpartition(". ")
-        violations.append(Violation(PATH, path, said, remedy))
-    return violations

@@ -21,7 +21,7 @@ from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.scored_answers import conversation_tokens
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import ConfigError, DataError, Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, DataError, Violation, refuse_if_any, violations_of
 from mcore_rl.families.config_json import read_config
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
@@ -128,9 +128,7 @@ def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
     try:
         tokenizer = load_tokenizer(where, trained=False) if directory.is_dir() or config.model.tokenizer_path else None
     except DataError as error:
-        for problem in error.problems:
-            said, _, remedy = problem.rpartition(". ")
-            violations.append(Violation(TOKENIZER, str(where), said, remedy))
+        violations += violations_of(TOKENIZER, str(where), error.problems)
     if tokenizer is not None:
         violations += _tokenizer_violations(tokenizer, where, vocab_size)
     refuse_if_any(violations)

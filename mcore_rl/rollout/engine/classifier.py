@@ -15,7 +15,7 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.rollout import sequence_bytes, yarn_reach
-from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_any
+from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_any, violations_of
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.device import Platform
@@ -37,7 +37,7 @@ def classifier_model(directory: Path, config: RewardModelConfig, platform: Platf
     try:
         values = read_config(directory)
     except CheckpointError as error:
-        raise ConfigError([*violations, *_unreadable(directory, error)]) from error
+        raise ConfigError([*violations, *violations_of(PATH, str(directory), error.problems)]) from error
     architecture = _architecture(values)
     violations += _architecture_violations(values, architecture)
     model = None
@@ -53,7 +53,7 @@ def classifier_model(directory: Path, config: RewardModelConfig, platform: Platf
             violations += _context_violations(model, config)
             violations += [_of_reward_model(each) for each in memory_violations(directory, config, platform)]
     except CheckpointError as error:
-        violations += _unreadable(directory, error)
+        violations += violations_of(PATH, str(directory), error.problems)
     refuse_if_any(violations)
     assert model is not None
     return model
@@ -132,11 +132,3 @@ def _of_reward_model(violation: Violation) -> Violation:
     """Rewrites a violation of a ``rollout.*`` key as one of ``reward_model.*``."""
     said = (text.replace("rollout.", "reward_model.") for text in (violation.problem, violation.remedy))
     return Violation(violation.key.replace("rollout.", "reward_model."), violation.value, *said)
-
-
-def _unreadable(directory: Path, error: CheckpointError) -> list[Violation]:
-    violations = []
-    for problem in error.problems:
-        said, _, remedy = problem.rpartition(". ")
-        violations.append(Violation(PATH, str(directory), said, remedy))
-    return violations
