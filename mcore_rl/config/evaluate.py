@@ -25,7 +25,9 @@ class EvaluateConfig:
     k: the values of k in pass@k and maj@k; empty is 1, 2, 4, ... and the number of responses.
     max_response_length: the limit with which the responses were generated; only ``reward.overlong`` needs it.
     out: the JSON file to write the numbers to; None writes none.
-    overwrite: whether ``out`` may be replaced.
+    pairs: the parquet file to write pairs of a better and a worse response to, which ``mcore-rl prefer`` and
+        ``mcore-rl reward`` train on; None writes none.
+    overwrite: whether ``out`` and ``pairs`` may be replaced.
     ray_init: the Ray that the engines of ``reward_model`` run in; unused unless that is enabled.
     """
 
@@ -39,6 +41,7 @@ class EvaluateConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
     out: OutputFile | None = None
+    pairs: OutputFile | None = None
     overwrite: bool = False
 
 
@@ -94,9 +97,12 @@ def _overlong_violations(config: EvaluateConfig) -> list[Violation]:
 
 
 def _out_violations(config: EvaluateConfig) -> Iterator[Violation]:
-    if config.out is None:
-        return
-    if place_of(config.out) == place_of(config.path):
-        yield Violation("out", config.out, "is the file with the responses", "Write another name")
-    elif os.path.isfile(place_of(config.out)) and not config.overwrite:
-        yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")
+    for name, path in (("out", config.out), ("pairs", config.pairs)):
+        if path is None:
+            continue
+        if place_of(path) == place_of(config.path):
+            yield Violation(name, path, "is the file with the responses", "Write another name")
+        elif os.path.isfile(place_of(path)) and not config.overwrite:
+            yield Violation(name, path, "exists", "Write another name, or overwrite=true")
+    if config.out is not None and config.pairs is not None and place_of(config.out) == place_of(config.pairs):
+        yield Violation("pairs", config.pairs, "is the file of the numbers, too", "Write another name")

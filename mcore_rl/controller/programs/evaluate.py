@@ -26,6 +26,7 @@ from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
+from mcore_rl.data.response_pairs import write_pairs
 from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
@@ -114,6 +115,10 @@ async def run_evaluate(config: EvaluateConfig) -> int:
             with replaced(Path(config.out).expanduser()) as new:
                 new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
             console.print(f"numbers: {config.out}", markup=False, highlight=False, soft_wrap=True)
+        if config.pairs is not None:
+            scores = [[None if score.error else score.total for score in each.scores] for each in graded]
+            said = write_pairs(Path(config.pairs).expanduser(), zip(rows, scores, strict=True))
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -148,7 +153,9 @@ def _scorer(config: EvaluateConfig, rows: ResponseSet, console: Console) -> Iter
 def work_of(config: EvaluateConfig) -> dict[str, Any]:
     """What the scores follow from: the settings, the responses, the user's function."""
     reward = replace(config.reward, judge=config.reward.judge.scoring)
-    settings = as_dict(replace(config, out=None, overwrite=False, k=[], ray_init=RayInitConfig(), reward=reward))
+    settings = as_dict(
+        replace(config, out=None, pairs=None, overwrite=False, k=[], ray_init=RayInitConfig(), reward=reward)
+    )
     own = config.custom_reward_function.path
     return {"settings": settings, "responses": sum_of(config.path), "function": own and sum_of(own)}
 
@@ -358,6 +365,9 @@ def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation
     fewest = min(rows.counts)
     ids = {style: rows.ids_of(style) for style in (Style.model, Style.judge)}
     violations = style_violations(config.reward_model, config.reward.judge, config.custom_reward_function, ids)
+    if config.pairs is not None and not rows.has_messages:
+        problem = f"a pair begins with its prompt, and column {config.prompt_key} holds no messages"
+        violations.append(Violation("pairs", config.pairs, problem, "Name the one that does as prompt_key"))
     if config.k and max(config.k) > fewest:
         problem = f"{max(config.k)} of {fewest} responses cannot be drawn: so many has the prompt with the fewest"
         violations.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))

@@ -14,17 +14,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.config.data import PreferenceDataConfig
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate, work_of
+from mcore_rl.data.preferences import PreferenceSet, RowForm
 from mcore_rl.data.responses import ResponseSet
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.tracking.journal import journal, journal_of
 from tests.support.composed import composed
-from tests.support.prompt_files import row, write
+from tests.support.prompt_files import row, user, write
 
 
 def answers(*numbers: int | str) -> list[str]:
@@ -153,6 +156,76 @@ def test_reward_kwargs_of_the_command_line_reach_the_function(tmp_path: Path) ->
         report = json.loads(out.read_text())["data_sources"]["sums"]
         assert values(report)["score"] == pytest.approx(mean) and sum(report["errors"].values()) == 0
     assert main(["evaluate", *words, f"{custom}.reward_kwargs.wordz=[a]", "overwrite=true"]) == 2
+
+
+def pairs_of(path: Path) -> list[tuple[str, str, float]]:
+    """The texts of each pair of a file, and its margin."""
+    rows = pq.read_table(path).to_pylist()
+    assert all([len(each["chosen"]), len(each["rejected"])] == [1, 1] for each in rows)
+    return [(each["chosen"][0]["content"], each["rejected"][0]["content"], each["margin"]) for each in rows]
+
+
+def test_pairs_are_of_better_and_worse_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Best with worst; of equal scores the first; none twice, none of what could not be graded."""
+    rows = [
+        sums(4, 5, 4, "a\n#### 4", 6, 7),
+        sums(3, 3, 3, 3),
+        sums(8, 8, 8, 9, 9),
+        sums("eight", 1, 2),
+        sums(2, "no", 1, 2),
+    ]
+    out = tmp_path / "pairs.parquet"
+    settings = ("reward.gsm8k.format_score=0.25", "reward.error_score=5")
+    evaluate(write(tmp_path / "r.parquet", rows), f"pairs={out}", *settings)
+    a, b, c = (answers(number)[0] for number in (4, 6, 7))
+    assert pairs_of(out) == [
+        (a, c, 0.75),
+        ("a\n#### 4", b, 0.75),
+        (answers(8)[0], answers(9)[0], 0.75),
+        (answers(2)[0], "no", 1.0),
+    ]
+    assert {each["data_source"] for each in pq.read_table(out).to_pylist()} == {"gsm8k"}
+    assert f"pairs: 4 in {out}; 2 of 5 prompts have none" in capsys.readouterr().out
+
+
+def test_pairs_of_agents_have_all_turns(tmp_path: Path) -> None:
+    said = [[{"role": "assistant", "content": f"call {n}"}, {"role": "tool", "content": "7"}] for n in range(2)]
+    turns = [[*each, {"role": "assistant", "content": text}] for each, text in zip(said, answers(4, 5), strict=True)]
+    out = tmp_path / "pairs.parquet"
+    evaluate(write(tmp_path / "r.parquet", [sums(4, 4, 5, response_turns=turns)]), f"pairs={out}")
+    (pair,) = pq.read_table(out).to_pylist()
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (user("2 + 3?"), *turns)
+
+
+def test_preferences_are_read_from_pairs(tmp_path: Path) -> None:
+    """As `mcore-rl prefer` and `reward` read them, margins too."""
+    out = tmp_path / "pairs.parquet"
+    evaluate(write(tmp_path / "r.parquet", [sums(4, 4, 5), sums(1, 2, 1)]), f"pairs={out}")
+    config = PreferenceDataConfig(max_length=200, margin_key="margin")
+    form = RowForm()
+    made = PreferenceSet.load([out], config, encoded, max_samples=None, title="t", form=form)
+    assert [each.margin for each in map(made.__getitem__, range(len(made)))] == [1.0, 1.0]
+
+
+def encoded(messages: list[dict[str, Any]], first: int) -> tuple[list[int], list[bool]]:
+    """A token a character, the answer's trained."""
+    parts = [(each["content"], place >= first) for place, each in enumerate(messages)]
+    return [ord(c) for text, _ in parts for c in text], [trained for text, trained in parts for _ in text]
+
+
+def test_pairs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    equal = write(tmp_path / "equal.parquet", [sums(4, 4, 4), sums(5, 1, 1)])
+    out = tmp_path / "pairs.parquet"
+    with pytest.raises(DataError, match="no prompt of 2 has two responses of different scores"):
+        evaluate(equal, f"pairs={out}")
+    assert not out.exists() and equal.with_suffix(".json").exists(), "what was graded is not lost"
+    with pytest.raises(ConfigError, match="is the file with the responses"):
+        evaluate(equal, f"pairs={equal}")
+    with pytest.raises(ConfigError, match="is the file of the numbers, too"):
+        evaluate(equal, f"pairs={equal.with_suffix('.json')}")
+    texts = write(tmp_path / "texts.parquet", [sums(4, 4, 5) | {"prompt": "2 + 2?"}])
+    with pytest.raises(ConfigError, match="a pair begins with its prompt, and column prompt holds no messages"):
+        evaluate(texts, f"pairs={out}")
 
 
 def test_the_overlong_punishment_knows_lengths(tmp_path: Path) -> None:
