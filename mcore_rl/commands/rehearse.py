@@ -26,7 +26,7 @@ from rich.console import Console
 from mcore_rl.config.files import output_problem
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.planning.overheads import GIB
-from mcore_rl.planning.recipes import run_model
+from mcore_rl.planning.recipes import other_models, run_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +52,14 @@ def rehearsed(words: Sequence[str], console: Console, progress: Console, *, chec
     run, cluster, named = load_words(words, "rank", "role", "out", "page")
     places = ((key, output_problem(named[key])) for key in ("out", "page") if key in named)
     refuse_if_any([Violation(key, named[key], *problem) for key, problem in places if problem])
-    model, rank = run_model(run), rank_of(named.get("rank", "0"))
+    model, others, rank = run_model(run), other_models(run), rank_of(named.get("rank", "0"))
     from mcore_rl.rehearsal.part import part_of, trained_roles
     from mcore_rl.rehearsal.rank import rehearse
     from mcore_rl.rehearsal.report import rehearsal_page, rehearsal_tables, rehearsal_values
 
     results = []
     for role in trained_roles(run, named.get("role", "")):
-        part, planned = part_of(run, model, cluster, role, rank)
+        part, planned = part_of(run, model, cluster, role, rank, others)
         if check:
             progress.print(f"{role.name}: rank {rank} is planned with {planned.peak / GIB:.1f} GiB; nothing was built")
             continue

@@ -122,6 +122,7 @@ def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
         ("logits", step.logits, False),
         ("working memory", step.working, False),
         ("teacher output and logits", step.teacher, False),
+        ("gradient of the exact KL", step.full_kl, False),
         ("allocator", round(lost), False),
     ]
 

@@ -44,17 +44,19 @@ class StepBytes:
 
     activations: kept for backward, over all microbatches in flight.  logits: and what the loss keeps.
     working: the largest other temporaries.  teacher: what a teacher in the loss needs on the device.
+    full_kl: the gradient of the exact KL to frozen weights in the loss.
     """
 
     activations: int
     logits: int
     working: int
     teacher: int = 0
+    full_kl: int = 0
 
     @property
     def total(self) -> int:
-        """The bytes of all four."""
-        return self.activations + self.logits + self.working + self.teacher
+        """The bytes of all of them."""
+        return self.activations + self.logits + self.working + self.teacher + self.full_kl
 
 
 def lora_of(engine: EngineConfig) -> LoraConfig | None:
@@ -76,6 +78,7 @@ class RolePlan:
     accelerator: whether it computes on one.
     frozen: the roles whose frozen weights its processes keep in host memory.
     beside: how many further weights of its own it keeps there: of teachers, all but the first.
+    with_full_kl: whether its loss has the exact KL to frozen weights.
     states: its states, if they are known already.
     teacher_output: bytes of the output rows of teachers in its loss, of a tensor rank; 0 until somebody says so.
 
@@ -97,11 +100,13 @@ class RolePlan:
         publishes: bool = False,
         frozen: Sequence[Role] = (),
         beside: int = 0,
+        with_full_kl: bool = False,
         states: States | None = None,
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
         self.head, self.trains, self.publishes = head, trains, publishes
         self.frozen, self.beside, self.teacher_output = tuple(frozen), beside, 0
+        self.with_full_kl = with_full_kl
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
             overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
@@ -214,6 +219,7 @@ class RolePlan:
             logits=round(logits),
             working=round(working + (gradient if stage != layout.pp - 1 else 0)),
             teacher=self._teacher_bytes if stage == layout.pp - 1 else 0,
+            full_kl=self.kernels.size * self._columns * rows if self.with_full_kl and stage == layout.pp - 1 else 0,
         )
 
     def scoring(self, stage: int) -> StepBytes:
@@ -228,15 +234,19 @@ class RolePlan:
     def _teacher_bytes(self) -> int:
         if not self.teacher_output:
             return 0
-        columns = -(-self.model.vocab_size // self.layout.tp)
-        return self.teacher_output + product_bytes(columns, self.rows, self.kernels.size)
+        return self.teacher_output + product_bytes(self._columns, self.rows, self.kernels.size)
+
+    @property
+    def _columns(self) -> int:
+        """The columns of the vocabulary that a tensor rank has."""
+        return -(-self.model.vocab_size // self.layout.tp)
 
     @cached_property
     def _head_gradient(self) -> float:
         """Bytes of the output projection's gradient in the weights' dtype, before it is added to the float32 one."""
         if self.head is Head.value or self.states.trained is not self.states:
             return 0.0
-        return self.kernels.size * self.model.hidden_size * -(-self.model.vocab_size // self.layout.tp)
+        return self.kernels.size * self.model.hidden_size * self._columns
 
     def _largest_gradient(self, stage: int) -> float:
         """Bytes of the gradient of the largest trained tensor of ``stage`` in its dtype."""

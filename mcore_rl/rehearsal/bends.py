@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mcore_rl.families.flops import visible_pairs
 from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
+
+if TYPE_CHECKING:
+    from mcore_rl.config.algorithm import DistillConfig
+    from mcore_rl.training.distillation import DistillationStep, Teacher
+    from mcore_rl.training.engine import Engine
+    from mcore_rl.training.microbatch import Microbatch
+    from mcore_rl.types import TrainBatch
 
 Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -56,7 +63,7 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list
     from megatron.core.transformer.moe import token_dispatcher
 
     from mcore_rl.parallel import cpu
-    from mcore_rl.training import engine
+    from mcore_rl.training import distillation, engine
 
     bends = [
         Bend(cpu, "CPU", "Megatron's current device is the rehearsal's", lambda _: DEVICE),  # type: ignore[arg-type, return-value]
@@ -66,6 +73,13 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list
         Bend(torch, "tensor", "a tensor made on the device would be real", lambda real: _made_on_host(real)),
         Bend(FakeTensor, "tolist", "reads number by number", lambda real: lambda self: meter.values(self)),
         Bend(engine, "run_schedule", "marks what runs once for each microbatch", lambda real: _marked(real, meter)),
+        Bend(engine.Engine, "_logits_of", "there are no frozen weights", lambda real: _frozen_logits(meter)),
+        Bend(
+            distillation.Teacher,
+            "for_step",
+            "the data say which rows are trained, and by which teacher",
+            lambda real: _taught(meter),
+        ),
         Bend(
             token_dispatcher.MoEAlltoAllTokenDispatcher,
             "preprocess",
@@ -141,6 +155,37 @@ def _marked(real: Callable[..., Any], meter: DeviceMeter) -> Callable[..., Any]:
             meter.per_step = True
 
     return run
+
+
+def _frozen_logits(meter: DeviceMeter) -> Callable[..., dict[int, Tensor]]:
+    """Every row is trained.  The pass of the frozen weights is left out: it is one of scoring."""
+
+    def logits_of(self: Engine, snapshot: str, batch: TrainBatch, microbatches: list[Microbatch]) -> dict[int, Tensor]:
+        if not self.groups.is_last_stage:
+            return {}
+        columns = self.models[-1].output_layer.output_size_per_partition
+        shapes = {each.index: (len(each.targets_N), columns) for each in microbatches}
+        return {index: meter.host_tensor(shape, self.dtype) for index, shape in shapes.items()}
+
+    return logits_of
+
+
+def _taught(meter: DeviceMeter) -> Callable[..., DistillationStep]:
+    """Every row is trained, and each teacher has as many."""
+
+    def for_step(
+        self: Teacher, batch: TrainBatch, microbatches: list[Microbatch], config: DistillConfig, device: torch.device
+    ) -> DistillationStep:
+        from mcore_rl.training.distillation import DistillationStep
+
+        sizes, teachers = [len(each.targets_N) for each in microbatches], len(self.rows)
+        places = [torch.arange(size) for size in sizes]
+        counts = [[size * (n + 1) // teachers - size * n // teachers for n in range(teachers)] for size in sizes]
+        hidden_MH = meter.host_tensor((max(sizes), self.rows[0].shape[1]), self.rows[0].dtype)
+        rows = [each.to(device) for each in self.rows]
+        return DistillationStep(self, config, rows, hidden_MH, places, places, counts)
+
+    return for_step
 
 
 def _forced(real: Callable[..., Any], meter: DeviceMeter, imbalance: float) -> Callable[..., Any]:

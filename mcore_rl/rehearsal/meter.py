@@ -106,6 +106,10 @@ class DeviceMeter(TorchDispatchMode):
         """Whether a kernel of the device is running."""
         return self._kernels > 0
 
+    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+        """A tensor of the host that has no data: what is large there, and of which copies alone are rehearsed."""
+        return FakeTensor(self.fake, torch.empty(shape, dtype=dtype, device="meta"), HOST)
+
     def mark(
         self, tensors: Iterable[Tensor], kind: MemoryKind, *, over: Sequence[MemoryKind] = tuple(MemoryKind)
     ) -> None:
@@ -155,6 +159,8 @@ class DeviceMeter(TorchDispatchMode):
             return self._communicate(func, args, kwargs)
         if func is _READS_ONE:
             return self._item(args[0])
+        if func is aten.add.Tensor and _backward_adds_up():
+            return args[0]
         if func in _SIZED_BY_DATA and func is not aten.nonzero.default:
             return self._masked_select(args)
         if func is aten.nonzero.default:
@@ -371,6 +377,18 @@ def _touches_device(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
         if isinstance(arg, FakeTensor) or (isinstance(arg, torch.device) and arg == DEVICE):
             return True
     return False
+
+
+def _backward_adds_up() -> bool:
+    """Whether torch's backward asks, and no function within it: it adds up the gradients of two uses of a tensor.
+
+    It does so in place, but not for a subclass, which a fake tensor is (can_accumulate_inplace in
+    torch/csrc/autograd/input_buffer.cpp).
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("inner", "_fn"):  # what torch wraps modes in
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _place() -> tuple[str, int, str]:

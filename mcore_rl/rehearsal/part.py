@@ -6,22 +6,26 @@ Engine's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.role import Role
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import of_length
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.planning.activations import EXPERT_IMBALANCE, kernels_of
+from mcore_rl.planning.distillation import num_teachers, output_bytes
 from mcore_rl.planning.overheads import GIB
 from mcore_rl.planning.plan import offline_role_plan, role_plan
 from mcore_rl.planning.states import StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
-from mcore_rl.rehearsal.rank import RehearsedRank
+from mcore_rl.rehearsal.rank import RehearsedRank, RehearsedTeachers
 
 UPDATES = 1000  # of a run whose data nobody has read; learning rates change nothing that is rehearsed
 
@@ -54,13 +58,20 @@ def trained_roles(run: RunConfig | OfflineConfig, name: str = "") -> list[Role]:
 
 
 def part_of(
-    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, role: Role, rank: int
+    run: RunConfig | OfflineConfig,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    role: Role,
+    rank: int,
+    others: Mapping[str, ModelConfig],
 ) -> tuple[RehearsedRank, Planned]:
     """What is rehearsed of ``role`` on ``rank``, and what the planner says of it.
 
-    Raises ConfigError for a layout that does not divide the model or the world, for a rank that the run does not have,
-    and for a loss that needs what is not rehearsed.
+    model: the policy's.  others: the models of roles that start from another checkpoint, by name of the role.
+    Raises ConfigError for a layout that does not divide the model or the world, and for a rank that the run does not
+    have.
     """
+    model = others.get(role.name, model)
     of_run = (
         offline_role_plan(model, run, cluster)
         if isinstance(run, OfflineConfig)
@@ -70,14 +81,16 @@ def part_of(
     if not 0 <= rank < layout.world_size:
         problem, remedy = f"the run has {layout.world_size} ranks", f"Write rank=0 to rank={layout.world_size - 1}"
         raise ConfigError([Violation("rank", rank, problem, remedy)])
-    loss = run.loss_of(role)
-    if loss.with_full_kl:
-        problem = "needs logits of frozen weights, which are not rehearsed"
-        raise ConfigError([Violation(f"{role.name}.kl_loss_type", "full", problem, "Write k3 for the rehearsal")])
+    loss, teachers = run.loss_of(role), None
     if loss.distill is not None:
-        kind, problem = loss.distill.divergence.value, "needs hidden states of a teacher, which are not rehearsed"
-        remedy = "Write drawn for the rehearsal; the plan counts what this one needs"
-        raise ConfigError([Violation("algorithm.distill.divergence", kind, problem, remedy)])
+        assert isinstance(run, RunConfig)
+        taught_by = others.get(TEACHER, model)
+        teachers = RehearsedTeachers(
+            count=num_teachers(run),
+            hidden_size=taught_by.hidden_size,
+            precision=run.role_config(ROLES[TEACHER]).precision,
+            soft_cap=taught_by.output_soft_cap,
+        )
     local = replace(config, layer_spec=LayerSpec.local)
     planner = RolePlan(
         role.name,
@@ -88,8 +101,12 @@ def part_of(
         of_run.work,
         accelerator=of_run.accelerator,
         head=role.head,
+        with_full_kl=of_run.with_full_kl,
         states=of_run.states,
     )
+    if teachers is not None:
+        assert isinstance(run, RunConfig)
+        planner.teacher_output = output_bytes(run, model, others, layout.tp)
     stage = layout.coords(rank).pp
     part = RehearsedRank(
         role=role.name,
@@ -108,6 +125,7 @@ def part_of(
         loss=loss,
         reads=role.reads,
         with_entropy=loss.with_entropy,
+        teachers=teachers,
     )
     planned = Planned(
         state=planner.states.of_rank(rank),

@@ -25,7 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
 from mcore_rl.algorithms.role_loss import RoleLoss
-from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
+from mcore_rl.config.algorithm_object import REFERENCE
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
@@ -41,8 +42,11 @@ from mcore_rl.planning.training import lora_of
 from mcore_rl.rehearsal.bends import bends_of, bent
 from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
 from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
+from mcore_rl.training.distillation import Teacher
+from mcore_rl.training.divergence import num_local_columns
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
+from mcore_rl.training.model import DTYPES, padded_vocab_size
 from mcore_rl.types import Denominators, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
@@ -53,12 +57,26 @@ ONLY_ON_CPU = ("uneven gather", "split sizes", "create group")
 
 
 @dataclass(frozen=True, kw_only=True)
+class RehearsedTeachers:
+    """Frozen teachers in the policy's loss, of one architecture.
+
+    count: how many.  hidden_size, soft_cap: of their models.  precision: of their hidden states.
+    """
+
+    count: int
+    hidden_size: int
+    precision: Precision
+    soft_cap: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RehearsedRank:
     """What is rehearsed: one rank of one role.
 
     tokens: of a full microbatch, over its context ranks.  longest: tokens of the longest sequence.
     num_microbatches: of an optimizer step of the run; fewer are rehearsed where the rest would be alike.
     reads: the fields of tokens that the loss reads, as the row of the role has them.
+    teachers: those in the loss; None: there are none.
     imbalance: rows that this rank's experts get, in multiples of an even share; at most all of them.
     """
 
@@ -78,6 +96,7 @@ class RehearsedRank:
     loss: RoleLoss
     with_entropy: bool
     reads: tuple[str, ...] = ()
+    teachers: RehearsedTeachers | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +197,8 @@ def _passes(
             part.role, part.model, part.parallel, config, groups, platform, head=part.head, adapters=adapters
         )
     _mark_state(meter, engine)
+    if part.teachers is not None and groups.is_last_stage:
+        engine.teacher = _teacher(part.teachers, part.model, groups, meter)
     with _named(meter, SCORE, progress):
         engine.score(scored)
     for chunk in engine.models:  # what a stage sends on stays in memory until its backward
@@ -190,9 +211,24 @@ def _passes(
     )
     for name in (TRAIN, TRAIN_AGAIN):
         with _named(meter, name, progress), torch.autograd.graph.saved_tensors_hooks(meter.keep, _same):
-            engine.train_step(batch, part.loss, counts, with_entropy=part.with_entropy)
+            engine.train_step(
+                batch,
+                part.loss,
+                counts,
+                with_entropy=part.with_entropy,
+                kl_to=REFERENCE if part.loss.with_full_kl else None,
+                distill=part.loss.distill,
+            )
         _mark_state(meter, engine)
     return engine
+
+
+def _teacher(teachers: RehearsedTeachers, policy: ModelConfig, groups: ProcessGroups, meter: DeviceMeter) -> Teacher:
+    """The output rows of ``teachers`` for this rank's columns, in host memory."""
+    columns = padded_vocab_size(policy.vocab_size, groups.layout.tp) // groups.layout.tp
+    shape = (num_local_columns(policy.vocab_size, columns, groups.coords.tp), teachers.hidden_size)
+    rows = [meter.host_tensor(shape, DTYPES[teachers.precision]) for _ in range(teachers.count)]
+    return Teacher(tuple(rows), teachers.soft_cap, tuple(range(teachers.count)))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -195,6 +195,7 @@ def rehearsal_values(rehearsal: Rehearsal, planned: Planned) -> dict[str, Any]:
             "optimizer": planned.state.optimizer,
             "activations": planned.train.activations + planned.train.logits,
             "working": planned.train.working,
+            "over_vocabulary": planned.train.teacher + planned.train.full_kl,
             "peak": planned.peak,
             "difference": planned.peak / peaks[-1].num_bytes - 1,
         },

@@ -175,7 +175,7 @@ class Engine:
             if self.head is Head.value:
                 values = [output.float().view(-1)]
             else:
-                scores = self._logprobs(microbatch, output, temperature, with_entropy)
+                scores = self._logprobs(microbatch, output.view(-1, output.shape[-1]), temperature, with_entropy)
                 values = [score_N for score_N in scores if score_N is not None]
             out.add(microbatch, values)
 
@@ -229,10 +229,12 @@ class Engine:
         out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups) if with_scores else None
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
-            inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy or with_scores)
+            # One view for all terms of the loss: autograd adds up gradients of one tensor in place, of two views in a third.
+            logits_NV = output.view(-1, output.shape[-1])
+            inputs = self._loss_inputs(batch, microbatch, logits_NV, temperature, with_entropy or with_scores)
             if out is not None:
                 inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
-            index, logits_NV = microbatch.index, output.view(-1, output.shape[-1])
+            index = microbatch.index
             if kept is not None:
                 kl_N = full_kl(logits_NV, kept[index], inputs.mask_N, temperature=temperature, **self._vocabulary)
                 inputs = replace(inputs, full_kl_N=kl_N)
@@ -364,11 +366,11 @@ class Engine:
             self.routing.announce(microbatch)
 
     def _logprobs(
-        self, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool
+        self, microbatch: Microbatch, logits_NV: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropy, each [N]; rows that predict nothing hold arbitrary numbers."""
         return token_logprobs(
-            output.view(-1, output.shape[-1]),
+            logits_NV,
             microbatch.labels_N,
             temperature=temperature,
             with_entropy=with_entropy,
@@ -385,14 +387,14 @@ class Engine:
         }  # fmt: skip
 
     def _loss_inputs(
-        self, batch: TrainBatch, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool
+        self, batch: TrainBatch, microbatch: Microbatch, output_NV: Tensor, temperature: float, with_entropy: bool
     ) -> LossInputs:
         nothing_N = microbatch.targets_N == NOWHERE
         logprobs_N = entropy_N = values_N = None
         if self.head is Head.value:
-            values_N = output.float().view(-1).masked_fill(nothing_N, 0)
+            values_N = output_NV.float().view(-1).masked_fill(nothing_N, 0)
         else:
-            logprobs_N, entropy_N = self._logprobs(microbatch, output, temperature, with_entropy)
+            logprobs_N, entropy_N = self._logprobs(microbatch, output_NV, temperature, with_entropy)
             logprobs_N = logprobs_N.masked_fill(nothing_N, 0)
             entropy_N = None if entropy_N is None else entropy_N.masked_fill(nothing_N, 0)
         return loss_inputs(

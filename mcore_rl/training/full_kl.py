@@ -49,12 +49,15 @@ def full_kl(
     device; no gradient flows into them.  Other arguments as in ``token_logprobs``.
 
     Returns float32 [T], 0 outside of the mask, the same on every rank, differentiable in ``logits_TV`` once, also with
-    M = 0.  Wrong shapes are bugs of the caller: AssertionError.
+    M = 0.  Wrong shapes are bugs of the caller: AssertionError.  So is another number of rows than the mask has:
+    RuntimeError, on an accelerator when the device comes to it.
     """
-    rows_M = mask_T.nonzero().squeeze(1)
-    assert reference_MV.shape == (len(rows_M), logits_TV.shape[1]), (
-        f"{tuple(reference_MV.shape)} logits of the reference for {len(rows_M)} rows of {tuple(logits_TV.shape)}"
+    assert reference_MV.shape[1] == logits_TV.shape[1], (
+        f"{tuple(reference_MV.shape)} logits of the reference for {tuple(logits_TV.shape)}"
     )
+    # The reference says how many rows there are: the host need not wait for the device to count them.
+    torch._assert_async(mask_T.sum() == len(reference_MV), "the reference has logits of other rows than the mask")
+    rows_M = torch.nonzero_static(mask_T, size=len(reference_MV)).squeeze(1)
     assert temperature > 0 and (soft_cap is None or soft_cap > 0)
     num_columns = logits_TV.shape[1]
     first_column = 0 if group is None else dist.get_rank(group) * num_columns

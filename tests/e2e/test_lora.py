@@ -149,4 +149,4 @@ def test_layers_that_the_model_lacks_are_refused_with_those_that_it_has(task: Pa
     done = _train(task, task.parent / "refused", "actor.lora.target_modules=[qkv_proj,o_proj]", "--check")
     assert done.returncode == 2
     assert "actor.lora.target_modules" in done.stderr and "'qkv_proj'" in done.stderr
-    assert "k_proj, o_proj, q_proj" in done.stderr.replace("\n", " ")
+    assert "k_proj, lm_head, o_proj, q_proj" in done.stderr.replace("\n", " ")

@@ -36,10 +36,10 @@ def ran(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
 
 
-def held(recipe: str, rank: int, folder: Path) -> list[dict[str, Any]]:
+def held(recipe: str, rank: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """The values of each role, after what holds for every recipe."""
     out, page = folder / "rehearsal.json", folder / "rehearsal.html"
-    done = ran([f"recipe={recipe}", f"rank={rank}", f"out={out}", f"page={page}"])
+    done = ran([f"recipe={recipe}", f"rank={rank}", f"out={out}", f"page={page}", *overrides])
     assert done.returncode == 0, done.stderr[-4000:]
     assert "train step 2 ..." in done.stderr, "a line of progress"
     drawn = ET.fromstring(page.read_text(encoding="utf-8").removeprefix("<!DOCTYPE html>"))
@@ -69,6 +69,22 @@ def test_a_recipe(recipe: str, rank: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("recipe", "rank"), [each for each in ALL if each not in QUICK])
 def test_every_recipe_at_its_first_middle_and_last_stage(recipe: str, rank: int, tmp_path: Path) -> None:
     held(recipe, rank, tmp_path)
+
+
+@pytest.mark.tier("full")
+@pytest.mark.parametrize(
+    ("recipe", "rank", "overrides"),
+    [
+        ("qwen3_4b_distill_30b_a3b", 0, ["algorithm.distill.divergence=forward_kl"]),
+        ("qwen3_4b_distill_30b_a3b", 0, ["algorithm.distill.divergence=jensen_shannon"]),
+        ("qwen2_7b_grpo", 8, ["actor.use_kl_loss=true", "actor.kl_loss_type=full"]),
+    ],
+)
+def test_a_loss_over_the_vocabulary(recipe: str, rank: int, overrides: list[str], tmp_path: Path) -> None:
+    """The plan has its gradient, and a teacher's rows and logits: without them it would be off by three times as much."""
+    (role,) = held(recipe, rank, tmp_path, *overrides)
+    assert abs(role["planned"]["difference"]) < 0.01
+    assert role["planned"]["over_vocabulary"] > 0.03 * role["peaks"][-1]["num_bytes"]
 
 
 def test_all_stages_of_interest_are_there() -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
+from mcore_rl.config.algorithm_object import REFERENCE
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import AdaptedConfig
+from mcore_rl.config.roles import ActorConfig, AdaptedConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.flops import visible_pairs
 from mcore_rl.parallel.launch import Rank
@@ -28,11 +31,13 @@ from mcore_rl.rehearsal.rank import (
     TRAIN,
     TRAIN_AGAIN,
     RehearsedRank,
+    RehearsedTeachers,
     microbatch_lengths,
     rehearse,
     rehearsed_microbatches,
 )
 from mcore_rl.rehearsal.stages import ranks_of_stages
+from mcore_rl.training.distillation import Teacher
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.adapters import adapter_table
@@ -44,6 +49,7 @@ WIDE = models.dense(
 )  # fmt: skip
 MOE = MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=320)
 EXPERTS = replace(WIDE, moe=MOE)
+TEACHERS = RehearsedTeachers(count=1, hidden_size=WIDE.hidden_size, precision=Precision.float32, soft_cap=None)
 LONGEST, TOKENS = 256, 512
 MANY_TOKENS = 2048
 
@@ -87,11 +93,16 @@ def ledger_of(each: RehearsedRank) -> Ledger:
 # ---- memory ----
 
 
-def allocated(rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]]) -> list[list[int]]:
-    """The peak of two training steps of each case by torch's own allocator, as its profiler hears it."""
+def allocated(
+    rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]], losses: list[ActorLoss] | None = None
+) -> list[list[int]]:
+    """The peak of two training steps of each case by torch's own allocator, as its profiler hears it.
+
+    losses: of each case; None: ``PolicyLoss`` of all.
+    """
     peaks = []
     with engines.world(rank):
-        for model, settings in cases:
+        for (model, settings), loss in zip(cases, losses or [PolicyLoss()] * len(cases), strict=True):
             with engines.groups_of() as groups:
                 lengths = microbatch_lengths(MANY_TOKENS, LONGEST, 1)
                 size = sum(lengths)
@@ -101,12 +112,18 @@ def allocated(rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]]) -> list
                 batch = TrainBatch(
                     lengths_S=tuple(lengths), tokens_T=torch.zeros(size, dtype=torch.int64), mask_T=mask,
                     old_logprobs_T=zeros, advantages_T=zeros + 1,
+                    teacher_hidden_MH=torch.randn(int(mask.sum()), model.hidden_size), teacher_scored_T=mask,
                 )  # fmt: skip
                 counts = Denominators(loss=float(size), tokens=size, sequences=len(lengths))
                 lora = lora_of(settings)
                 table = None if lora is None else adapter_table(model, lora)
                 engine = engines.build(groups, model, settings, adapters=table)
-                step = partial(engine.train_step, batch, batches.policy_loss, counts, with_entropy=True)
+                engine.teacher = Teacher((torch.randn(model.vocab_size, model.hidden_size),), None)
+                engine.snapshots.take(REFERENCE)
+                step = partial(
+                    engine.train_step, batch, loss, counts, with_entropy=True,
+                    kl_to=REFERENCE if loss.with_full_kl else None, distill=loss.distill,
+                )  # fmt: skip
                 peaks.append([highest(memory_events(step)) for _ in range(2)])
                 del engine, step
     return peaks
@@ -153,6 +170,37 @@ def test_memory_is_what_torchs_allocator_gives_in_a_real_step(processes: None) -
             begin = sum(ledger.by_kind(phase.begin).values())
             counted = ledger.peak(phase).num_bytes - begin
             assert counted == pytest.approx(taken, rel=0.01), (case, phase.name)
+
+
+HEAD = replace(WIDE, vocab_size=8192, num_layers=2)  # the most is taken where logits are
+OVER_VOCABULARY = {
+    "forward_kl": ActorLoss(ActorConfig(), DistillConfig(divergence=Divergence.forward_kl)),
+    "jensen_shannon": ActorLoss(ActorConfig(), DistillConfig(divergence=Divergence.jensen_shannon)),
+    "full KL": ActorLoss(ActorConfig(use_kl_loss=True, kl_loss_type=KlPenalty.full)),
+}
+
+
+@pytest.mark.tier("full")
+def test_memory_of_losses_over_the_vocabulary_is_torchs(processes: None) -> None:
+    """But for what an accelerator has in host memory: frozen logits, and the teacher's rows, which are copied."""
+    settings = CASES[0][1]
+    losses = [PolicyLoss(), *OVER_VOCABULARY.values()]
+    measured = run_ranks(allocated, 1, ([(HEAD, settings)] * len(losses), losses), timeout_s=240)[0]
+    common = dict(engine=settings, accelerator=False, num_microbatches=1, tokens=MANY_TOKENS, reads=("ref_logprobs_T",))
+    parts = [part(HEAD, loss=loss, teachers=TEACHERS if loss.distill else None, **common) for loss in losses]
+    ledgers = run_ranks(rehearsals, 1, (parts,), timeout_s=240)[0]
+    a_row = 4 * HEAD.vocab_size
+    trained = MANY_TOKENS - MANY_TOKENS // LONGEST
+    elsewhere = {"forward_kl": -HEAD.hidden_size * a_row, "jensen_shannon": -HEAD.hidden_size * a_row}
+    elsewhere["full KL"] = trained * a_row
+    for name, steps, ledger in zip(["", *OVER_VOCABULARY], measured, ledgers, strict=True):
+        for phase, taken in zip(ledger.phases[-2:], steps, strict=True):
+            begin = sum(ledger.by_kind(phase.begin).values())
+            counted = ledger.peak(phase).num_bytes - begin + elsewhere.get(name, 0)
+            assert counted == pytest.approx(taken, rel=0.01), (name, phase.name)
+    logits = MANY_TOKENS * a_row
+    most = {name: steps[0] / logits for name, steps in zip(["", *OVER_VOCABULARY], measured, strict=True)}
+    assert most["forward_kl"] < most[""] + 1.5, "one gradient more, and a block of the teacher's logits"
 
 
 def test_a_rehearsal_marks_state_by_kind(processes: None) -> None:

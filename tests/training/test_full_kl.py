@@ -99,6 +99,14 @@ def test_value_and_gradient(dtype: torch.dtype, temperature: float, soft_cap: fl
     assert_as_by_autograd(case, *run(case))
 
 
+def test_logits_of_other_rows_than_the_mask_are_refused() -> None:
+    logits_TV = torch.randn(3, 8) * torch.ones((), requires_grad=True)
+    mask_T = torch.tensor([True, False, True])
+    for rows in (1, 3):
+        with pytest.raises(RuntimeError, match="logits of other rows than the mask"):
+            full_kl(logits_TV, torch.randn(rows, 8), mask_T, vocab_size=8, chunk_bytes=64)
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 11, 100])
 def test_chunks_change_nothing(chunk_tokens: int) -> None:
     case = make_case()
