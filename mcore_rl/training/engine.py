@@ -229,7 +229,7 @@ class Engine:
         out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups) if with_scores else None
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
-            # One view for all terms of the loss: autograd adds up gradients of one tensor in place, of two views in a third.
+            # One view for all terms of the loss: autograd adds up gradients of one tensor in place, not those of two.
             logits_NV = output.view(-1, output.shape[-1])
             inputs = self._loss_inputs(batch, microbatch, logits_NV, temperature, with_entropy or with_scores)
             if out is not None:
