@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cli import main
 from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig
@@ -28,6 +27,7 @@ from mcore_rl.errors import AlarmError, DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
+from tests.support import fine_tuned
 from tests.support.ahead_runs import APART
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(7200)]
@@ -59,27 +59,9 @@ class Outcome:
     alarm: str
 
 
-def fine_tuned(folder: Path) -> Path:
-    """The data and the model that `make train` begins its second half with, in ``folder``."""
-    data, model, sft = folder / "data", folder / "model", folder / "sft"
-    for words in (
-        ["prepare", "arithmetic", "--difficulty", "1", "--train", "4000", "--val", "400", "--out", str(data)],
-        ["prepare", "tiny-model", "--data", str(data), "--out", str(model)],
-        ["sft", "recipe=arithmetic_sft", *files(data), f"model.path={model}", f"trainer.default_local_dir={sft}",
-         "trainer.n_gpus_per_node=1", "actor.parallel.ep=1", "trainer.logger=[]"],
-    ):  # fmt: skip
-        assert main(words) == 0
-    return folder
-
-
-def files(data: Path) -> list[str]:
-    return [f"data.train_files=[{data / 'train.parquet'}]", f"data.val_files=[{data / 'val.parquet'}]"]
-
-
 def configuration(folder: Path, run: Path, *overrides: str) -> RunConfig:
     """Of the recipe of `make train`."""
-    model = f"model.path={folder / 'sft' / 'hf' / 'final'}"
-    own = [*files(folder / "data"), model, f"trainer.total_training_steps={STEPS}", *SETTINGS]
+    own = [*fine_tuned.files(folder), fine_tuned.model(folder), f"trainer.total_training_steps={STEPS}", *SETTINGS]
     made = load_recipe("arithmetic_grpo", [*own, f"trainer.default_local_dir={run}", *overrides])
     assert isinstance(made, RunConfig)
     return made
@@ -143,7 +125,7 @@ async def outcomes_of(folder: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, processes: None) -> dict[str, Outcome]:
-    return asyncio.run(outcomes_of(fine_tuned(tmp_path_factory.mktemp("arithmetic"))))
+    return asyncio.run(outcomes_of(fine_tuned.write(tmp_path_factory.mktemp("arithmetic"))))
 
 
 @pytest.mark.parametrize("name", ["async 1", "async 4"])

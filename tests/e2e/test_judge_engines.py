@@ -11,13 +11,17 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.controller.lifecycle.judging import FILE
 from tests.support import reward_models, served_judges
+from tests.support.ahead_runs import APART
 from tests.support.run_task import nothing_left, overrides, write_task
 
 STEPS = 2
 
 
 @pytest.mark.timeout(900)
-def test_a_run_trains_on_what_its_own_judge_says(tmp_path: Path, fast_ray: None) -> None:
+@pytest.mark.parametrize(
+    "placement", [pytest.param((), id="shared"), pytest.param(APART, id="separate", marks=pytest.mark.tier("full"))]
+)
+def test_a_run_trains_on_what_its_own_judge_says(placement: tuple[str, ...], tmp_path: Path, fast_ray: None) -> None:
     task, run_dir = write_task(tmp_path / "task"), tmp_path / "run"
     judge = served_judges.write_judge(task / "judge")
     for name in ("train", "val"):
@@ -31,6 +35,7 @@ def test_a_run_trains_on_what_its_own_judge_says(tmp_path: Path, fast_ray: None)
         "reward.judge.engines.max_length=200", "reward.judge.engines.dtype=float32",
         "reward.judge.engines.kv_cache_memory_bytes=16777216", "reward.judge.engines.max_num_seqs=32",
         f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.save_rollouts=true",
+        *placement,
     ]  # fmt: skip
     with nothing_left():
         assert main(["train", *overrides(task, run_dir, *asked)]) == 0

@@ -1,13 +1,13 @@
-"""A reward model learns to tell right sums from wrong ones, engines serve it, and a policy learns from it alone.
+"""A reward model learns to tell right answers of a policy from its wrong ones, and the policy learns from it alone.
 
-The tiny mixture of ``make train``, after its fine-tuning; held-out questions, one wrong answer for each right one.
+The tiny mixture of ``make train``.  A policy that is fine-tuned a little answers; the graders pair its right answers
+with its wrong ones (``mcore-rl evaluate pairs=``); engines serve what is trained on the pairs.  Held-out questions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,8 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoTokenizer
 
-from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.tracking.jsonl import read_metrics
-from tests.support import prompt_files, reward_models
+from tests.support import reward_models
 from tests.support.forked import start_engine
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
@@ -44,8 +43,12 @@ SCORING = (
 )  # fmt: skip
 
 
-# From a policy that has much to learn.  Groups of right answers alone have scores that differ, too: they count little
-# where nothing divides by the deviation of a group.
+ANSWERING = (
+    "model.path=early/hf/final", "data.max_prompt_length=40", "data.max_response_length=24", "rollout.n=8",
+    "rollout.kv_cache_memory_bytes=67108864", ON_VLLM_DEVICE["rollout"],
+)  # fmt: skip
+# Groups of right answers alone have scores that differ, too: they count little where nothing divides by the deviation
+# of a group.
 LEARNING = (
     "recipe=arithmetic_grpo", "algorithm=dr_grpo", "model.path=early/hf/final", "actor.optim.lr=2e-4",
     "actor.use_kl_loss=true", "actor.kl_loss_coef=0.05", "data.train_files=[unlabelled.parquet]",
@@ -54,17 +57,6 @@ LEARNING = (
     f"trainer.total_training_steps={RL_STEPS}", f"trainer.test_freq={RL_STEPS}", "trainer.save_freq=0",
     "trainer.default_local_dir=policy", ON_VLLM_DEVICE["trainer"], ON_VLLM_DEVICE["reward_model"],
 )  # fmt: skip
-
-
-def write_pairs(path: Path, split: Split, count: int) -> None:
-    """Right solutions and the same with another result."""
-    draw, rows = random.Random(split.value), []
-    for each in generate(1, count, 1, split):
-        wrong = draw.choice([str(number) for number in range(1, 25) if str(number) != each.answer])
-        begin, sign, _ = each.solution.partition("= ")
-        rows.append({"prompt": each.question, "chosen": each.solution})
-        rows[-1]["rejected"] = f"{begin}{sign}{wrong}\n#### {wrong}"
-    prompt_files.write(path, rows)
 
 
 def command(folder: Path, *words: str) -> None:
@@ -87,19 +79,21 @@ class Learned:
         tokenizer, texts = AutoTokenizer.from_pretrained(self.exported), list[list[int]]()
         for row in pq.read_table(self.folder / "held_out.parquet").to_pylist():
             for key in ("chosen", "rejected"):
-                told = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}]
-                texts.append(list(tokenizer.apply_chat_template(told, return_dict=False)))
+                texts.append(list(tokenizer.apply_chat_template(row["prompt"] + row[key], return_dict=False)))
         return texts
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     folder = tmp_path_factory.mktemp("reward_training")
-    write_pairs(folder / "pairs.parquet", Split.train, 4000)
-    write_pairs(folder / "held_out.parquet", Split.validation, 400)
     command(folder, "prepare", "arithmetic", "--difficulty", "1", "--train", "4000", "--val", "400", "--out", "data")
     command(folder, "prepare", "tiny-model", "--data", "data", "--out", "model")
     command(folder, "sft", *TUNING)
+    early = (f"trainer.total_training_steps={EARLY_STEPS}", "trainer.default_local_dir=early")
+    command(folder, "sft", *TUNING, *early)
+    for split, pairs in (("train", "pairs"), ("val", "held_out")):
+        command(folder, "generate", *ANSWERING, f"data.files=[data/{split}.parquet]", f"out={split}.parquet")
+        command(folder, "evaluate", f"path={split}.parquet", f"pairs={pairs}.parquet")
     command(folder, "reward", *SCORING)
     return Learned(folder)
 
@@ -134,8 +128,6 @@ def test_a_policy_learns_from_the_reward_model_alone(learned: Learned) -> None:
     for row in rows:
         row["reward_model"] = {"style": "model", "ground_truth": None}
     reward_models.write_rows(learned.folder / "unlabelled.parquet", rows)
-    early = (f"trainer.total_training_steps={EARLY_STEPS}", "trainer.default_local_dir=early")
-    command(learned.folder, "sft", *TUNING, *early)
     command(learned.folder, "train", *LEARNING)
     metrics = read_metrics(learned.folder / "policy" / "metrics.jsonl")
     first, last = metrics[0], metrics[-1]
