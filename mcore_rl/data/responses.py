@@ -182,8 +182,8 @@ def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Gen
 class ResponseSet:
     """Rows with their responses, in file order; made by ``load``.
 
-    has_lengths, has_finish: whether the file has these columns.  has_messages: whether its prompts are messages.
-    counts: responses of each row.
+    has_lengths, has_finish: whether the file has these columns.  counts: responses of each row.
+    without_messages: ids of the rows whose prompt is no messages.
     """
 
     def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
@@ -192,8 +192,9 @@ class ResponseSet:
         self.has_finish = FINISH in file.table.column_names
         types = {column.name: column.type for column in file.table.schema}
         self._has_agents = all(column in types and is_list(types[column]) for column, _ in OF_AGENTS.values())
-        self.has_messages = prompt_key in types and is_messages(types[prompt_key])
+        self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
+        self.without_messages: list[str] = []
         self.data_sources: list[str] = []
         self.styles: list[Style] = []  # who scores the row
 
@@ -213,9 +214,11 @@ class ResponseSet:
         responses = cls(files[0], prompt_key, response_key)
         for start, records in responses._file.batches():
             for index, record in enumerate(records, start):
-                problem = responses._check(record)
-                if problem:
-                    problems.append(f"{responses._file.row_id(index)}: {problem}")
+                name = responses._file.row_id(index)
+                if problem := responses._check(record):
+                    problems.append(f"{name}: {problem}")
+                elif not (responses._has_messages and isinstance(clean_messages((record or {})[prompt_key]), list)):
+                    responses.without_messages.append(name)
         if not problems and not responses.counts:
             problems.append("the file has no rows. Name one with responses")
         if problems:
@@ -248,7 +251,7 @@ class ResponseSet:
         if (style := style_of(asked)) is not Style.rule:
             key = self._prompt_key
             reader = "the judge" if style is Style.judge else "the reward model"
-            messages = clean_messages(record[key]) if self.has_messages else f"is not {MESSAGES}"
+            messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
             if isinstance(messages, str):
                 return f"{key} {messages}, and {reader} reads it. Write {MESSAGES}, or name it as prompt_key"
         elif asked is None or asked.get("ground_truth") is None:
@@ -268,7 +271,7 @@ class ResponseSet:
         agents = _agents(record) if self._has_agents else [None] * len(responses)
         record.pop(RESPONSES, None)
         prompt = record.pop(self._prompt_key, None)
-        messages = clean_messages(prompt) if self.has_messages else ""
+        messages = clean_messages(prompt) if self._has_messages else ""
         return ResponseRow(
             messages=[] if isinstance(messages, str) else messages,
             id=name,

@@ -28,6 +28,7 @@ from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
 from mcore_rl.data.response_pairs import write_pairs
 from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line
+from mcore_rl.data.rows import MESSAGES, named
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
 from mcore_rl.rewards.llm_judge import Judge
@@ -365,9 +366,12 @@ def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation
     fewest = min(rows.counts)
     ids = {style: rows.ids_of(style) for style in (Style.model, Style.judge)}
     violations = style_violations(config.reward_model, config.reward.judge, config.custom_reward_function, ids)
-    if config.pairs is not None and not rows.has_messages:
-        problem = f"a pair begins with its prompt, and column {config.prompt_key} holds no messages"
-        violations.append(Violation("pairs", config.pairs, problem, "Name the one that does as prompt_key"))
+    if config.pairs is not None and rows.without_messages:
+        problem = (
+            f"a pair begins with its prompt, and {config.prompt_key} is no messages in {named(rows.without_messages)}"
+        )
+        remedy = f"Write {MESSAGES}, or name the column that has them as prompt_key"
+        violations.append(Violation("pairs", config.pairs, problem, remedy))
     if config.k and max(config.k) > fewest:
         problem = f"{max(config.k)} of {fewest} responses cannot be drawn: so many has the prompt with the fewest"
         violations.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))

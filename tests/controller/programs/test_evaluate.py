@@ -224,8 +224,10 @@ def test_pairs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is the file of the numbers, too"):
         evaluate(equal, f"pairs={equal.with_suffix('.json')}")
     texts = write(tmp_path / "texts.parquet", [sums(4, 4, 5) | {"prompt": "2 + 2?"}])
-    with pytest.raises(ConfigError, match="a pair begins with its prompt, and column prompt holds no messages"):
-        evaluate(texts, f"pairs={out}")
+    nothing = write(tmp_path / "nothing.parquet", [sums(4, 4, 5), sums(4, 4, 5) | {"prompt": None}])
+    for path, row_id in ((texts, "texts.parquet:0"), (nothing, "nothing.parquet:1")):
+        with pytest.raises(ConfigError, match=f"begins with its prompt, and prompt is no messages in {row_id}"):
+            evaluate(path, f"pairs={out}")
 
 
 def test_the_overlong_punishment_knows_lengths(tmp_path: Path) -> None:
