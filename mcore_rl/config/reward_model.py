@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from mcore_rl.config.bounds import PositiveInt, check
 from mcore_rl.config.data import Truncation
@@ -15,6 +16,13 @@ from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.errors import Violation
 
 
+class RewardTransform(Enum):
+    """What becomes of a reward model's score; docs/rewards.md has the formulas."""
+
+    none = "none"
+    sigmoid = "sigmoid"
+
+
 @dataclass(kw_only=True)
 class RewardModelConfig(ServingConfig):
     """The reward model, which scores rows whose ``reward_model.style`` is ``model``.  Its weights never change.
@@ -24,6 +32,8 @@ class RewardModelConfig(ServingConfig):
     max_length: the most tokens of a conversation in that template; None is the longest prompt plus the longest
     response, if those are known.
     truncation: how longer conversations are treated; ``error`` gives them ``reward.error_score`` and counts them.
+    transform: what the reward is of the score: ``none`` is the score itself, ``sigmoid`` its logistic function, from
+    0 to 1, so that no score counts much more than another on the same side (arXiv:2502.18770).
     The other fields are those of its ``dp`` engines, as in ``rollout``.
     """
 
@@ -31,6 +41,7 @@ class RewardModelConfig(ServingConfig):
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
     max_length: PositiveInt | None = None
     truncation: Truncation = Truncation.error
+    transform: RewardTransform = RewardTransform.none
     gpu_memory_utilization: MemoryShare = 0.2
 
     @property

@@ -73,7 +73,8 @@ async def start_reward_model(
     engines = await start_engines(
         Path(judge.model.path), judge, bundles, platform, logs, stack, trainers, name=name, watchdog=watchdog
     )
-    reward_model = RewardModel(encoder, RestartingPool(engines, max_restarts), config.reward)
+    pool = RestartingPool(engines, max_restarts)
+    reward_model = RewardModel(encoder, pool, config.reward, judge.transform)
     stack.callback(reward_model.close)
     if trainers is not None:
         await reward_model.sleep()

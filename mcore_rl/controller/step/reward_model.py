@@ -1,12 +1,14 @@
 """The reward model of a run: encodes conversations in its template, and scores them.
 
 The invariant: a response's score is that of transformers' ``AutoModelForSequenceClassification`` for the same messages,
-or the response has a named error.  A conversation is only cut if ``reward_model.truncation`` says so.
+transformed as ``reward_model.transform`` says, or the response has a named error.  A conversation is only cut if
+``reward_model.truncation`` says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.config.data import Truncation
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.config.reward_model import RewardModelConfig
+from mcore_rl.config.reward_model import RewardModelConfig, RewardTransform
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.scored_answers import conversation_tokens
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -71,13 +73,15 @@ class Encoder:
 class RewardModel:
     """Scores episodes with the engines of a reward model; its scores are like a grader's.  See docs/rewards.md."""
 
-    def __init__(self, encoder: Encoder, engines: ClassifierPool, reward: RewardConfig) -> None:
-        self._encoder, self._engines, self._reward = encoder, engines, reward
+    def __init__(
+        self, encoder: Encoder, engines: ClassifierPool, reward: RewardConfig, transform: RewardTransform
+    ) -> None:
+        self._encoder, self._engines, self._reward, self._transform = encoder, engines, reward, transform
         # One thread, so that no two threads use the tokenizer, and the event loop is not blocked.
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
     async def score(self, request: RewardRequest) -> Score:
-        """The model's score of the conversation ``request.messages``.
+        """The model's score of the conversation ``request.messages``, transformed; its part is the score itself.
 
         If there is no score, or it is not finite, the Score has an error, as for a grader; the overlong penalty is
         added as for a grader.  DeadEngineError: an engine is gone.
@@ -95,7 +99,7 @@ class RewardModel:
         def verdict(_: RewardRequest, __: RewardConfig) -> Score:
             if isinstance(value, Exception):
                 raise value
-            return Score(value, {PART: value})
+            return Score(transformed(value, self._transform), {PART: value})
 
         return grade(request, self._reward, verdict)
 
@@ -110,6 +114,12 @@ class RewardModel:
     async def wake(self) -> None:
         """See ``ClassifierPool.wake``."""
         await self._engines.wake()
+
+
+def transformed(score: float, transform: RewardTransform) -> float:
+    """The reward of a ``score``."""
+    # By tanh, since exp of a large number overflows: sigma(x) = (1 + tanh(x / 2)) / 2.
+    return score if transform is RewardTransform.none else (1.0 + math.tanh(score / 2.0)) / 2.0
 
 
 def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:

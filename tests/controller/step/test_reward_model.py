@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from mcore_rl.config.data import Truncation
 from mcore_rl.config.engine import Device
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
+from mcore_rl.config.reward_model import RewardTransform
 from mcore_rl.config.trainer import ModelPathConfig
 from mcore_rl.controller.step.reward_model import Encoder, Messages, RewardModel, prepare_encoder, template_problem
 from mcore_rl.errors import ConfigError, DeadEngineError
@@ -52,9 +53,14 @@ class Engines:
         return self.answer
 
 
-def score(answer: float | str | Exception, reward: RewardConfig | None = None, **changes: Any) -> Score:
-    engines = Engines(answer)
-    model = RewardModel(encoder(**changes), engines, reward or RewardConfig(error_score=-7.0))  # type: ignore[arg-type]
+def score(
+    answer: float | str | Exception,
+    reward: RewardConfig | None = None,
+    transform: RewardTransform = RewardTransform.none,
+    **changes: Any,
+) -> Score:
+    engines, config = Engines(answer), reward or RewardConfig(error_score=-7.0)
+    model = RewardModel(encoder(**changes), engines, config, transform)  # type: ignore[arg-type]
     key, messages = ("train/1", 0), said("it is 5")
     request = RewardRequest(key, "anything", "it is 5", None, num_tokens=9, max_tokens=10, messages=messages)
     with closing(model):
@@ -114,6 +120,15 @@ def test_long_conversations_are_refused_by_name() -> None:
 def test_a_score_is_the_reward_and_a_part_for_metrics() -> None:
     verdict = score(2.25)
     assert verdict == Score(2.25, {"model": 2.25})
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(0.0, 0.5), (math.log(3), 0.75), (-math.log(3), 0.25), (1e4, 1.0), (-1e4, 0.0)]
+)
+def test_a_sigmoid_is_the_reward_where_it_is_asked_for(value: float, reward: float) -> None:
+    verdict = score(value, transform=RewardTransform.sigmoid)
+    assert verdict.value == pytest.approx(reward, abs=1e-12) and verdict.parts == {"model": value}
+    assert score(math.nan, transform=RewardTransform.sigmoid).error is not None
 
 
 def test_overlong_is_added_as_to_a_grader_s() -> None:
