@@ -24,11 +24,10 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.tier("full"), pytest.mark.us
 STEPS, RANK, ALPHA = 10, 8, 32.0
 LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", "actor.optim.lr=1e-2")
 APPLIED = ("rollout.lora=adapter", "actor.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]")
-BEHIND = 0.03  # of the reward, at most, that adapters may be behind whole weights
 
 
-def _train(task: Path, directory: Path, *more: str, lora: tuple[str, ...] = LORA) -> subprocess.CompletedProcess[str]:
-    given = overrides(task, directory, *SETTINGS, "algorithm=grpo", "rollout.n=8", *lora, *more)
+def _train(task: Path, directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    given = overrides(task, directory, *SETTINGS, "algorithm=grpo", "rollout.n=8", *LORA, *more)
     return subprocess.run(
         [sys.executable, "-m", "mcore_rl.cli", "train", *given],
         cwd=task.parent,
@@ -67,15 +66,6 @@ def test_a_run_with_adapters_learns_and_leaves_the_base_alone(task: Path) -> Non
         with safe_open(path, "pt") as file:
             stored = [name for name in file.keys() if not name.startswith("random/")]  # noqa: SIM118
         assert stored and all(".lora_" in name for name in stored)
-
-
-def test_adapters_reach_what_whole_weights_reach(task: Path) -> None:
-    reached = {}
-    for name, lora in (("whole", ()), ("adapters", LORA)):
-        done = _train(task, task.parent / f"reach-{name}", lora=lora)
-        assert done.returncode == 0, done.stderr
-        reached[name] = read_metrics(task.parent / f"reach-{name}" / "metrics.jsonl")[-1]["val/arithmetic/reward"]
-    assert reached["adapters"] > reached["whole"] - BEHIND, reached
 
 
 def test_engines_that_apply_the_adapters_draw_as_the_trainer_scores(task: Path) -> None:
