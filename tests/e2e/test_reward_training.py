@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600), pytest.mark.u
 TOLD = 0.95  # of held-out pairs, at least
 LIFT = 0.05  # of held-out accuracy, by rewards of the reward model alone
 ATOL = 1e-4  # of an engine's scores, as in tests/rollout/engine/test_vllm_engine_classifier.py
-SFT_STEPS, EARLY_STEPS, STEPS, RL_STEPS = 200, 80, 400, 40
+SFT_STEPS, EARLY_STEPS, STEPS, RL_STEPS = 200, 80, 400, 80
 TUNING = (
     "recipe=arithmetic_sft", "model.path=model", "data.train_files=[data/train.parquet]",
     "data.val_files=[data/val.parquet]", f"trainer.total_training_steps={SFT_STEPS}", "trainer.test_freq=0",
@@ -41,19 +41,18 @@ SCORING = (
     f"trainer.total_training_steps={STEPS}", "trainer.test_freq=100", "trainer.n_gpus_per_node=2",
     "trainer.default_local_dir=reward", ON_VLLM_DEVICE["trainer"],
 )  # fmt: skip
-
-
 ANSWERING = (
     "model.path=early/hf/final", "data.max_prompt_length=40", "data.max_response_length=24", "rollout.n=8",
-    "rollout.kv_cache_memory_bytes=67108864", ON_VLLM_DEVICE["rollout"],
+    "rollout.max_num_seqs=256", "rollout.kv_cache_memory_bytes=67108864", ON_VLLM_DEVICE["rollout"],
 )  # fmt: skip
-# Groups of right answers alone have scores that differ, too: they count little where nothing divides by the deviation
-# of a group.
+# Groups of right answers alone have scores that differ, too, and so have wrong ones: they count little where the reward
+# is bounded and nothing divides by the deviation of a group.
 LEARNING = (
-    "recipe=arithmetic_grpo", "algorithm=dr_grpo", "model.path=early/hf/final", "actor.optim.lr=2e-4",
+    "recipe=arithmetic_grpo", "algorithm=dr_grpo", "model.path=early/hf/final",
     "actor.use_kl_loss=true", "actor.kl_loss_coef=0.05", "data.train_files=[unlabelled.parquet]",
     "data.val_files=[data/val.parquet]", "reward_model.enable=true", "reward_model.model.path=reward/hf/final",
-    "reward_model.max_length=80", "reward_model.dtype=float32", "reward_model.kv_cache_memory_bytes=16777216",
+    "reward_model.transform=sigmoid", "reward_model.max_length=80", "reward_model.dtype=float32",
+    "reward_model.kv_cache_memory_bytes=16777216",
     f"trainer.total_training_steps={RL_STEPS}", f"trainer.test_freq={RL_STEPS}", "trainer.save_freq=0",
     "trainer.default_local_dir=policy", ON_VLLM_DEVICE["trainer"], ON_VLLM_DEVICE["reward_model"],
 )  # fmt: skip
@@ -132,7 +131,7 @@ def test_a_policy_learns_from_the_reward_model_alone(learned: Learned) -> None:
     metrics = read_metrics(learned.folder / "policy" / "metrics.jsonl")
     first, last = metrics[0], metrics[-1]
     assert all("reward/accuracy" not in each for each in metrics), "no grader saw a training sample"
-    assert all(each["reward/mean"] == pytest.approx(each["reward/part/model"]) for each in metrics[1:])
+    assert all(0 < each["reward/mean"] < 1 for each in metrics[1:])
     early, late = (sum(each["reward/mean"] for each in part) / 10 for part in (metrics[1:11], metrics[-10:]))
     assert late > early
     assert last["val/arithmetic/accuracy"] >= first["val/arithmetic/accuracy"] + LIFT
