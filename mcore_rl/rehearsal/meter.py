@@ -65,7 +65,6 @@ class DeviceMeter(TorchDispatchMode):
     """Writes ``ledger``.  Enter it under ``fake``.
 
     num_selected: elements that the next ``masked_select`` gives; None: all.
-    on_phase: called with a phase's name when it begins.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -380,15 +379,11 @@ def _touches_device(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _backward_adds_up() -> bool:
-    """Whether torch's backward asks, and no function within it: it adds up the gradients of two uses of a tensor.
-
-    It does so in place, but not for a subclass, which a fake tensor is (can_accumulate_inplace in
-    torch/csrc/autograd/input_buffer.cpp).
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in ("inner", "_fn"):  # what torch wraps modes in
+    """Whether autograd adds up two gradients of a tensor: in place, but for subclasses (torch's input_buffer.cpp)."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # what torch wraps modes in
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    return frame.f_code.co_name == "_engine_run_backward"
 
 
 def _place() -> tuple[str, int, str]:

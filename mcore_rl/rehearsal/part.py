@@ -81,32 +81,16 @@ def part_of(
     if not 0 <= rank < layout.world_size:
         problem, remedy = f"the run has {layout.world_size} ranks", f"Write rank=0 to rank={layout.world_size - 1}"
         raise ConfigError([Violation("rank", rank, problem, remedy)])
-    loss, teachers = run.loss_of(role), None
-    if loss.distill is not None:
-        assert isinstance(run, RunConfig)
-        taught_by = others.get(TEACHER, model)
-        teachers = RehearsedTeachers(
-            count=num_teachers(run),
-            hidden_size=taught_by.hidden_size,
-            precision=run.role_config(ROLES[TEACHER]).precision,
-            soft_cap=taught_by.output_soft_cap,
-        )
+    loss = run.loss_of(role)
     local = replace(config, layer_spec=LayerSpec.local)
     planner = RolePlan(
-        role.name,
-        model,
-        local,
-        of_run.parallel,
-        layout.world_size,
-        of_run.work,
-        accelerator=of_run.accelerator,
-        head=role.head,
-        with_full_kl=of_run.with_full_kl,
-        states=of_run.states,
-    )
-    if teachers is not None:
-        assert isinstance(run, RunConfig)
+        role.name, model, local, of_run.parallel, layout.world_size, of_run.work, accelerator=of_run.accelerator,
+        head=role.head, with_full_kl=of_run.with_full_kl, states=of_run.states,
+    )  # fmt: skip
+    teachers = None
+    if isinstance(run, RunConfig) and loss.distill is not None:
         planner.teacher_output = output_bytes(run, model, others, layout.tp)
+        teachers = _teachers(run, others.get(TEACHER, model))
     stage = layout.coords(rank).pp
     part = RehearsedRank(
         role=role.name,
@@ -134,3 +118,13 @@ def part_of(
         fused=kernels_of(model, of_run.parallel, config, accelerator=of_run.accelerator).fused,
     )
     return part, planned
+
+
+def _teachers(run: RunConfig, model: ModelConfig) -> RehearsedTeachers:
+    """The teachers in the policy's loss, whose architecture is ``model``."""
+    return RehearsedTeachers(
+        count=num_teachers(run),
+        hidden_size=model.hidden_size,
+        precision=run.role_config(ROLES[TEACHER]).precision,
+        soft_cap=model.output_soft_cap,
+    )

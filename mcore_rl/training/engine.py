@@ -230,11 +230,10 @@ class Engine:
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
             # One view for all terms of the loss: autograd adds up gradients of one tensor in place, not those of two.
-            logits_NV = output.view(-1, output.shape[-1])
+            index, logits_NV = microbatch.index, output.view(-1, output.shape[-1])
             inputs = self._loss_inputs(batch, microbatch, logits_NV, temperature, with_entropy or with_scores)
             if out is not None:
                 inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
-            index = microbatch.index
             if kept is not None:
                 kl_N = full_kl(logits_NV, kept[index], inputs.mask_N, temperature=temperature, **self._vocabulary)
                 inputs = replace(inputs, full_kl_N=kl_N)
@@ -370,13 +369,9 @@ class Engine:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropy, each [N]; rows that predict nothing hold arbitrary numbers."""
         return token_logprobs(
-            logits_NV,
-            microbatch.labels_N,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            skips_untrained=not self.platform.is_accelerator,
-            **self._vocabulary,
-        )
+            logits_NV, microbatch.labels_N, temperature=temperature, with_entropy=with_entropy,
+            skips_untrained=not self.platform.is_accelerator, **self._vocabulary,
+        )  # fmt: skip
 
     @property
     def _vocabulary(self) -> dict[str, Any]:
