@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600), pytest.mark.u
 POINTS = 0.03
 LIFT = 0.2
 LORA = ("actor.lora.rank=32", "actor.lora.alpha=32", "actor.optim.lr=1.5e-3")
-DISTILL_STEPS, DISTILL_BATCH = 40, 128
+DISTILL_STEPS, DISTILL_BATCH = 120, 64
 DISTILL = (
     "algorithm=distill", "algorithm.distill.divergence=forward_kl", "rollout.n=1",
-    f"data.train_batch_size={DISTILL_BATCH}", "actor.ppo_mini_batch_size=64", "actor.optim.lr=1e-3",
+    f"data.train_batch_size={DISTILL_BATCH}", f"actor.ppo_mini_batch_size={DISTILL_BATCH}", "actor.optim.lr=1e-3",
     f"trainer.total_training_steps={DISTILL_STEPS}",
 )  # fmt: skip
 ACCURACY = "val/arithmetic/accuracy"
