@@ -97,8 +97,7 @@ def engine_steps(directory: Path, lora: LoraConfig | None) -> Any:
     adapters = AdapterTable(Table(family, model), lora) if lora else None
     config = config_of(lora)
     engine = Engine("actor", model, ParallelConfig(), config, groups, platform, adapters=adapters)
-    case: Any = type("Case", (), {"model": model})
-    batch, counts = batch_of(case, SEQUENCES)
+    batch, counts = batch_of(model, SEQUENCES, LENGTH)
     work = Work(sequences=SEQUENCES, longest=LENGTH, mean=LENGTH)
     plan = RolePlan("actor", model, config, ParallelConfig(), 1, work, accelerator=False)
     return partial(engine.train_step, batch, loss, counts), process_peak(plan, 0)

@@ -129,12 +129,12 @@ def engine_config(case: Case) -> EngineConfig:
     )  # fmt: skip
 
 
-def batch_of(case: Case, num_sequences: int) -> tuple[TrainBatch, Denominators]:
-    total = num_sequences * LENGTH
+def batch_of(model: ModelConfig, num_sequences: int, length: int = LENGTH) -> tuple[TrainBatch, Denominators]:
+    total = num_sequences * length
     batch = TrainBatch(
-        lengths_S=(LENGTH,) * num_sequences,
-        tokens_T=torch.randint(case.model.vocab_size, (total,)),
-        mask_T=torch.arange(total) % LENGTH != 0,
+        lengths_S=(length,) * num_sequences,
+        tokens_T=torch.randint(model.vocab_size, (total,)),
+        mask_T=torch.arange(total) % length != 0,
     )
     return batch, Denominators(loss=float(total), tokens=total, sequences=num_sequences)
 
@@ -151,9 +151,9 @@ def measure(rank: Rank, case: Case) -> tuple[int, int]:
     engine = Engine(role, case.model, parallel, engine_config(case), groups, platform, head=case.head)
     engine.load_weights(lambda models: None)
     torch.manual_seed(groups.coords.dp)
-    small = replace(batch_of(case, 1)[0])
-    engine.train_step(small, loss, batch_of(case, 1)[1])
-    batch, counts = batch_of(case, case.tokens // LENGTH * case.microbatches)
+    small = replace(batch_of(case.model, 1)[0])
+    engine.train_step(small, loss, batch_of(case.model, 1)[1])
+    batch, counts = batch_of(case.model, case.tokens // LENGTH * case.microbatches)
     dist.barrier()
     reset_peak_memory(platform)
     engine.train_step(batch, loss, counts)
