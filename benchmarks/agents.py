@@ -176,7 +176,8 @@ class Bench:
         drawn = after.generated_tokens - before.generated_tokens
         print(
             f"{count} episodes of {self.turns} turns, tools of {median_s:g} s in the median: {wall:.1f} s, of which "
-            f"the tools left {left_s:.1f}; busy {busy_s:.1f} s; {drawn:,} tokens drawn of {sum(tokens):,}"
+            f"the tools left {left_s:.1f}; busy {busy_s:.1f} s; {drawn:,} tokens drawn of {sum(tokens):,}",
+            flush=True,
         )
         return busy_s / left_s
 
@@ -260,8 +261,12 @@ def main() -> int:
 
             async def measured() -> tuple[float, list[tuple[float, float]]]:
                 await bench.overhead(-1)  # what is compiled and imported at first
-                ratios = [await bench.overhead(number) for number in range(given.rounds)]
-                return await bench.busy(given.episodes, given.median), ratios
+                busy = await bench.busy(given.episodes, given.median)
+                ratios = []
+                for number in range(given.rounds):
+                    ratios.append(await bench.overhead(number))
+                    print(f"round {number + 1} of {given.rounds}: {ratios[-1][0]:.3f} {ratios[-1][1]:.3f}", flush=True)
+                return busy, ratios
 
             busy, ratios = asyncio.run(measured())
         finally:
@@ -269,9 +274,7 @@ def main() -> int:
     agent, program = (statistics.median(each) for each in zip(*ratios, strict=True))
     print(f"busy {busy:.3f} of the time that the tools leave (at least {BUSY})")
     print(f"tool_agent {agent:.3f} of raw drawing (at most {OVERHEAD}), a program over HTTP {program:.3f}")
-    print(
-        f"rounds: {', '.join(f'{a:.3f} {b:.3f}' for a, b in ratios)}; load {load:.1f} before, {os.getloadavg()[0]:.1f}"
-    )
+    print(f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     return int(busy < BUSY or agent > OVERHEAD)
 
 
