@@ -22,8 +22,7 @@ LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
 TYPES = $(BIN)/mypy
 LEVELS = $(BIN)/lint-imports --no-logo
-# Ray lowers the priority of its workers: at the usual one, tests of functions would keep those of whole runs waiting.
-TESTS = nice -n 19 $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 3 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 3 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # All of it, also where some fails.  Types are judged beside the rest, which now and then waits for something.
 # --began: so that the budget of the tier (pyproject.toml) counts what comes before tests.
