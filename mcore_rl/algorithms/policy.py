@@ -31,7 +31,7 @@ from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, mas
 from mcore_rl.algorithms.preference import means
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
-from mcore_rl.config.algorithm import DistillConfig, KlPenalty
+from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import TAUGHT_BY, LossInputs, LossSums
 
@@ -80,7 +80,7 @@ class ActorLoss(RoleLoss):
     @property
     def with_full_kl(self) -> bool:
         """Whether the engine must compute the exact KL to the reference."""
-        return self.config.use_kl_loss and self.config.kl_loss_type is KlPenalty.full
+        return self.config.with_full_kl
 
     def __call__(self, inputs: LossInputs) -> LossSums:
         """The sums over this rank's rows; without a trained row, a zero that is connected to the graph.

@@ -189,6 +189,11 @@ class ActorConfig(TrainedConfig):
         """The clip range above 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
+    @property
+    def with_full_kl(self) -> bool:
+        """Whether the loss has the exact KL to the reference."""
+        return self.use_kl_loss and self.kl_loss_type is KlPenalty.full
+
     def rules(self, key: str) -> list[CrossCheck[Any]]:
         """As ``RoleConfig.rules``."""
         return [*super().rules(key), partial(_covariance_violations, key=key)]

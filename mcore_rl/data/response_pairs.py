@@ -1,8 +1,7 @@
 """Pairs of a better and a worse response to one prompt, from responses with scores: what preferences are learnt from.
 
 The best response of a prompt is paired with its worst, the second best with the second worst, and so on while the one
-has the higher score (as ``algorithm=online_dpo`` does with the first pair).  A response is in one pair at most, and a
-pair of the same two texts is written once.
+has the higher score.  A response is in one pair at most, and a pair of the same two texts is written once.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from mcore_rl.data.responses import ResponseRow
 from mcore_rl.errors import DataError
 from mcore_rl.tracking.atomic import replaced
 
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+MESSAGE_LIST = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 COLUMNS = pa.schema(
     [
-        ("prompt", MESSAGES),
-        ("chosen", MESSAGES),
-        ("rejected", MESSAGES),
+        ("prompt", MESSAGE_LIST),
+        ("chosen", MESSAGE_LIST),
+        ("rejected", MESSAGE_LIST),
         ("margin", pa.float64()),
         ("data_source", pa.string()),
     ]
@@ -31,12 +30,13 @@ COLUMNS = pa.schema(
 BATCH = 1024  # pairs that are held before they are written
 
 
-def best_with_worst(scores: Sequence[float | None]) -> list[tuple[int, int]]:
-    """The places of each pair, the better one first.  None: has no score, and is in no pair."""
-    scored = sorted((score, -place) for place, score in enumerate(scores) if score is not None)
-    places = [(score, -place) for score, place in reversed(scored)]  # the best first; of equal ones the earlier
-    halves = zip(places[: len(places) // 2], reversed(places), strict=False)
-    return [(better, worse) for (high, better), (low, worse) in halves if high > low]
+def best_with_worst(scores: Sequence[float | None]) -> list[tuple[int, int, float]]:
+    """Of each pair the places, the better one first, and by how much its score is the higher; None: in no pair."""
+    scored = {place: score for place, score in enumerate(scores) if score is not None}
+    ranked = sorted(scored, key=lambda place: -scored[place])  # of equal ones the earlier first
+    halves = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
+    pairs = ((better, worse, scored[better] - scored[worse]) for better, worse in halves)
+    return [pair for pair in pairs if pair[2] > 0]
 
 
 def write_pairs(path: Path, rows: Iterable[tuple[ResponseRow, Sequence[float | None]]]) -> str:
@@ -61,14 +61,12 @@ def write_pairs(path: Path, rows: Iterable[tuple[ResponseRow, Sequence[float | N
         if not pairs:
             problem = f"no prompt of {prompts:,} has two responses of different scores. Generate more (rollout.n)"
             raise DataError("pairs", [problem])
-    return f"pairs: {pairs:,} in {path}; {without:,} of {prompts:,} prompts have none, since their scores are equal"
+    return f"pairs: {pairs:,} in {path}; {without:,} of {prompts:,} prompts have none: no two responses differ in score"
 
 
 def _pairs_of(row: ResponseRow, scores: Sequence[float | None]) -> Iterator[dict[str, Any]]:
     seen: set[tuple[str, str]] = set()
-    for better, worse in best_with_worst(scores):
-        high, low = scores[better], scores[worse]
-        assert high is not None and low is not None
+    for better, worse, margin in best_with_worst(scores):
         texts = str(row.turns[better]), str(row.turns[worse])
         if texts[0] == texts[1] or texts in seen:
             continue
@@ -77,6 +75,6 @@ def _pairs_of(row: ResponseRow, scores: Sequence[float | None]) -> Iterator[dict
             "prompt": row.messages,
             "chosen": row.turns[better],
             "rejected": row.turns[worse],
-            "margin": high - low,
+            "margin": margin,
             "data_source": row.data_source,
         }

@@ -183,7 +183,6 @@ class ResponseSet:
     """Rows with their responses, in file order; made by ``load``.
 
     has_lengths, has_finish: whether the file has these columns.  counts: responses of each row.
-    without_messages: ids of the rows whose prompt is no messages.
     """
 
     def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
@@ -194,7 +193,7 @@ class ResponseSet:
         self._has_agents = all(column in types and is_list(types[column]) for column, _ in OF_AGENTS.values())
         self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
-        self.without_messages: list[str] = []
+        self._with_messages: list[bool] = []
         self.data_sources: list[str] = []
         self.styles: list[Style] = []  # who scores the row
 
@@ -214,11 +213,9 @@ class ResponseSet:
         responses = cls(files[0], prompt_key, response_key)
         for start, records in responses._file.batches():
             for index, record in enumerate(records, start):
-                name = responses._file.row_id(index)
-                if problem := responses._check(record):
-                    problems.append(f"{name}: {problem}")
-                elif not (responses._has_messages and isinstance(clean_messages((record or {})[prompt_key]), list)):
-                    responses.without_messages.append(name)
+                problem = responses._check(record)
+                if problem:
+                    problems.append(f"{responses._file.row_id(index)}: {problem}")
         if not problems and not responses.counts:
             problems.append("the file has no rows. Name one with responses")
         if problems:
@@ -238,6 +235,11 @@ class ResponseSet:
         """Ids of the rows of ``style``."""
         return [self._file.row_id(index) for index, each in enumerate(self.styles) if each is style]
 
+    @property
+    def without_messages(self) -> list[str]:
+        """Ids of the rows whose prompt is no messages."""
+        return [self._file.row_id(index) for index, there in enumerate(self._with_messages) if not there]
+
     def _check(self, record: dict[str, Any] | None) -> str:
         """What is wrong with a row, else ""; then its number of responses and its data source are noted."""
         if record is None:
@@ -247,11 +249,10 @@ class ResponseSet:
             return f"{self._response_key} is null or empty, or holds a null. Generate it again, or leave the row out"
         if not record["data_source"]:
             return "data_source is null or empty. Write the name of the data set"
-        asked = record["reward_model"]
+        asked, key = record["reward_model"], self._prompt_key
+        messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
         if (style := style_of(asked)) is not Style.rule:
-            key = self._prompt_key
             reader = "the judge" if style is Style.judge else "the reward model"
-            messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
             if isinstance(messages, str):
                 return f"{key} {messages}, and {reader} reads it. Write {MESSAGES}, or name it as prompt_key"
         elif asked is None or asked.get("ground_truth") is None:
@@ -263,6 +264,7 @@ class ResponseSet:
         self.counts.append(len(responses))
         self.data_sources.append(record["data_source"])
         self.styles.append(style)
+        self._with_messages.append(not isinstance(messages, str))
         return ""
 
     def _row(self, name: str, record: dict[str, Any]) -> ResponseRow:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.algorithm_object import ACTOR, TEACHER
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
@@ -165,7 +164,7 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
         role.name, model, config, config.parallel, run.trainer.world_size, rl_work(run, mini),
         accelerator=cluster.gpus_per_node > 0, head=role.head, trains=role.trains, publishes=role.publishes,
         frozen=run.snapshots_of(role.name), beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
-        with_full_kl=role.name == ACTOR and run.actor.use_kl_loss and run.actor.kl_loss_type is KlPenalty.full,
+        with_full_kl=role.name == ACTOR and run.actor.with_full_kl,
     )  # fmt: skip
 
 

@@ -42,11 +42,10 @@ from mcore_rl.planning.training import lora_of
 from mcore_rl.rehearsal.bends import bends_of, bent
 from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
 from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
-from mcore_rl.training.distillation import Teacher
-from mcore_rl.training.divergence import num_local_columns
+from mcore_rl.training.distillation import Teacher, own_columns
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
-from mcore_rl.training.model import DTYPES, padded_vocab_size
+from mcore_rl.training.model import DTYPES
 from mcore_rl.types import Denominators, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
@@ -225,8 +224,7 @@ def _passes(
 
 def _teacher(teachers: RehearsedTeachers, policy: ModelConfig, groups: ProcessGroups, meter: DeviceMeter) -> Teacher:
     """The output rows of ``teachers`` for this rank's columns, in host memory."""
-    columns = padded_vocab_size(policy.vocab_size, groups.layout.tp) // groups.layout.tp
-    shape = (num_local_columns(policy.vocab_size, columns, groups.coords.tp), teachers.hidden_size)
+    shape = (len(own_columns(policy, groups)), teachers.hidden_size)
     rows = [meter.host_tensor(shape, DTYPES[teachers.precision]) for _ in range(teachers.count)]
     return Teacher(tuple(rows), teachers.soft_cap, tuple(range(teachers.count)))
 

@@ -99,6 +99,13 @@ class Teacher:
         return torch.tensor(self.numbers)[name_S.cpu().long()]
 
 
+def own_columns(policy: ModelConfig, groups: ProcessGroups) -> range:
+    """The columns of the policy's vocabulary that this tensor rank has, without padding."""
+    tp, rank = groups.layout.tp, groups.coords.tp
+    columns = padded_vocab_size(policy.vocab_size, tp) // tp
+    return range(rank * columns, rank * columns + num_local_columns(policy.vocab_size, columns, rank))
+
+
 def _rows(
     directory: Path,
     model: ModelConfig,
@@ -108,15 +115,13 @@ def _rows(
     platform: Platform,
 ) -> Tensor:
     """``Teacher.rows`` of one, whose model is ``model``."""
-    tp, rank = groups.layout.tp, groups.coords.tp
-    columns = padded_vocab_size(policy.vocab_size, tp) // tp
-    count = num_local_columns(policy.vocab_size, columns, rank)
+    own = own_columns(policy, groups)
     name = (EMBEDDING_TENSOR if model.tie_output else OUTPUT_TENSOR).name
-    shape, check = (count, model.hidden_size), NanCheck()
+    shape, check = (len(own), model.hidden_size), NanCheck()
     rows_VH = pinned_empty_like(platform, torch.empty(shape, dtype=dtype, device="meta"))
-    if count:
+    if own:
         with HfCheckpoint.open(directory) as checkpoint:
-            checkpoint.read_into(name, TensorSlice((rank * columns, 0), shape), rows_VH)
+            checkpoint.read_into(name, TensorSlice((own.start, 0), shape), rows_VH)
     check.see(name, rows_VH)
     if problems := check.problems():
         raise CheckpointError(str(directory), problems)

@@ -94,7 +94,7 @@ def ledger_of(each: RehearsedRank) -> Ledger:
 
 
 def allocated(
-    rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]], losses: list[ActorLoss] | None = None
+    rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]], losses: list[RoleLoss] | None = None
 ) -> list[list[int]]:
     """The peak of two training steps of each case by torch's own allocator, as its profiler hears it.
 
@@ -186,13 +186,13 @@ def test_memory_of_losses_over_the_vocabulary_is_torchs(processes: None) -> None
     settings = CASES[0][1]
     losses = [PolicyLoss(), *OVER_VOCABULARY.values()]
     measured = run_ranks(allocated, 1, ([(HEAD, settings)] * len(losses), losses), timeout_s=240)[0]
-    common = dict(engine=settings, accelerator=False, num_microbatches=1, tokens=MANY_TOKENS, reads=("ref_logprobs_T",))
+    common = dict(engine=settings, accelerator=False, num_microbatches=1, tokens=MANY_TOKENS)
     parts = [part(HEAD, loss=loss, teachers=TEACHERS if loss.distill else None, **common) for loss in losses]
     ledgers = run_ranks(rehearsals, 1, (parts,), timeout_s=240)[0]
     a_row = 4 * HEAD.vocab_size
     trained = MANY_TOKENS - MANY_TOKENS // LONGEST
-    elsewhere = {"forward_kl": -HEAD.hidden_size * a_row, "jensen_shannon": -HEAD.hidden_size * a_row}
-    elsewhere["full KL"] = trained * a_row
+    copied, kept = -HEAD.hidden_size * a_row, trained * a_row
+    elsewhere = {"forward_kl": copied, "jensen_shannon": copied, "full KL": kept}
     for name, steps, ledger in zip(["", *OVER_VOCABULARY], measured, ledgers, strict=True):
         for phase, taken in zip(ledger.phases[-2:], steps, strict=True):
             begin = sum(ledger.by_kind(phase.begin).values())

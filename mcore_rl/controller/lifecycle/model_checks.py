@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import open_peft
-from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.algorithm_object import ACTOR
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
@@ -160,7 +159,7 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
     An upper bound: every rank trains an equal number of sequences, rounded up, each of the greatest length.
     """
     actor = run.actor
-    if not (actor.use_kl_loss and actor.kl_loss_type is KlPenalty.full):
+    if not actor.with_full_kl:
         return []
     layout = Layout.of(actor.parallel, run.trainer.world_size)
     longest = -(-(run.data.max_prompt_length + run.data.max_response_length) // layout.cp)
