@@ -15,6 +15,7 @@ STAMP := .venv/.ready-$(RUNG)
 RUN := runs/arithmetic
 CHECKED := mcore_rl tests benchmarks tools launch
 DOCS := .venv/docs
+ORACLES := .venv/.ready-oracles
 TRIED := build/resolve
 FOR_HELP := numpy pyarrow PyYAML rich
 
@@ -25,16 +26,15 @@ LEVELS = $(BIN)/lint-imports --no-logo
 TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 3 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # All of it, also where some fails.  Types are judged beside the rest, which now and then waits for something.
-# --began: so that the budget of the tier (pyproject.toml) counts what comes before tests.
-GATE = began=$$(date +%s); failed=; try() { echo "== $$1"; "$$@" || failed="$$failed $$1"; }; \
+GATE = failed=; try() { echo "== $$1"; "$$@" || failed="$$failed $$1"; }; \
 	said=$$(mktemp); nice $(TYPES) >$$said 2>&1 & typing=$$!; \
-	lint() { $(LINT); }; format() { $(FORMAT); }; levels() { $(LEVELS); }; tests() { $(TESTS) --began=$$began; }; \
+	lint() { $(LINT); }; format() { $(FORMAT); }; levels() { $(LEVELS); }; tests() { $(TESTS); }; \
 	types() { wait $$typing; ended=$$?; cat $$said; rm $$said; return $$ended; }; \
 	try lint; try format; try levels; try tests; try types; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train check test test-full lint format types docs resolve bench lock dist clean
+.PHONY: help train check test test-ci test-full lint format types docs resolve bench lock dist clean
 export PYTHON3
 
 help: ## This list
@@ -49,10 +49,13 @@ train: $(STAMP) ## Teach a tiny mixture of experts to calculate: sft, then GRPO,
 check: $(STAMP) ## Lint, types, levels, and the tests that start neither training processes nor vLLM, Ray, Slurm
 	@$(GATE)
 
-test: $(STAMP) ## Lint, types, levels and tests: what CI runs
+test: $(STAMP) ## The same, and a few tests of everything that starts processes
 	@$(GATE)
 
-test-full: $(STAMP) ## The same with every test
+test-ci: $(STAMP) $(ORACLES) ## make test, and then all else that CI runs; installs Chromium and others' libraries
+	@failed=; $(MAKE) test || failed=1; $(TESTS) --beyond=test || failed=1; test -z "$$failed"
+
+test-full: $(STAMP) $(ORACLES) ## Lint, types, levels and every test
 	@$(GATE)
 
 lint: $(STAMP) ## ruff's rules and format, and who imports whom
@@ -102,6 +105,10 @@ dist: $(STAMP) ## The source distribution and the wheel, in dist/
 clean: ## Remove caches and builds; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# What tests are held against, and need beside the environment.
+$(ORACLES): tools/set_up_oracles.sh pyproject.toml $(STAMP)
+	@tools/set_up_oracles.sh $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@tools/set_up.sh $(RUNG) $@ $(TORCH_INDEX_URL)

@@ -1,3 +1,10 @@
 """What every test stands on, and the tiers.  pytest loads it before any test module."""
 
-pytest_plugins = ["tests.support.ground", "tests.support.tiers"]
+pytest_plugins = [
+    f"tests.support.{name}"
+    for name in (
+        "ground",  # first: the others start processes
+        "tiers",
+        "skip_report",
+    )
+]

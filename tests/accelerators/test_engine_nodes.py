@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("ci")
 PER_NODE = 2
 
 

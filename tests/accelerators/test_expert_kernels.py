@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.config.rollout import KEEPS_WEIGHTS, MoeBackend
 from tests.accelerators.conftest import Outcome
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("ci")
 
 
 # What vLLM chooses by itself; on the last two an update would have been refused.

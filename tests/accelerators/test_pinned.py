@@ -55,21 +55,21 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Blocks:
     return ask
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_a_block_takes_what_the_formula_says(blocks: Blocks) -> None:
     sizes = [1, 64, 4097, 3 * MIB, MAX_CACHED_BYTES, MAX_CACHED_BYTES + 1, 3 * GIB + 5, int(8.5 * GIB), 36 * GIB]
     assert blocks(with_setting(""), *sizes) == [block_bytes(size) for size in sizes]
     assert blocks("", *sizes) == [1 << (size - 1).bit_length() for size in sizes]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_a_large_block_is_given_back_and_a_small_one_is_kept(blocks: Blocks) -> None:
     large, small = int(8.5 * GIB), 3 * MIB
     assert blocks(with_setting(""), large, "free", 15 * GIB) == [large, -large, 15 * GIB]
     assert blocks(with_setting(""), small, "free", small + 1) == [4 * MIB]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_why_it_is_not_the_setting_whose_name_says_it(blocks: Blocks) -> None:
     """torch 2.13 gives the freed 8.5 GiB to who asks for 15: no new block is made."""
     assert blocks("pinned_max_round_threshold_mb:1", int(8.5 * GIB), "free", 15 * GIB) == [int(8.5 * GIB)]
@@ -133,7 +133,7 @@ def plan_of_72b() -> tuple[Plan, list[int]]:
     return plan(run, model, load_cluster(run.recipe.cluster)), [weights] * 2 + [optimizer] * 2
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_a_node_of_72b_takes_what_the_plan_says_and_would_not_fit_without_the_setting(blocks: Blocks) -> None:
     made, sizes = plan_of_72b()
     (peak,) = (peak for peak in made.peaks if (peak.phase, peak.place) == (Phase.save, Place.host))
@@ -144,7 +144,7 @@ def test_a_node_of_72b_takes_what_the_plan_says_and_would_not_fit_without_the_se
     assert others + sum(rows.values()) == peak.num_bytes < peak.capacity < others + 8 * sum(blocks("", *sizes))
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_what_a_sleeping_engine_keeps_is_not_rounded(blocks: Blocks) -> None:
     """Segments of vLLM's allocator: multiples of 2 MiB above 10, and shared ones of 20."""
     sizes = [20 * MIB, 40 * MIB, 116 * MIB, 232 * MIB, 594 * MIB]  # of 72B over 4 ranks

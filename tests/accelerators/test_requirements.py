@@ -116,7 +116,7 @@ def test_the_rung_resolves_from_wheels_of_the_index(rung: str, machine: str, pyt
 # ---- nothing replaces the build that is there ----
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_the_torch_of_an_image_is_kept_or_pip_stops(tmp_path: Path) -> None:
     """The image has torch from a file, its version labelled; the index has the next, and something asks for it."""
     index, image = tmp_path / "index", tmp_path / "image"

@@ -50,7 +50,7 @@ def outcomes() -> Outcomes:
     return {name.removeprefix("tiny-"): layouts for name, layouts in result.items()}
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_every_family_constructs_and_binds_in_two_layouts(outcomes: Outcomes) -> None:
     assert set(outcomes) == FAMILIES
     for family, layouts in outcomes.items():

@@ -29,7 +29,7 @@ from mcore_rl.errors import ConfigError
 from tests.support import mcp_server as source
 from tests.support.awaited import awaited
 
-pytestmark = [pytest.mark.tier("test")]  # each test starts two processes
+pytestmark = [pytest.mark.tier("ci")]  # each test starts two processes
 STDIO = {"command": sys.executable, "args": [source.__file__]}
 SERVERS: list[McpServer] = []
 
@@ -62,6 +62,7 @@ async def called(tools: ToolSet, tool: str, **arguments: Any) -> ToolResult:
     return result
 
 
+@pytest.mark.tier("test")
 @awaited
 async def test_the_servers_tools_are_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-run")

@@ -34,6 +34,7 @@ from mcore_rl.tracking.timeline import read_timeline
 from tests.support import prompt_files
 from tests.support.run_task import AGREEMENT, SPEED, holders_of, is_in, nothing_left, overrides, write_task
 
+pytestmark = pytest.mark.tier("test")
 STEPS, SAVED, PROFILED = 3, 2, 1
 SAVE = {"perf/checkpoint_s", "perf/checkpoint_gib"}  # in the step in which it gets its name
 ALWAYS = {

@@ -129,7 +129,7 @@ SETTINGS = {
     "workers, publishing and saving": TWO_NODES,
     "engines, stopped": IMPATIENT,
 }
-# In the tier `test`; the others are of the tier `full`: ``pytest --tier=full tests/crash``.
+# In the tier `ci`; the others are of the tier `full`: ``pytest --tier=full tests/crash``.
 QUICK = ("a worker and an engine",)
 
 

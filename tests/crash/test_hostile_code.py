@@ -49,7 +49,7 @@ TIMED_OUT = {
 }
 pytestmark = [
     pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses())),
-    pytest.mark.tier("test"),  # they take what they can get, for a second each
+    pytest.mark.tier("ci"),  # they take what they can get, for a second each
 ]
 
 

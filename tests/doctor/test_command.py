@@ -70,6 +70,7 @@ def verdicts(values: dict[str, Any]) -> dict[str, str]:
     return {each["check"]: each["verdict"] for each in values["diagnoses"]}
 
 
+@pytest.mark.tier("test")
 def test_a_laptop_in_seconds(tmp_path: Path, processes: None) -> None:
     done, values = doctor(tmp_path / "out", "--quick")
     assert done.returncode == 0, done.stdout

@@ -54,6 +54,7 @@ def crashes(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     yield Diagnosis(check="crashes", verdict=Verdict.PASS, measured="never")
 
 
+@pytest.mark.tier("test")
 def test_a_check_that_hangs_is_ended_and_says_what_it_was_doing(subject: Subject, processes: None) -> None:
     (diagnosis,) = diagnosed(check("hangs", hangs), subject, 3.0)
     assert diagnosis.verdict is Verdict.FAIL

@@ -66,6 +66,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.tier("test")
 def test_what_was_drawn_turn_by_turn_is_scored_alike_as_one_sequence(metrics: list[dict[str, Any]]) -> None:
     steps = [each for each in metrics if "rollout/logprob_diff_max" in each]
     assert len(steps) == 2

@@ -24,7 +24,7 @@ REASONS = ("a cluster", "a container", "a GPU", "the network", "an installation"
 COMMAND = re.compile(r"^(?:\$ )?(?:python3?|mcore-rl|make|pip|docker|ray|hf|sbatch|nsys) ", re.MULTILINE)
 QUICK, FULL = ([page for page in PAGES if any(tier in block.tiers for block in blocks(page) if block.note == "run")]
                for tier in ("quick", "full"))  # fmt: skip
-FIRST = "README.md"  # whose quick commands the tier `test` runs
+FIRST = "README.md"  # whose quick commands the tier `ci` runs
 LEARN = {"docs/first_run.md": "runs/arithmetic/grpo", "docs/own_data_and_reward.md": "runs/words"}
 SECONDS = re.compile(r"[\d.]+ s$", re.MULTILINE)
 
@@ -109,7 +109,7 @@ def missing(block: Block, said: str) -> list[str]:
     return [piece for line in lines for part in line.split("...") if (piece := " ".join(part.split())) not in printed]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page", [page if page == FIRST else pytest.param(page, marks=pytest.mark.tier("full")) for page in QUICK]

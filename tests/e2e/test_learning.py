@@ -35,7 +35,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(word[0].lower() >= "n" for word in words) / max(1, len(words))
 """
 FLIPPED = "flipped"
-QUICK = ("grpo", FLIPPED)  # in the tier `test`; the others are of the tier `full`
+QUICK = ("grpo", FLIPPED)  # in the tier `ci`; the others are of the tier `full`
 STEPS = 10
 LIFT = 0.2
 SETTINGS = (

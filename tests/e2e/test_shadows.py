@@ -31,8 +31,15 @@ from tests.support import shadows
 from tests.support.composed import recipe
 
 NAMES = [name for name in recipe_names() if not name.startswith(("arithmetic", "products"))]
-# In the tier `test`: of each kind of layout and of roles one.  The others are of the tier `full`.
+# Of each kind of layout and of roles one is of the tier `ci`, and one alone of `test`.  The others are of `full`.
 QUICK = ("deepseek_7b_ppo", "gemma2_2b_sft", "mixtral_8x7b_rloo", "qwen2_7b_grpo", "qwen3_4b_distill_30b_a3b")
+FIRST = "qwen2_7b_grpo"
+
+
+def tier_of_shadow(name: str) -> str:
+    if name == FIRST:
+        return "test"
+    return "ci" if name in QUICK else "full"
 
 
 BESIDE = ("critic", "teacher")  # roles with processes of their own
@@ -91,7 +98,7 @@ def test_the_quick_ones_stand_for_all() -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.tier("full")) for name in NAMES],
+    params=[pytest.param(name, marks=pytest.mark.tier(tier_of_shadow(name))) for name in NAMES],
 )
 def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     name, directory = request.param, tmp_path_factory.mktemp("run")

@@ -58,6 +58,7 @@ def describe(platform: Platform, size: Size, result: Trained) -> str:
     )
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("recompute", LEAST_MEMORY, ids=lambda recompute: recompute.value)
 @pytest.mark.parametrize("layer_spec", [LayerSpec.local, LayerSpec.transformer_engine], ids=lambda spec: spec.value)
 @pytest.mark.parametrize("name", NAMES)

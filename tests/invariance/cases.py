@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mcore_rl.config.algorithm import CorrectionLevel, Divergence
@@ -370,7 +371,7 @@ def all_cases() -> list[Case]:
 
 
 def each_layout_once(cases: list[Case]) -> list[Case]:
-    """The cases of the tier ``test``: each layout of a problem once; of the plain problems on two also unpacked.
+    """The cases of the tier ``ci``: each layout of a problem once; of the plain problems on two also unpacked.
 
     Of overlaps and filled microbatches, two processes say enough there; what is passed on is of the tier ``full``.
     """
@@ -392,6 +393,24 @@ def each_layout_once(cases: list[Case]) -> list[Case]:
         way = (*same, case.overlap, case.filled, packed)
         first.setdefault(way, case)
     return list(first.values())
+
+
+def few_of(cases: Iterable[Case]) -> list[Case]:
+    """The cases of the tier ``test``: packed, on two and four processes, four kinds of models; and two mistakes."""
+    plain = [
+        case
+        for case in cases
+        if case.problem in FEW_PROBLEMS
+        and case == Case(problem=case.problem, layout=case.layout, world_size=case.world_size)
+        and case.world_size in (2, 4)
+        and (case.world_size, case.layout) not in TOLD_BY_TWO
+    ]
+    return [*plain, *(case for case in SABOTAGED if case.sabotage in FEW_MISTAKES)]
+
+
+FEW_PROBLEMS = (DENSE, MOE, DEEPSEEK, Problem(model="dense", lora=True), Problem(model="moe", lora=True))
+TOLD_BY_TWO = {(4, layout) for layout in ("tp=2", "cp=2", "pp=2", "ep=2")}  # the same axis with two data ranks
+FEW_MISTAKES = ("attention_across_borders", "shifted_expert")
 
 
 def single_process(problem: Problem) -> Case:

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
-from tests.invariance.cases import SABOTAGED, all_cases, each_layout_once, single_process
+from tests.invariance.cases import SABOTAGED, all_cases, each_layout_once, few_of, single_process
 from tests.invariance.problems import Case, Problem
 from tests.support.engine_runs import Result, run_cases, starting_weights
 from tests.support.forked import run_ranks
 
 CASES = all_cases()
 QUICK = frozenset(each_layout_once(CASES))
+FEW = frozenset(few_of(QUICK))
 RELATIVE = 1e-5
 UPDATE_RELATIVE = 1e-4
 
@@ -100,17 +102,23 @@ def gate(request: pytest.FixtureRequest, processes: None) -> Gate:
     return Gate(list(dict.fromkeys(selected)))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case in QUICK else pytest.param(case, marks=pytest.mark.tier("full")) for case in CASES],
-    ids=str,
-)
+def tier_of_case(case: Case) -> str:
+    if case in FEW:
+        return "test"
+    return "ci" if case in QUICK or case.sabotage else "full"
+
+
+def tiered(cases: list[Case]) -> list[ParameterSet]:
+    return [pytest.param(case, marks=pytest.mark.tier(tier_of_case(case))) for case in cases]
+
+
+@pytest.mark.parametrize("case", tiered(CASES), ids=str)
 def test_result_is_that_of_a_single_process(case: Case, gate: Gate) -> None:
     excesses = differences(gate.result(case), gate.reference(case.problem), gate.starts[case.problem])
     assert not excesses, f"{case} differs:\n  " + "\n  ".join(excesses[:20])
 
 
-@pytest.mark.parametrize("case", SABOTAGED, ids=lambda case: case.sabotage)
+@pytest.mark.parametrize("case", tiered(SABOTAGED), ids=lambda case: case.sabotage)
 def test_gate_sees_a_mistake(case: Case, gate: Gate) -> None:
     result = gate.sabotaged(case)
     if isinstance(result, str):

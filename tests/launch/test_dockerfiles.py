@@ -173,7 +173,7 @@ def image(tmp_path: Path) -> Image:
     return made
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_the_rocm_image_keeps_the_torch_of_its_base(image: Image) -> None:
     build = image.build("allows_it")
     assert image.torch() == THEIRS
@@ -190,7 +190,7 @@ def test_the_rocm_image_keeps_the_torch_of_its_base(image: Image) -> None:
     assert image.torch() == "2.14.0", "without the constraint pip takes the index's: the test guards something"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_a_dependency_that_needs_another_torch_ends_the_build_and_replaces_nothing(image: Image) -> None:
     with pytest.raises(BuildError) as error:
         image.build("wants_more")
@@ -198,7 +198,7 @@ def test_a_dependency_that_needs_another_torch_ends_the_build_and_replaces_nothi
     assert image.torch() == THEIRS
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 def test_what_replaces_torch_behind_pip_s_back_ends_the_build(image: Image) -> None:
     """A build script that calls a pip of its own, as some do."""
     source = image.folder / "engine"

@@ -374,7 +374,7 @@ def layouts(name: str) -> tuple[str, ...]:
 
 # 10 to 30 seconds each.  tests/proofs/test_verify_full_size.py proves the largest models, in other layouts, in `test`.
 QUICK = ("mixtral_8x22b_rloo", "qwen25_05b_ppo")  # experts; a critic
-PROVEN = [pytest.param(name, marks=pytest.mark.tier("test" if name in QUICK else "full"))
+PROVEN = [pytest.param(name, marks=pytest.mark.tier("ci" if name in QUICK else "full"))
           for name in {layouts(name): name for name in reversed(NAMES)}.values()]  # fmt: skip
 
 

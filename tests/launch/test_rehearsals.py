@@ -57,7 +57,7 @@ def held(recipe: str, rank: int, folder: Path, *overrides: str) -> list[dict[str
     return roles
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 @pytest.mark.parametrize(("recipe", "rank"), QUICK)
 def test_a_recipe(recipe: str, rank: int, tmp_path: Path) -> None:
     roles = held(recipe, rank, tmp_path)

@@ -51,6 +51,7 @@ def assert_complete(job: SlurmJob, restarts: int, steps: int = 3) -> None:
     assert job.left() == []
 
 
+@pytest.mark.tier("test")
 def test_a_run_over_two_nodes_ends_well(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     """The one job of the tier `test`: a node with a low limit, and a model that is copied to the nodes first."""
     model, disk = tmp_path / "model", tmp_path / "disk"

@@ -108,6 +108,7 @@ def _devices_within_contexts(_: Rank) -> list[str]:
         return [torch.tensor([]).device.type, torch.zeros(1).device.type, torch.zeros(1, device="cpu").device.type]
 
 
+@pytest.mark.tier("test")
 def test_patched_factories_obey_device_contexts(processes: None) -> None:
     """transformers' from_pretrained asks ``torch.tensor([])`` where it is."""
     assert run_ranks(_devices_within_contexts, 1, timeout_s=60) == [["meta", "meta", "cpu"]]

@@ -27,6 +27,7 @@ from tests.support.engine_runs import engine_config
 from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights
 
+pytestmark = pytest.mark.tier("test")
 TOLERANCE = 1e-5
 NAMES = tuple(MODELS)
 

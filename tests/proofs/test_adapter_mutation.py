@@ -30,7 +30,7 @@ def test_no_wrong_training_table_of_adapters_survives(name: str) -> None:
     _demand_no_survivor(adapter_score(TINY[name], meta_rank, None))
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 @pytest.mark.parametrize("name", GATE)
 def test_adapters_are_where_the_weights_statements_say(name: str) -> None:
     for case in adapter_cases(TINY[name], meta_rank, None):

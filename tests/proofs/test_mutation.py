@@ -33,7 +33,7 @@ from tests.support.published import TINY
 DENSE = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")  # fields that make a layer dense
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_no_wrong_training_table_survives(name: str) -> None:
     made = cases(TINY[name], meta_rank, None)

@@ -21,7 +21,7 @@ from tests.support.published import FACTS
 FULL = pytest.mark.tier("full")
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 @pytest.mark.parametrize(
     ("name", "training", "world_size", "rollout", "parameters"),
     [

@@ -221,6 +221,7 @@ ELEMENTS = 1024 * 256 + 2 * LAYER
 HIDDEN_BYTES = 2 * TOKENS * 256
 
 
+@pytest.mark.tier("test")
 def test_operations_and_bytes_are_those_by_hand(processes: None) -> None:
     ledger = ledger_of(part(WIDE, "tp=2,pp=2", world_size=8))
     matrices = 2 * TOKENS * 2 * (LAYER - 2 * 256)

@@ -66,6 +66,7 @@ def expected(engines: list[EngineProcess]) -> dict[tuple[str, int], Sample]:
     return generate(engines[0], REQUESTS, LONG)
 
 
+@pytest.mark.tier("test")
 def test_two_engines_draw_what_one_draws(engines: list[EngineProcess], expected: dict[tuple[str, int], Sample]) -> None:
     before = [asyncio.run(engine.statistics()).generated_tokens for engine in engines]
     assert_same(generate(EnginePool(engines, 8), REQUESTS, LONG), expected, 1e-5)

@@ -1,7 +1,7 @@
 """The code of the pages, and where its commands are run: README.md, CONTRIBUTING.md and docs/.
 
 A comment before a block of commands says whether a test runs it: ``<!-- run: quick -->`` with ``SHORTCUTS``, those
-of the README in the tier ``test``; ``<!-- run: full -->`` in the tier ``full`` and without them; both words, both ways;
+of the README in the tier ``ci``; ``<!-- run: full -->`` in the tier ``full`` and without them; both words, both ways;
 or ``<!-- run: no, REASON -->``.  ``<!-- file: NAME -->`` before other code: the commands of the page find it as NAME.
 """
 

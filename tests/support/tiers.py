@@ -1,14 +1,16 @@
-"""The three tiers of the gate: ``check`` (nothing dear starts), ``test`` (what CI runs) and ``full`` (everything).
+"""The four tiers of the gate: ``check``, ``test``, ``ci`` and ``full``.
 
-``--tier`` chooses one; a tier holds the cheaper ones.  The tier of a test follows from what it says and uses, and the
-dearest wins:
+Nothing dear starts in ``check``.  ``test`` has a few of all that starts processes, ``ci`` most, ``full`` every test.
 
-- ``pytest.mark.tier(NAME)`` on the test, its parameter or its file;
-- the fixture ``processes``, which whatever starts training processes, Ray, vLLM or Slurm asks for: the tier is
-  ``test`` for everything that needs it, however indirectly;
-- neither: ``check``.  Such a test fails when it starts one of those (``Guard``).
+``--tier`` chooses one; a tier holds the cheaper ones, which ``--beyond`` leaves out again.  The tier of a test is what
+the nearest mark says, ``pytest.mark.tier(NAME)`` on its parameter or function (the dearest of these), its class or its
+file.  Where nothing says it, what the test uses does:
 
-pyproject.toml has the minutes that a tier may take (``tier_minutes``).  They are told at the end, and never a failure.
+- the fixture ``processes``, which whatever starts training processes, Ray, vLLM or Slurm asks for: the tier is ``ci``
+  for everything that needs it, however indirectly;
+- otherwise ``check``.  Such a test fails when it starts one of those (``Guard``).
+
+How long a tier takes is measured by benchmarks/gate.py, and asserted nowhere.
 
 Three processes of pytest run a tier (``-n 3``, pytest-xdist), each whole files: more than there are cores, since many
 tests wait.  Files that start processes come first, so that the cheap ones fill the cores at the end.
@@ -19,7 +21,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -29,7 +30,7 @@ from typing import Any
 
 import pytest
 
-TIERS = ("check", "test", "full")
+TIERS = ("check", "test", "ci", "full")
 # Programs that are dear, or start what is.  What a program starts in turn is not seen.
 DEAR = re.compile(
     r"\b(mcore-rl|mcore_rl\.cli|crash_points|run_ranks|ray_cluster|start_engine|raylet|gcs_server|slurmctld)\b"
@@ -85,10 +86,11 @@ class Guard:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """The dearest tier that ``item`` names, or that follows from its fixtures."""
-    named = [mark.args[0] for mark in item.iter_markers("tier")]
-    used = ["test"] if starts_processes(item) else []
-    return max(["check", *used, *named], key=TIERS.index)
+    """The tier that the marks nearest to ``item`` name, or that follows from its fixtures."""
+    for node in reversed(item.listchain()):
+        if named := [mark.args[0] for mark in node.own_markers if mark.name == "tier"]:
+            return max(named, key=TIERS.index)
+    return "ci" if starts_processes(item) else "check"
 
 
 def starts_processes(item: pytest.Item) -> bool:
@@ -96,14 +98,15 @@ def starts_processes(item: pytest.Item) -> bool:
     return "processes" in getattr(item, "fixturenames", ())
 
 
+def tiers_of_run(config: pytest.Config) -> tuple[str, ...]:
+    """The tiers whose tests are run: up to ``--tier``, without those up to ``--beyond``."""
+    beyond = config.getoption("beyond")
+    first = 0 if beyond is None else TIERS.index(beyond) + 1
+    return TIERS[first : TIERS.index(config.getoption("tier")) + 1]
+
+
 WHOLE_TIER = "whole_tier"
 COLLECTED = pytest.StashKey[dict[str, str]]()
-
-
-def minutes(config: pytest.Config) -> dict[str, float]:
-    """What each tier may take."""
-    pairs = (line.partition("=") for line in config.getini("tier_minutes"))
-    return {name.strip(): float(number) for name, _, number in pairs}
 
 
 # ---- hooks of pytest ----
@@ -112,22 +115,18 @@ GUARD = Guard()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("tier_minutes", "NAME = MINUTES for each tier", type="linelist")
     group = parser.getgroup("tiers")
-    group.addoption("--tier", choices=TIERS, default="test", help="how much is run (default: %(default)s)")
-    group.addoption("--began", type=float, default=time.time(), help="when the tier's first step began, in Unix time")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    assert tuple(minutes(config)) == TIERS, "tier_minutes in pyproject.toml"
+    group.addoption("--tier", choices=TIERS, default="ci", help="how much is run (default: %(default)s)")
+    group.addoption("--beyond", choices=TIERS[:-1], help="leave out what this tier holds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most, tiers = TIERS.index(config.getoption("tier")), {item: tier_of(item) for item in items}
+    tiers = {item: tier_of(item) for item in items}
     config.stash[COLLECTED] = {item.nodeid: tier for item, tier in tiers.items()}
-    if dearer := [item for item in items if TIERS.index(tiers[item]) > most]:
-        config.hook.pytest_deselected(items=dearer)
-        items[:] = [item for item in items if TIERS.index(tiers[item]) <= most]
+    run = tiers_of_run(config)
+    if left_out := [item for item in items if tiers[item] not in run]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if tiers[item] in run]
     dear_files = {item.path for item in items if starts_processes(item)}
     items.sort(key=lambda item: item.path not in dear_files)
 
@@ -167,16 +166,6 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     with GUARD.over(item):
         return (yield)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not is_whole_tier(config):
-        return
-    tier = config.getoption("tier")
-    took, budget = (time.time() - config.getoption("began")) / 60, minutes(config)[tier]
-    over = took > budget
-    told = f"tier {tier}: {took:.1f} min of {budget:g}{', OVER ITS BUDGET' if over else ''}"
-    terminalreporter.write_sep("=", told, yellow=over, bold=over)
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ GROWTH = 8 << 20  # bytes that a process may differ by between two moments
 
 
 # What one family and one layout can prove, from tp=2,ep=2.  First, for the families begin with it too.
+in_gate = pytest.mark.tier("test")
 mixtral = pytest.mark.parametrize("running", [("mixtral", "tp=1", "a")], indirect=True, ids=["mixtral"])
 
 
@@ -48,6 +49,7 @@ def _resident(engine: EngineProcess) -> int:
     return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
 
 
+@in_gate
 @mixtral
 def test_many_updates_keep_nothing_and_checks_name_what_is_wrong(trainers: LiveTrainers, running: Running) -> None:
     asyncio.run(_checks(trainers, running.engine, running.a, running.b))
@@ -111,6 +113,7 @@ async def _over(
     await WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers).update(35)
 
 
+@in_gate
 @mixtral
 def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, running: Running) -> None:
     asyncio.run(_in_the_middle(trainers, running.engine, running.a, running.b))
@@ -159,9 +162,9 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
 @pytest.mark.parametrize(
     "running",
     [
-        ("mixtral", "tp=1", "a"),
+        pytest.param(("mixtral", "tp=1", "a"), marks=in_gate),
         pytest.param(("llama", "tp=1", "a"), marks=pytest.mark.tier("full")),
-        ("qwen2", "tp=1", "a"),
+        pytest.param(("qwen2", "tp=1", "a"), marks=in_gate),
         pytest.param(("qwen3", "tp=1", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("gemma2", "tp=1", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("qwen3_moe", "tp=1", "a"), marks=pytest.mark.tier("full")),

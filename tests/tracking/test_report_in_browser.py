@@ -15,7 +15,7 @@ from tests.support.browser import CHROMIUM, WITHOUT, Browser, browser
 from tests.tracking.pages import numbers_under_the_pointer, parsed
 from tests.tracking.recorded_run import record
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT), pytest.mark.tier("test")]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT), pytest.mark.tier("ci")]
 WIDTHS = (360, 1280)
 HOSTILE = (
     "<script>document.title = 'run'</script>",

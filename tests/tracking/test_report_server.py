@@ -165,7 +165,7 @@ def test_the_command_says_the_address_and_ends_with_one_line(run_dir: Path) -> N
     assert (started.returncode, out, err) == (130, "", "Stopped.\n")
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("ci")
 @pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
 def test_an_open_page_follows_the_run_and_keeps_what_its_reader_did(tmp_path: Path) -> None:
     path = record(tmp_path / "run", total_steps=6, until=3, test_freq=3)

@@ -153,6 +153,7 @@ def test_the_recorded_choices_are_those_of_transformers(
         assert torch.equal(ours_TLK, choices_of(their_choices_TLK, layout, rank))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replaying_what_was_recorded_changes_no_bit(layout: str, observed: list[dict[str, Observed]]) -> None:
     for seen in observed:

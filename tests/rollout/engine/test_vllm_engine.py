@@ -66,6 +66,7 @@ def engine(checkpoint: tuple[Path, PreTrainedModel], processes: None) -> Iterato
         yield engine
 
 
+@pytest.mark.tier("test")
 def test_greedy_tokens_are_those_of_transformers(engine: EngineProcess, model: PreTrainedModel) -> None:
     given = prompts(6)
     samples = generate(engine, requests_of(given, 1), Sampling(max_tokens=24, temperature=0))
@@ -121,6 +122,7 @@ def test_draws_follow_the_distribution(engine: EngineProcess, model: PreTrainedM
     assert statistic < degrees + 5 * np.sqrt(2 * degrees)  # five standard deviations
 
 
+@pytest.mark.tier("test")
 def test_a_sample_depends_on_nothing_that_runs_beside_it(engine: EngineProcess) -> None:
     """All at once, in the other order, one by one, and again: bit for bit the same tokens."""
     requests = requests_of(prompts(5), 3)

@@ -63,6 +63,7 @@ def alike(sides: dict[str, Read]) -> dict[str, dict[str, EffectiveConfig]]:
     return {name: {side: read(facts) for side, read in sides.items()} for name, facts in TINY.items()}
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", TINY)
 def test_nothing_is_named_where_nothing_differs(name: str, alike: dict[str, dict[str, EffectiveConfig]]) -> None:
     assert config_differences(alike[name]) == []
@@ -126,6 +127,7 @@ CHANGES: list[tuple[str, Facts, set[str]]] = [
 ]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("name", "changed", "fields"), CHANGES)
 def test_the_field_that_one_side_has_otherwise_is_named(
     name: str, changed: Facts, fields: set[str], sides: dict[str, Read], alike: dict[str, dict[str, EffectiveConfig]]
