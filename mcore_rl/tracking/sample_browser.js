@@ -64,8 +64,10 @@
   }
 
   // A turn: who said it, in the author's colour, what is trained of it, the weights that drew it, seconds, reward.
+  // Of a validation nothing is trained, whoever said it.
   function turn([author, text, tokens, trained, reward, versions, seconds]) {
-    const facts = [`${tokens} tokens, ${trained ? "trained" : "not trained"}`];
+    const facts = [`${tokens} tokens`];
+    if (shown().name === "rollouts") facts[0] += trained ? ", trained" : ", not trained";
     if (versions.length) facts.push(`weights ${versions.join(", ")}`);
     if (author === "tool") facts.push(`${seconds} s`);
     if (reward !== null) facts.push(`reward ${told(reward)}`);
@@ -156,8 +158,10 @@
     return parts;
   }
 
+  const shown = () => data.sources[Math.min(chosen.source, data.sources.length - 1)];
+
   function draw() {
-    const index = Math.min(chosen.source, data.sources.length - 1), source = data.sources[index];
+    const source = shown(), index = data.sources.indexOf(source);
     const samples = source.rows.map(sample);
     const parts = [];
     if (data.sources.length > 1) {
