@@ -6,5 +6,6 @@ pytest_plugins = [
         "ground",  # first: the others start processes
         "tiers",
         "skip_report",
+        "quick_composing",
     )
 ]

@@ -18,7 +18,6 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.controller.programs import train as program
 from mcore_rl.errors import ConfigError
-from tests.support.composed import composed
 
 TEXTS = ["c's", "\\", "a\\\\", "\\'", "{x}", "1e3", "no", "null", "x,y", "a b", "[1]", "", "=", '"', "8:00:00"]
 VALUES: dict[str, Any] = {
@@ -32,7 +31,7 @@ VALUES: dict[str, Any] = {
 
 
 def test_a_dictionary_means_what_is_in_it() -> None:
-    run = composed(RunConfig, "train", list(overrides_of(VALUES)))
+    run = compose(RunConfig, "train", list(overrides_of(VALUES)))
     assert (run.model.path, run.data.train_files, run.data.val_files) == (
         "/a b/qwen", ["x,y.parquet", "z.parquet"], []
     )  # fmt: skip
@@ -109,7 +108,7 @@ def test_an_error_in_the_thread_of_a_run_is_the_callers(tmp_path: Path, monkeypa
         raise ZeroDivisionError
 
     monkeypatch.setattr(program, "run_training", run_training)
-    run = composed(RunConfig, "train", [f"model.path={tmp_path}", f"data.train_files=[{__file__}]"])
+    run = compose(RunConfig, "train", [f"model.path={tmp_path}", f"data.train_files=[{__file__}]"])
 
     async def in_a_notebook() -> Any:
         return mcore_rl.train(run)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.base import ContainerMetadata
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
@@ -150,10 +152,33 @@ def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictCon
 def typed(schema: type[T], composed: DictConfig) -> T:
     """``composed`` as an instance of ``schema``; resolves the interpolations of ``composed`` in place."""
     OmegaConf.resolve(composed)
-    # Merge over the schema again: hydra lets ``+key`` add keys that the schema does not have.
-    config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))  # type: ignore[arg-type]  # a class is hashable
+    structured = _structured(schema)  # type: ignore[arg-type]  # a class is hashable
+    # Merge over the schema again where it is needed: hydra lets ``+key`` add keys that the schema does not have.
+    if not _has_types_of(structured, composed):
+        merged = OmegaConf.merge(structured, OmegaConf.to_container(composed))
+        assert isinstance(merged, DictConfig)
+        composed = merged
+    config = OmegaConf.to_object(composed)
     assert isinstance(config, schema)
     return config
+
+
+def _has_types_of(structured: Node, composed: Node) -> bool:
+    """Whether ``composed`` has exactly the keys of the dataclasses of ``structured``, each of its declared type."""
+    declared, own = structured._metadata, composed._metadata
+    if type(structured) is not type(composed) or (declared.ref_type, declared.optional) != (own.ref_type, own.optional):
+        return False
+    if not isinstance(declared, ContainerMetadata) or not isinstance(own, ContainerMetadata):
+        return True
+    if (declared.key_type, declared.element_type) != (own.key_type, own.element_type):
+        return False
+    if not isinstance(structured, DictConfig) or not is_dataclass(declared.object_type):
+        return True
+    assert isinstance(composed, DictConfig)
+    nodes, others = structured._content, composed._content
+    if declared.object_type is not own.object_type or not isinstance(nodes, dict) or not isinstance(others, dict):
+        return False
+    return nodes.keys() == others.keys() and all(_has_types_of(nodes[key], others[key]) for key in nodes)
 
 
 def as_yaml(config: object) -> str:

@@ -28,7 +28,7 @@ from mcore_rl.config.bounds import (
     settings,
 )
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.compose import ERRORS
+from mcore_rl.config.compose import ERRORS, compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.launch import load_cluster
@@ -38,7 +38,6 @@ from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
-from tests.support.composed import composed
 from tests.support.number_oracle import CLUSTER, NUMBERS, never
 
 Refusals = Callable[..., list[Violation]]
@@ -75,7 +74,7 @@ def refusals(program: str, *overrides: str) -> list[Violation]:
     """What the command says before it imports anything heavy."""
     schema, violations = PROGRAMS[program]
     try:
-        return violations(composed(schema, program, [*SOUND[program], *overrides]))
+        return violations(compose(schema, program, [*SOUND[program], *overrides]))
     except ConfigError as error:
         return list(error.violations)
 
@@ -114,7 +113,7 @@ def sound_config(program: str, group: str = "") -> Any:
     """The sound configuration, as the dataclass that a command gets.  group: of keys; a role's is in the run."""
     if program == "cluster":
         return load_cluster("cpu")
-    return composed(PROGRAMS[program][0], program, WITH_ROLE.get(group, SOUND[program]))
+    return compose(PROGRAMS[program][0], program, WITH_ROLE.get(group, SOUND[program]))
 
 
 @cache
@@ -200,13 +199,13 @@ def test_no_odd_value_of_any_key_ends_in_an_exception(program: str) -> None:
     ],
 )
 def test_a_text_that_cannot_be_meant_is_refused(key: str, text: str) -> None:
-    config = OmegaConf.structured(composed(RunConfig, "train", SOUND["train"]))
+    config = OmegaConf.structured(compose(RunConfig, "train", SOUND["train"]))
     OmegaConf.update(config, key, OmegaConf.create(f"value: {text.replace(chr(39), chr(34))}").value)
     assert of_key(run_violations(OmegaConf.to_object(config)), key)
 
 
 def test_texts_of_all_languages_and_lines_where_they_belong_are_taken() -> None:
-    config = composed(RunConfig, "train", [*SOUND["train"], "trainer.experiment_name='第一 été'"])
+    config = compose(RunConfig, "train", [*SOUND["train"], "trainer.experiment_name='第一 été'"])
     config.rollout.stop, config.recipe.published.note = ["\n\n", "</s>"], "a\nb"
     assert run_violations(config) == []
 

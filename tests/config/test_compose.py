@@ -18,7 +18,6 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.config.yaml_files import FREE
 from mcore_rl.errors import ConfigError
-from tests.support.composed import composed
 
 
 def refusal(*overrides: str, directory: Path | None = None, name: str | None = None) -> str:
@@ -27,23 +26,7 @@ def refusal(*overrides: str, directory: Path | None = None, name: str | None = N
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["model.path=m", "data.train_files=[a,b]", "data.max_response_length=77", "trainer.device=cpu"],
-        ["algorithm=ppo", "actor.optim.lr=1e-3", "rollout.stop=['[/x]']", "rollout.kv_cache_memory_bytes=null"],
-        ["actor.optim={lr: 2.0e-3}", "algorithm=dapo", "algorithm.kl_ctrl.kl_coef=0.5", "rollout.n=7", "rollout.n=9"],
-        ["+data.chat_template_kwargs.enable_thinking=false", "model.path=''"],
-    ],
-    ids=len,
-)
-def test_what_tests_compose_in_parts_is_what_hydra_composes(overrides: list[str]) -> None:
-    whole, parts = compose(RunConfig, "train", overrides), composed(RunConfig, "train", overrides)
-    assert parts == whole and parts.written == whole.written
-
-
-def test_values_have_the_types_of_the_dataclasses() -> None:
+def test_values_have_the_types_of_the_dataclasses(whole_composing: None) -> None:
     run = compose(
         RunConfig,
         "train",
@@ -83,7 +66,7 @@ def test_every_group_without_declared_types_is_free() -> None:
     assert undeclared == set(FREE)
 
 
-def test_sft_has_a_schema_of_its_own() -> None:
+def test_sft_has_a_schema_of_its_own(whole_composing: None) -> None:
     config = compose(SftConfig, "sft", ["trainer.device=cpu", "trainer.experiment_name=x"])
     assert config.actor.device is config.trainer.device
     assert config.trainer.default_local_dir == "runs/x"
@@ -123,7 +106,7 @@ def test_an_override_that_cannot_be_is_named(override: str, said: str) -> None:
     assert len(message.splitlines()) == 2, message
 
 
-def test_all_overrides_that_cannot_be_are_named_at_once() -> None:
+def test_all_overrides_that_cannot_be_are_named_at_once(whole_composing: None) -> None:
     message = refusal("rollout.n=many", "model.path=m", "actor.speed=1", "algorithm=grop")
     assert message.startswith("3 problems")
     assert all(said in message for said in ("rollout.n=many", "actor.speed=1", "algorithm=grop"))
@@ -173,7 +156,7 @@ def test_plain_values_hold_no_enums() -> None:
     assert yaml.safe_load(yaml.safe_dump(values)) == values | {"actor": values["actor"]}
 
 
-def test_one_item_is_a_list_of_it() -> None:
+def test_one_item_is_a_list_of_it(whole_composing: None) -> None:
     written = ["data.train_files=x.parquet", "trainer.logger=console", "trainer.profile_steps=2"]
     run = compose(RunConfig, "train", written)
     assert run.data.train_files == ["x.parquet"] and run.trainer.logger == [Logger.console]

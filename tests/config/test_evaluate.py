@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
-from tests.support.composed import composed
 
 
 def refusals(*overrides: str) -> list[str]:
-    config = composed(EvaluateConfig, "evaluate", overrides)
+    config = compose(EvaluateConfig, "evaluate", overrides)
     return [str(violation) for violation in evaluate_violations(config)]
 
 

@@ -10,13 +10,12 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.generate import GenerateConfig, generate_violations
-from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.files=[p.parquet]", "out=o.parquet"]
 
 
 def config_of(*overrides: str) -> GenerateConfig:
-    return composed(GenerateConfig, "generate", overrides)
+    return compose(GenerateConfig, "generate", overrides)
 
 
 def refusals(*overrides: str) -> list[str]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.judge import RUBRIC, JudgeConfig, JudgeEnginesConfig, judge_violations
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.run import RunConfig, run_violations
-from tests.support.composed import composed
 
 GOOD = JudgeConfig(address="https://judge.example/v1", model="m", api_key_env="JUDGE_API_KEY")
 
@@ -62,7 +62,7 @@ def test_scores_follow_from_the_rubric_and_not_from_the_way_to_the_judge(tmp_pat
 
 
 def test_settings_of_no_judge_are_refused() -> None:
-    run = composed(RunConfig, "train", ["algorithm=grpo", "reward.judge.model=m"])
+    run = compose(RunConfig, "train", ["algorithm=grpo", "reward.judge.model=m"])
     (violation,) = [each for each in run_violations(run, planned=True) if each.key.startswith("reward.judge")]
     assert violation.key == "reward.judge.model" and "reward.judge.address=http://HOST:8000/v1" in violation.remedy
 
@@ -84,21 +84,21 @@ SERVED = ["reward.judge.path=/models/judge"]
     ],
 )
 def test_a_judge_of_the_run_refuses_what_it_cannot_be(more: list[str], key: str, said: str) -> None:
-    good = run_violations(composed(RunConfig, "train", SERVED), planned=True)
+    good = run_violations(compose(RunConfig, "train", SERVED), planned=True)
     assert not [each for each in good if each.key.startswith("reward.judge")]
-    violations = run_violations(composed(RunConfig, "train", [*SERVED, *more]), planned=True)
+    violations = run_violations(compose(RunConfig, "train", [*SERVED, *more]), planned=True)
     (violation,) = [each for each in violations if each.key.startswith("reward.judge")]
     assert violation.key.startswith(f"reward.judge.{key}") and said in str(violation) and violation.remedy
 
 
 def test_engines_of_a_judge_are_not_read_without_one_and_shares_may_be_those_of_devices_of_their_own() -> None:
-    alone = run_violations(composed(RunConfig, "train", ["reward.judge.engines.tp=2", "reward.judge.seed=3"]))
+    alone = run_violations(compose(RunConfig, "train", ["reward.judge.engines.tp=2", "reward.judge.seed=3"]))
     assert {each.key for each in alone} >= {"reward.judge.engines.tp", "reward.judge.seed"}
     address = ["reward.judge.address=http://x/v1", "reward.judge.model=m", "reward.judge.engines.tp=2"]
-    (unread,) = [each for each in run_violations(composed(RunConfig, "train", address)) if "engines" in each.key]
+    (unread,) = [each for each in run_violations(compose(RunConfig, "train", address)) if "engines" in each.key]
     assert "no engines for a judge" in unread.problem and "reward.judge.path=DIR" in unread.remedy
     apart = [*SERVED, "reward.judge.engines.gpu_memory_utilization=0.9", "trainer.placement=separate"]
-    keys = [each.key for each in run_violations(composed(RunConfig, "train", apart))]
+    keys = [each.key for each in run_violations(compose(RunConfig, "train", apart))]
     assert not [key for key in keys if "gpu_memory" in key]
 
 

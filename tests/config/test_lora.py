@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import ACTOR, SftConfig
 from mcore_rl.errors import Violation
-from tests.support.composed import composed
 
 
 def test_scale_is_that_of_the_papers() -> None:
@@ -34,7 +34,7 @@ def test_dropout_is_refused_with_the_reason() -> None:
 
 def _of(*overrides: str) -> list[Violation]:
     words = ("algorithm=ppo", "model.path=m", "data.train_files=[t]", "data.val_files=[v]", *overrides)
-    return run_violations(composed(RunConfig, "train", words))
+    return run_violations(compose(RunConfig, "train", words))
 
 
 def test_keys_of_adapters_are_read_with_a_rank_alone() -> None:
@@ -51,10 +51,10 @@ def test_the_published_form_is_read_with_adapters_alone() -> None:
 
 def test_sft_refuses_settings_of_adapters_that_there_are_none_of() -> None:
     words = ("model.path=m", "data.train_files=[t]", "actor.lora.path=.", "actor.lora.init=gaussian")
-    said = composed(SftConfig, "sft", words).violations()
+    said = compose(SftConfig, "sft", words).violations()
     assert {each.key for each in said} == {"actor.lora.path", "actor.lora.init"}
     assert all("there are no adapters" in str(each) for each in said)
-    assert composed(SftConfig, "sft", (*words, "actor.lora.rank=8")).violations() == []
+    assert compose(SftConfig, "sft", (*words, "actor.lora.rank=8")).violations() == []
 
 
 def test_shared_experts_that_overlap_leave_their_adapters_out() -> None:

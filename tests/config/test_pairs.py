@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.pairs import needs_answers, sequences_per_prompt, trains_pairs, units_per_prompt
 from mcore_rl.config.role import Every, Never
 from mcore_rl.config.run import RunConfig, run_violations
-from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 ONLINE, SPIN = "algorithm=online_dpo", "algorithm=spin"
@@ -17,7 +17,7 @@ ANSWER = "data.answer_key=extra_info.answer"
 
 
 def run_of(*overrides: str) -> RunConfig:
-    return composed(RunConfig, "train", [*SOUND, *overrides])
+    return compose(RunConfig, "train", [*SOUND, *overrides])
 
 
 @pytest.mark.parametrize(

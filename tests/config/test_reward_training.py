@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.role import Head
 from mcore_rl.planning.plan import offline_work
-from tests.support.composed import composed
 
 SOUND = ("model.path=m", "data.train_files=[t]", "data.max_length=64", "data.train_batch_size=8")
 PAIRS = ("data.margin_key=m", "actor.reward.centering_coef=0.01", "data.chosen_key=c", "data.rejected_key=r")
@@ -15,7 +15,7 @@ LABELS = ("data.label_key=l", "data.completion_key=c")
 
 
 def settings(*words: str) -> RewardTrainingConfig:
-    return composed(RewardTrainingConfig, "reward", [*SOUND, *words])
+    return compose(RewardTrainingConfig, "reward", [*SOUND, *words])
 
 
 @pytest.mark.parametrize(

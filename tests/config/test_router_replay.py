@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from tests.support import models
-from tests.support.composed import composed
 
 SEVERAL = "actor.ppo_mini_batch_size=512"  # of data.train_batch_size=1024
 
 
 def run(*words: str) -> RunConfig:
-    return composed(RunConfig, "train", ["data.train_batch_size=1024", *words])
+    return compose(RunConfig, "train", ["data.train_batch_size=1024", *words])
 
 
 def said(*words: str) -> list[str]:

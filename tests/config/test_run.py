@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.config.compose import compose
 from mcore_rl.config.role import Head
 from mcore_rl.config.run import RunConfig, run_violations
-from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 ALGORITHMS = list(algorithms())
@@ -15,7 +15,7 @@ TOLD = {"distill": ["teacher.path=t"]}  # what a run of an algorithm must be tol
 
 
 def run_of(*overrides: str) -> RunConfig:
-    return composed(RunConfig, "train", [*SOUND, *overrides])
+    return compose(RunConfig, "train", [*SOUND, *overrides])
 
 
 def refusals(*overrides: str) -> list[str]:

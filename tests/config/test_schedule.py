@@ -9,19 +9,19 @@ import pytest
 from transformers import TrainingArguments
 from transformers.optimization import _get_cosine_schedule_with_warmup_lr_lambda
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import num_updates, of_length, schedule_violations, scheduled
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.training.optimizer import learning_rate
-from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 COSINE = "actor.optim.lr_schedule=cosine"
 
 
 def run_of(*overrides: str) -> RunConfig:
-    return composed(RunConfig, "train", [*SOUND, "data.train_batch_size=64", *overrides])
+    return compose(RunConfig, "train", [*SOUND, "data.train_batch_size=64", *overrides])
 
 
 def test_a_step_has_an_update_for_each_minibatch_and_pass() -> None:
@@ -33,7 +33,7 @@ def test_a_step_has_an_update_for_each_minibatch_and_pass() -> None:
         "critic": 10 * 2,
         "actor": 8 * 4 * 3,
     }
-    sft = composed(SftConfig, "sft", SOUND)
+    sft = compose(SftConfig, "sft", SOUND)
     assert num_updates(sft, sft.role_rows[0], 10) == 10
 
 
@@ -90,5 +90,5 @@ def test_a_schedule_that_does_not_fit_the_run_is_refused(overrides: list[str], s
 
 def test_supervised_fine_tuning_is_held_to_it_too() -> None:
     overrides = [*SOUND, COSINE, "actor.optim.total_steps=9", "trainer.total_training_steps=10"]
-    (violation,) = composed(SftConfig, "sft", overrides).violations()
+    (violation,) = compose(SftConfig, "sft", overrides).violations()
     assert "the last 1 have a learning rate of 0" in str(violation)

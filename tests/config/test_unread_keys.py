@@ -9,19 +9,19 @@ import pytest
 from omegaconf import OmegaConf
 
 from mcore_rl.config.algorithm_registry import estimators, policy_losses
-from mcore_rl.config.compose import all_keys
+from mcore_rl.config.compose import all_keys, compose
 from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.names import key_of
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.unread_keys import switches
 from mcore_rl.errors import Violation
-from tests.support.composed import composed, recipe
+from tests.support.composed import recipe
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 
 
 def refused(*overrides: str) -> list[Violation]:
-    return run_violations(composed(RunConfig, "train", [*SOUND, *overrides]))
+    return run_violations(compose(RunConfig, "train", [*SOUND, *overrides]))
 
 
 # What is written -> what is said of it, and what it takes to be read.
@@ -127,13 +127,13 @@ def test_one_violation_for_each() -> None:
 
 
 def test_a_value_that_nobody_wrote_disturbs_nobody() -> None:
-    run = composed(RunConfig, "train", [*SOUND, "algorithm=dapo"])
+    run = compose(RunConfig, "train", [*SOUND, "algorithm=dapo"])
     run.actor.kl_loss_coef, run.algorithm.lam = 0.5, 0.5
     assert run_violations(run) == []
 
 
 def test_what_was_written_is_known_after_a_field_is_replaced() -> None:
-    run = composed(RunConfig, "train", [*SOUND, "algorithm.lam=0.9"])
+    run = compose(RunConfig, "train", [*SOUND, "algorithm.lam=0.9"])
     assert [each.key for each in run_violations(replace(run, data=run.data))] == ["algorithm.lam"]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.token_advantages import Outcomes
+from mcore_rl.config.compose import compose
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.run import Run
@@ -19,7 +20,6 @@ from mcore_rl.tracking.clock import Clock
 from mcore_rl.types import TrainBatch
 from tests.controller.step.test_updates import Ranks
 from tests.support.batches import LENGTHS, ragged
-from tests.support.composed import composed
 
 ROLE = ROLES["process_reward"]
 ALL = list(range(len(LENGTHS)))
@@ -63,7 +63,7 @@ def test_before_and_after(when: str, calls: list[Any], told: list[str]) -> None:
     """At temperature 1, whatever the sampling's; after ``before``, what was scored with leaves the device."""
     run = object.__new__(Run)  # without processes
     overrides = ["algorithm=prime", "model.path=m", f"process_reward.update={when}", "rollout.temperature=0.7"]
-    run.config = composed(RunConfig, "train", overrides)
+    run.config = compose(RunConfig, "train", overrides)
     group, run.clock, run.tracker = Calls(2), Clock(), Screen()  # type: ignore[assignment]
     run.groups = {ROLE.name: group}
     run.losses = {ROLE.name: ROLE.make_loss(run.config.role_config(ROLE))}

@@ -22,10 +22,10 @@ from mcore_rl import cli
 from mcore_rl.commands.programs import PROGRAMS, Program
 from mcore_rl.config import compose as composing
 from mcore_rl.config.bounds import file_violations
+from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.hub.fetch import fetched
-from tests.support.composed import composed
 from tests.support.number_oracle import NUMBERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ def test_only_files_are_read_as_files(program: str, key: str, directory: bool, f
     wrong = ["pipe", "dangling", "loop", "none", *(["file", "trap"] if directory else ["model"])]
     places = [str(files / each) for each in wrong] + ["/dev/zero", "/dev/null", str(files / ("x" * 300)), "~nobody_x/a"]
     made, (*groups, name) = PROGRAMS[program], key.split(".")
-    config = composed(made.schema, program, [f"{name}={value}" for name, value in base(program, files).items()])
+    config = compose(made.schema, program, [f"{name}={value}" for name, value in base(program, files).items()])
     group = reduce(getattr, groups, config)
     for place in places:
         setattr(group, name, [place] if isinstance(getattr(group, name), list) else place)

@@ -9,14 +9,13 @@ import pytest
 from huggingface_hub import constants
 
 from mcore_rl.cli import main
-from mcore_rl.config.compose import as_dict
+from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.errors import ConfigError
 from mcore_rl.hub.fetch import fetched
 from mcore_rl.tracking.run_directory import prepare
 from tests.support import checkpoints, prompt_files
-from tests.support.composed import composed
 from tests.support.engines import same_bits
 from tests.support.hub_server import HubServer, Repo
 from tests.support.run_task import overrides, write_task
@@ -159,7 +158,7 @@ def test_folders_of_rows_stand_for_their_files(tmp_path: Path) -> None:
 def test_teachers_of_data_sources_may_be_of_the_hub(hub: HubServer, words: list[str], tmp_path: Path) -> None:
     """Each of a mapping by itself; a directory stays, and one that is not there is named with its source."""
     taught = ["algorithm.distill.coef=1", f"teacher.by_source={{a.b: owner/tiny, c: {tmp_path}}}"]
-    config = composed(RunConfig, "train", [*words, *taught])
+    config = compose(RunConfig, "train", [*words, *taught])
     local = fetched(config)
     assert local.teacher.by_source == {"a.b": local.model.path, "c": str(tmp_path)}  # type: ignore[attr-defined]
     config.teacher.by_source["d/e"] = "owner/missing"  # type: ignore[attr-defined]

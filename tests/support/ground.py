@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 # By which somebody else's job, habit or machine would speak to torch, Ray, vLLM, transformers, wandb, rich or Python.
 # Masks of devices stay: on a shared machine they say which devices the tests may have.
@@ -37,6 +38,9 @@ def stand() -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]
     os.environ |= OWN
+    sys.dont_write_bytecode = (
+        False  # else each process rewrites the asserts of all files of tests again: 10 s of a core
+    )
 
 
 stand()

@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.config.compose import as_dict
+from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.tracking.head_card import facts, head_card, title_of
 from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.run_owner import OWNER, Owner, start_of
-from tests.support.composed import composed
 
 HARDWARE = {"host": "n1", "processor": "EPYC", "cpus": 64, "memory_gib": 512.0}
 
@@ -72,7 +71,7 @@ def test_a_cpu_costs_no_gpu_hours_and_missing_files_cost_tiles(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", sorted(algorithms()))
 def test_the_name_of_every_algorithm_is_found_in_its_own_configuration(name: str) -> None:
-    config = plain(as_dict(composed(RunConfig, "train", [f"algorithm={name}", "model.path=m"])))
+    config = plain(as_dict(compose(RunConfig, "train", [f"algorithm={name}", "model.path=m"])))
     assert title_of(config) == algorithms()[name].title
 
 

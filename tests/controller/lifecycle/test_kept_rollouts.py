@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.compose import as_dict
+from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
@@ -26,7 +26,6 @@ from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.single_turn import single_turn
 from tests.support import prompt_files
 from tests.support.ahead_runs import APART
-from tests.support.composed import composed
 from tests.support.run_task import overrides, write_task
 from tests.support.scripted_rollout import sample
 
@@ -42,7 +41,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(task: Path, *more: str) -> RunConfig:
     mode = () if any(each.startswith("trainer.mode=") for each in more) else AHEAD
     words = overrides(task, task / "run", *APART, *mode, *more)
-    return complete(composed(RunConfig, "train", words), detect(Device.cpu))
+    return complete(compose(RunConfig, "train", words), detect(Device.cpu))
 
 
 @cache

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle import model_directory
@@ -16,7 +17,6 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.parallel.device import detect
 from mcore_rl.planning.recipes import run_model
-from tests.support.composed import composed
 from tests.support.run_task import overrides, write_task
 
 CPU = detect(Device.cpu)
@@ -32,7 +32,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
-    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)), CPU)
+    return complete(compose(RunConfig, "train", overrides(task, run_dir, *more)), CPU)
 
 
 def test_a_run_reads_what_it_changes_and_says_it_once(

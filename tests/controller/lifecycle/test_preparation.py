@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.roles import AdaptedConfig
@@ -21,7 +22,6 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
 from tests.e2e.test_roles import write_dense
 from tests.support import reward_models
-from tests.support.composed import composed
 from tests.support.run_task import overrides, write_task
 
 CPU = detect(Device.cpu)
@@ -33,7 +33,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
-    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)), CPU)
+    return complete(compose(RunConfig, "train", overrides(task, run_dir, *more)), CPU)
 
 
 def test_engines_that_share_accelerators_take_all_of_them() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.compose import as_dict
+from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.controller.lifecycle.preparation import complete, weights_of_roles
@@ -20,7 +20,6 @@ from mcore_rl.controller.rollouts.recording import record_file
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
-from tests.support.composed import composed
 from tests.support.run_task import overrides, write_task
 
 STEPS = 4
@@ -32,7 +31,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(task: Path, *more: str) -> RunConfig:
-    return complete(composed(RunConfig, "train", overrides(task, task / "run", *more)), detect(Device.cpu))
+    return complete(compose(RunConfig, "train", overrides(task, task / "run", *more)), detect(Device.cpu))
 
 
 def identity(task: Path, *more: str) -> Identity:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.config.compose import compose
 from mcore_rl.config.data import PreferenceDataConfig
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate, work_of
@@ -26,7 +27,6 @@ from mcore_rl.data.responses import ResponseSet
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.tracking.journal import journal, journal_of
-from tests.support.composed import composed
 from tests.support.prompt_files import row, user, write
 
 
@@ -41,7 +41,7 @@ def sums(gold: object, *numbers: int | str, source: str = "gsm8k", **columns: An
 def evaluate(path: Path, *overrides: str) -> dict[str, Any]:
     out = path.with_suffix(".json")
     written = [f"path={path}", f"out={out}", "overwrite=true", "reward.num_workers=1", *overrides]
-    assert asyncio.run(run_evaluate(composed(EvaluateConfig, "evaluate", written))) == 0
+    assert asyncio.run(run_evaluate(compose(EvaluateConfig, "evaluate", written))) == 0
     numbers = json.loads(out.read_text())
     assert numbers["confidence"] == 0.95 and numbers["path"] == str(path)
     sources: dict[str, Any] = numbers["data_sources"]
@@ -318,7 +318,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_file(tmp_path
     out, calls = tmp_path / "out.json", tmp_path / "calls.txt"
     own = f"custom_reward_function.path={tmp_path / 'grade.py'}"
     words = [f"path={path}", own, "reward.num_workers=1", "reward.timeout_s=86400"]
-    config = composed(EvaluateConfig, "evaluate", [*words, f"out={out}"])
+    config = compose(EvaluateConfig, "evaluate", [*words, f"out={out}"])
     assert asyncio.run(run_evaluate(config)) == 0
     whole = out.read_bytes()
     assert calls.read_text().split() == ["0", *"012345678"] and not journal_of(out).exists()
@@ -343,11 +343,11 @@ def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_file(tmp_path
 def test_scores_of_other_settings_are_not_taken(tmp_path: Path) -> None:
     path = write(tmp_path / "r.parquet", [sums(4, 4, 5)])
     out = path.with_suffix(".json")
-    begun = composed(EvaluateConfig, "evaluate", [f"path={path}", f"out={out}"])
+    begun = compose(EvaluateConfig, "evaluate", [f"path={path}", f"out={out}"])
     with suppress(KeyboardInterrupt), journal(out, work_of(begun), afresh=False) as kept:
         kept.append({"row": "r.parquet:0", "index": 0, "score": asdict(Score(9.0))})
         raise KeyboardInterrupt
-    other = composed(EvaluateConfig, "evaluate", [f"path={path}", f"out={out}", "reward.gsm8k.score=2"])
+    other = compose(EvaluateConfig, "evaluate", [f"path={path}", f"out={out}", "reward.gsm8k.score=2"])
     with pytest.raises(ConfigError, match="was begun by another command"):
         asyncio.run(run_evaluate(other))
     assert evaluate(path, "reward.gsm8k.score=2")["gsm8k"]["metrics"]["score"]["value"] == 1.0, "overwrite=true"

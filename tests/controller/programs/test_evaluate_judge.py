@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import check_evaluate, run_evaluate
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.llm_judge import JudgeCostError
-from tests.support.composed import composed
 from tests.support.judge_server import JudgeServer, Reply, serving
 from tests.support.prompt_files import row, write
 
@@ -31,7 +31,7 @@ def said(prompt: str) -> str:
 def configured(path: Path, server: JudgeServer, *more: str) -> EvaluateConfig:
     judge = [f"reward.judge.address={server.url}", "reward.judge.model=m", *more]
     written = [f"path={path}", f"out={path.with_suffix('.json')}", "reward.num_workers=1", *judge]
-    return composed(EvaluateConfig, "evaluate", written)
+    return compose(EvaluateConfig, "evaluate", written)
 
 
 def test_rows_are_graded_by_who_they_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_without_each_other_they_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"style is judge in 1 rows, and nobody scores them; r\.parquet:0 is the first"
     ):
-        asyncio.run(run_evaluate(composed(EvaluateConfig, "evaluate", [f"path={path}"])))
+        asyncio.run(run_evaluate(compose(EvaluateConfig, "evaluate", [f"path={path}"])))
     with serving(said) as server:
         with pytest.raises(ConfigError, match=r"reward\.judge\.address.*no row asks for it"):
             asyncio.run(run_evaluate(configured(write(tmp_path / "s.parquet", rows()[1:]), server)))

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig
+from mcore_rl.config.compose import compose
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.engine import Device
 from mcore_rl.config.evaluate import EvaluateConfig
@@ -39,7 +40,6 @@ from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.journal import journal, journal_of
 from tests.support import prompt_files
 from tests.support.chat_styles import style
-from tests.support.composed import composed
 from tests.support.drawn_turns import DrawnTurns
 from tests.support.prompt_files import row, write
 from tests.support.rollouts import SIZES
@@ -88,7 +88,7 @@ def config_of(model: Path, out: Path, *overrides: str) -> GenerateConfig:
     small = [f"data.max_response_length={LENGTH}", "data.max_prompt_length=64", "rollout.dtype=float32"]
     engine = [ON_VLLM_DEVICE["rollout"], f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8"]
     written = [f"model.path={model}", f"out={out}", *small, *engine, *overrides]
-    return composed(GenerateConfig, "generate", written)
+    return compose(GenerateConfig, "generate", written)
 
 
 def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
@@ -305,7 +305,7 @@ def test_what_agents_did_is_in_the_file_and_evaluate_counts_it(tmp_path: Path) -
     assert first["end_reasons"] == ["answered", "interaction_failed"] and first["num_calls"] == [2, 0]
     assert first["num_failed_calls"] == [1, 0] and talk["num_turns"] == [3, 3] and alone["end_reasons"] == [None, None]
 
-    config = composed(EvaluateConfig, "evaluate", [f"path={tmp_path / 'r.parquet'}", f"out={tmp_path / 'n.json'}"])
+    config = compose(EvaluateConfig, "evaluate", [f"path={tmp_path / 'r.parquet'}", f"out={tmp_path / 'n.json'}"])
     assert asyncio.run(run_evaluate(config)) == 0
     (report,) = json.loads((tmp_path / "n.json").read_text())["data_sources"].values()
     # By hand: right, lost; right and half a point of the interaction; CALL names no answer.

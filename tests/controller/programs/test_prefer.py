@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.controller.programs.prefer import PREFER, with_answer_of
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.conversations import Conversation
 from mcore_rl.errors import ConfigError, McoreRLError
 from tests.support import prompt_files
-from tests.support.composed import composed
 from tests.support.run_task import nothing_left, write_task
 
 BATCH, STEPS, BETA = 4, 2, 0.5
@@ -98,7 +98,7 @@ def settings(task: Path, directory: Path, *more: str) -> PreferConfig:
         "trainer.save_freq=1",
         f"trainer.default_local_dir={directory}",
     ]
-    return composed(PreferConfig, "prefer", [*overrides, *more])
+    return compose(PreferConfig, "prefer", [*overrides, *more])
 
 
 def run(task: Path, directory: Path, *more: str) -> Observed:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
@@ -26,7 +27,6 @@ from mcore_rl.controller.programs import program, sft, train
 from mcore_rl.controller.training_run import TrainingRun, every_step
 from mcore_rl.errors import ConfigError, RunDirectoryError
 from mcore_rl.tracking.run_owner import OWNER, RunOwner
-from tests.support.composed import composed
 from tests.support.prompt_files import user, write
 from tests.support.run_task import overrides, write_task
 from tests.support.vllm_device import ON_VLLM_DEVICE
@@ -43,7 +43,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_train(task: Path, place: Path, *more: str) -> int:
-    return asyncio.run(train.run_training(composed(RunConfig, "train", overrides(task, place, *more))))
+    return asyncio.run(train.run_training(compose(RunConfig, "train", overrides(task, place, *more))))
 
 
 def start_sft(task: Path, place: Path, *more: str) -> int:
@@ -52,7 +52,7 @@ def start_sft(task: Path, place: Path, *more: str) -> int:
         "data.max_length=64", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", ON_VLLM_DEVICE["trainer"],
         "trainer.logger=[]", f"trainer.default_local_dir={place}",
     ]  # fmt: skip
-    return asyncio.run(sft.SFT.train(composed(SftConfig, "sft", [*words, *more])))
+    return asyncio.run(sft.SFT.train(compose(SftConfig, "sft", [*words, *more])))
 
 
 STARTS = {"train": start_train, "sft": start_sft}
@@ -183,7 +183,7 @@ def test_a_run_whose_directory_vanishes_says_so_at_the_next_step_and_saves_elsew
             lose(run.directory, how)
         return {}
 
-    config = composed(RunConfig, "train", [f"trainer.default_local_dir={tmp_path}/run", "trainer.max_restarts=3"])
+    config = compose(RunConfig, "train", [f"trainer.default_local_dir={tmp_path}/run", "trainer.max_restarts=3"])
     monkeypatch.setattr(program, "run_violations", lambda config: [])
     monkeypatch.setattr(training_run, "utilization", lambda *_: {})
     with pytest.raises(RunDirectoryError) as error:

@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import mcore_rl
+from mcore_rl.config.compose import compose
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.role import Head
 from mcore_rl.controller.lifecycle.model_checks import demand_weights
@@ -27,7 +28,6 @@ from mcore_rl.controller.programs.reward import REWARD
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError
 from tests.support import prompt_files
-from tests.support.composed import composed
 from tests.support.crash_runs import launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
@@ -121,7 +121,7 @@ def labels_of(task: Path, loss: str, column: str) -> list[str]:
 
 
 def settings(task: Path, directory: Path, *more: str) -> RewardTrainingConfig:
-    return composed(RewardTrainingConfig, "reward", overrides(task, directory, *more))
+    return compose(RewardTrainingConfig, "reward", overrides(task, directory, *more))
 
 
 def run(task: Path, directory: Path, *more: str) -> Observed:

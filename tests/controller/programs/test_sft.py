@@ -18,13 +18,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from mcore_rl.controller.programs import sft
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.errors import ConfigError, McoreRLError
 from tests.support import prompt_files
-from tests.support.composed import composed
 from tests.support.crash_runs import doing, launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
@@ -70,7 +70,7 @@ def overrides(task: Path, directory: Path, *more: str) -> list[str]:
 
 
 def settings(task: Path, directory: Path, *more: str) -> SftConfig:
-    return composed(SftConfig, "sft", overrides(task, directory, *more))
+    return compose(SftConfig, "sft", overrides(task, directory, *more))
 
 
 def run(task: Path, directory: Path) -> Observed:
