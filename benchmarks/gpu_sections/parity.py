@@ -30,7 +30,7 @@ def agreement(bench: Bench, name_of_setting: str) -> Facts:
 
     setting: Setting = {"FLOAT32": engine_parity.FLOAT32, "BFLOAT16": engine_parity.BFLOAT16}[name_of_setting]
     groups = engine_parity.joined(bench.rank, bench.platform)
-    names = ("dense", "moe") if bench.tiny else engine_parity.models_for(bench.platform, setting)
+    names = ("dense", "moe") if bench.tiny else engine_parity.models_for(bench.platform.is_accelerator, setting)
     for name in names:
         yield from guarded(name, of_model(bench, setting, name, groups))
 

@@ -29,6 +29,7 @@ from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import recipe_model
 from mcore_rl.planning.states import ModelSizes, States
 from mcore_rl.rollout.engine.environment import engine_environment
+from tests.support.skips import not_installed
 
 ROCM = replace(detect(Device.cpu), kind=Device.rocm, device_type="cuda", num_devices=8)
 GIB, MIB = 2**30, 2**20
@@ -41,7 +42,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Blocks:
     """(settings, sizes or "free"...) -> the blocks that torch asks the driver for, negative where given back."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("g++ is not installed: torch's allocator cannot be compiled from its header")
+        pytest.skip(not_installed("g++, which compiles torch's allocator from its header"))
     program = tmp_path_factory.mktemp("allocator") / "host_allocator"
     (libraries,) = library_paths()
     command = [compiler, "-std=c++20", *(f"-I{path}" for path in include_paths()), str(SOURCE), "-o", str(program),

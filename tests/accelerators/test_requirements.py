@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.house.test_pins import BASE, EXTRAS, PROJECT, locked
+from tests.support.skips import NOT_INSTALLED
 from tests.support.wheels import wheel
 from tools.check_environment import cuda_packages, kept_constraints
 from tools.record_requirements import MACHINES, PYTHONS, RECORD, RUNGS, resolve, uv_program
@@ -105,7 +106,7 @@ def test_the_pythons_are_those_that_pip_lets_in() -> None:
 def test_the_rung_resolves_from_wheels_of_the_index(rung: str, machine: str, python: str) -> None:
     """No interpreter but this one is needed.  Wheels alone: what has none for a Python or a machine is not found."""
     if uv_program() is None:
-        pytest.skip("there is no uv: pip install uv")
+        pytest.skip(f"{NOT_INSTALLED}uv, which the extra `dev` brings")
     resolved = resolve(rung, python, machine)
     assert {name: resolved[name] for name in resolved.keys() & lock()} == {
         n: v for n, v in lock().items() if n in resolved

@@ -24,6 +24,7 @@ from tests.accelerators.test_requirements import RECORDED
 from tests.house.source import ROOT
 from tests.house.test_pins import EXTRAS
 from tests.support import models
+from tests.support.skips import NOT_INSTALLED
 from tests.support.transformer_engine_stub import VERSION
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
@@ -42,7 +43,9 @@ Outcomes = dict[str, dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     if not (FOLDER / "transformer_engine" / "pytorch").is_dir():
-        pytest.skip(f"{FOLDER} has no Transformer Engine: tools/set_up.sh puts its Python there, on the CPU rung")
+        pytest.skip(
+            f"{NOT_INSTALLED}Transformer Engine in {FOLDER}: tools/set_up.sh puts its Python there, on the CPU rung"
+        )
     command = [sys.executable, "-m", "tests.support.transformer_engine_stub", str(FOLDER)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

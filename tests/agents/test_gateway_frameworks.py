@@ -1,12 +1,10 @@
 """An agent of a framework from PyPI, untouched, in an environment of its own: its episodes hold the drawn tokens.
 
-FRAMEWORK_PYTHON may name a Python that has openai-agents; else it is installed, which needs a package index.
+``tools/set_up_oracles.sh`` makes the environment from ``tests/framework.txt``.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from tests.agents.test_runner import OWN
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import DrawnTurns, agent_row
+from tests.support.skips import not_installed
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1500)]
 # As its documentation writes an agent; it reads OPENAI_BASE_URL and OPENAI_API_KEY by itself.
@@ -56,18 +55,12 @@ print(json.dumps({"reward": float(asyncio.run(main()) == row["ground_truth"])}))
 '''
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if given := os.environ.get("FRAMEWORK_PYTHON"):
-        return given
-    folder = tmp_path_factory.mktemp("framework")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    made = str(folder / "bin/python")
-    install = [made, "-m", "pip", "install", "-q", "--retries", "0", "--timeout", "20", "openai-agents>=0.24,<1"]
-    answer = subprocess.run(install, capture_output=True, text=True, check=False, timeout=1200)
-    if answer.returncode:
-        pytest.skip(f"openai-agents cannot be installed: {answer.stderr.strip()[-300:]}")
-    return made
+@pytest.fixture
+def python() -> str:
+    path = Path(sys.prefix) / "framework" / "bin" / "python"
+    if not path.exists():
+        pytest.skip(not_installed("openai-agents"))
+    return str(path)
 
 
 async def run(python: str, folder: Path, turns: Any, question: str) -> list[Episode]:

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -70,7 +71,6 @@ def _logits(directory: Path) -> torch.Tensor:
 )
 def test_peft_computes_what_the_merged_model_does(kind: str, targets: list[str], tmp_path: Path) -> None:
     """The merged model is ours, and held against float64 by hand below; PEFT applies the adapters by itself."""
-    peft = pytest.importorskip("peft")
     # Of experts PEFT 0.21 doubles rank and alpha where it joins gate and up, which is another scale with rslora.
     # It takes the names of experts' layers from dense MLPs and shared experts of the same model, which it then lacks.
     dense = kind in ("qwen2", "phi3")
@@ -103,7 +103,6 @@ def test_merged_tensors_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_peft_saved_is_read(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     tiny_models.save("qwen2", tmp_path / "base")
     config = peft.LoraConfig(
         r=4, lora_alpha=6.0, use_rslora=True, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM",

@@ -15,6 +15,7 @@ import pytest
 from mcore_rl.checkpoints.manifest import MANIFEST
 from tests.crash.conftest import Undisturbed
 from tests.support.crash_runs import STEPS, bits_of, mounted, nothing_survives, says, start
+from tests.support.skips import KERNEL
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(2400)]
 RANK = "actor/rank_00001.safetensors"
@@ -72,7 +73,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed: Undisturbed, tmp_path: Path) -> None:
     with nothing_survives(tmp_path) as traces, mounted(tmp_path / "disk", "64m") as disk:
         if disk is None:
-            pytest.skip("no file system may be mounted here")
+            pytest.skip(f"{KERNEL}no file system may be mounted here")
         ballast = disk / "others"
         run = start(undisturbed.task, disk / "run", traces)
         run.until(lambda run: (disk / "run" / "checkpoints" / "step_1").is_dir())

@@ -33,6 +33,7 @@ from mcore_rl.config.reward import CodeConfig, RewardConfig
 from mcore_rl.rewards.confinement import MAX_THREADS, Ending, Outcome, run_confined, weaknesses
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rewards.scorer import Scorer
+from tests.support.skips import KERNEL
 
 SHORT = CodeConfig(timeout_s=1.0, memory_mib=256, output_kib=4)
 LONG = CodeConfig(timeout_s=60.0)
@@ -48,7 +49,7 @@ TIMED_OUT = {
     "kills all",
 }
 pytestmark = [
-    pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses())),
+    pytest.mark.skipif(bool(weaknesses()), reason=KERNEL + "; ".join(weaknesses())),
     pytest.mark.tier("ci"),  # they take what they can get, for a second each
 ]
 

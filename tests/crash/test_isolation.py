@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.isolation import BEGIN, END, PAGE, SITUATIONS, measured, table
 from mcore_rl.rewards.confinement import weaknesses
+from tests.support.skips import ANOTHER_USER, KERNEL
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else"),
-    pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses())),
+    pytest.mark.skipif(os.getuid() != 0, reason=f"{ANOTHER_USER}only root can become somebody else"),
+    pytest.mark.skipif(bool(weaknesses()), reason=KERNEL + "; ".join(weaknesses())),
 ]
 CHECK = """
 from mcore_rl.config.reward import CodeConfig, RewardConfig

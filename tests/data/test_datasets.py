@@ -31,6 +31,7 @@ from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import RewardRequest
 from tests.support import prompt_files
 from tests.support.chat_styles import style
+from tests.support.skips import NOT_INSTALLED
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info", "response"]
@@ -41,7 +42,7 @@ def jsonl(path: Path, *records: dict[str, Any]) -> str:
     return str(path)
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"{NOT_INSTALLED}the GSM8K files in {GSM8K}")
 def test_the_real_gsm8k(tmp_path: Path) -> None:
     rows = published_rows("gsm8k", str(GSM8K))
     assert {split: len(of_split) for split, of_split in rows.items()} == {"train": 7_473, "test": 1_319}
@@ -72,7 +73,7 @@ def test_the_real_gsm8k(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"{NOT_INSTALLED}the GSM8K files in {GSM8K}")
 def test_the_real_gsm8k_for_agents(tmp_path: Path) -> None:
     """The columns that verl's examples write, and what runs agents takes them."""
     plain = published_rows("gsm8k", str(GSM8K))["test"]

@@ -24,10 +24,11 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.programs.train import run_training
 from tests.house.source import ROOT
 from tests.support.run_task import nothing_left
+from tests.support.skips import NOT_INSTALLED
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
-REASON = f"GSM8K is not here: put train.jsonl and test.jsonl of its authors into {GSM8K.relative_to(ROOT.parent)}"
+REASON = f"{NOT_INSTALLED}put train.jsonl and test.jsonl of GSM8K's authors into {GSM8K.relative_to(ROOT.parent)}"
 pytestmark = [pytest.mark.skipif(not GSM8K.is_dir(), reason=REASON), pytest.mark.timeout(600)]
 
 CASES = {

@@ -27,6 +27,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.hub.fetch import fetched
 from tests.support.number_oracle import NUMBERS
+from tests.support.skips import ANOTHER_USER, not_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 REACHED = 77
@@ -134,7 +135,10 @@ def test_what_cannot_be_written_is_refused_before_the_work(
         assert code == 2 and f"- {key}=" in said, (place, said)
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(), reason="root may read everything")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(),
+    reason=not_installed("setpriv, by which root reads no more"),
+)
 def test_what_one_may_not_read_or_write_is_refused(files: Path) -> None:
     closed = files / "closed"
     closed.write_text("")
@@ -148,7 +152,7 @@ def test_what_one_may_not_read_or_write_is_refused(files: Path) -> None:
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     done = subprocess.run([*as_nobody, sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     if done.returncode and "Permission denied" in done.stderr:
-        pytest.skip("another user cannot run this Python")
+        pytest.skip(f"{ANOTHER_USER}he cannot run this Python")
     assert done.stdout.count("may not be") == 3, done
 
 

@@ -21,6 +21,7 @@ from tests.support import run_task
 from tests.support.forced_routes import ForcedRoutes
 from tests.support.recording_engine import Recorded, Recorder, experts_reported
 from tests.support.run_task import nothing_left, write_task
+from tests.support.skips import ACCELERATOR
 from tests.support.vllm_device import VLLM_DEVICE
 
 DIFFERENCE = "router/difference"
@@ -121,7 +122,7 @@ def test_the_experts_of_the_sampler_are_the_trainer_s_own_in_float32(
     assert metrics["actor/ratio_first"] == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.skipif(VLLM_DEVICE is not Device.cpu, reason="this vLLM records experts")
+@pytest.mark.skipif(VLLM_DEVICE is not Device.cpu, reason=f"{ACCELERATOR}this vLLM is for one and records experts")
 def test_engines_of_a_cpu_are_refused_from_the_command_line(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None
 ) -> None:
@@ -133,7 +134,7 @@ def test_engines_of_a_cpu_are_refused_from_the_command_line(
 
 
 @pytest.mark.tier("full")
-@pytest.mark.skipif(VLLM_DEVICE is Device.cpu, reason="vLLM's CPU build records no experts")
+@pytest.mark.skipif(VLLM_DEVICE is Device.cpu, reason=f"{ACCELERATOR}vLLM's CPU build records no experts")
 def test_the_record_of_vllm_itself_is_repeated(task: Path, tmp_path: Path, fast_ray: None) -> None:
     """In float32 the trainer chooses what vLLM chose, but for scores within rounding of each other."""
     one_device = ("trainer.n_gpus_per_node=1", "actor.parallel.ep=1")

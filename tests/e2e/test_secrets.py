@@ -22,6 +22,7 @@ import pytest
 from tests.support import listening_ports
 from tests.support.private_tmp import can_have_one, in_private_tmp
 from tests.support.run_task import overrides, write_task
+from tests.support.skips import KERNEL
 
 pytestmark = pytest.mark.tier("full")
 SECRETS = {
@@ -166,6 +167,6 @@ def test_it_opens_the_ports_that_the_docs_name(run: Observed) -> None:
 
 def test_nothing_is_left_in_tmp_and_nobody_else_could_enter_what_was_there(run: Observed) -> None:
     if run.left is None:
-        pytest.skip("this user cannot mount a /tmp of its own")
+        pytest.skip(f"{KERNEL}this user cannot mount a /tmp of its own")
     assert run.left == []
     assert run.open_to_others == set()

@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import Device, LayerSpec
-from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import Platform, have_transformer_engine, set_device
 from mcore_rl.parallel.launch import run_ranks
 from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
 from mcore_rl.training.block_attention import attend_in_blocks
-from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.sequences import PackedSequences
-from tests.invariance.problems import MODELS
+from tests.gpu.places import cases
 from tests.support.engine_parity import (
     SETTINGS,
     Found,
@@ -39,6 +37,7 @@ from tests.support.engine_parity import (
     models_for,
     reference_found,
 )
+from tests.support.skips import NOT_INSTALLED
 
 
 @lru_cache
@@ -46,18 +45,15 @@ def all_found(kind: Device, setting: Setting, names: tuple[str, ...]) -> dict[st
     return run_ranks(engine_side, 1, (kind, setting, names), timeout_s=600)[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def settings_and_models(is_accelerator: bool) -> list[tuple[Setting, str]]:
+    return [(setting, name) for setting in SETTINGS for name in models_for(is_accelerator, setting)]
+
+
+@pytest.mark.parametrize(("platform", "setting", "name"), cases(settings_and_models), indirect=["platform"])
 def test_engine_agrees_with_transformers(platform: Platform, setting: Setting, name: str) -> None:
-    if setting.layer_spec is LayerSpec.transformer_engine and not (
-        platform.is_accelerator and have_transformer_engine()
-    ):
-        pytest.skip("needs an accelerator and Transformer Engine")
-    if setting.layer_spec is LayerSpec.transformer_engine and transformer_engine_lacks(MODELS[name], ParallelConfig()):
-        pytest.skip("refused: Transformer Engine has not all that this model needs")
-    if name not in models_for(platform, setting):
-        pytest.skip("one model of each kind is enough on the CPU")
-    ours = all_found(platform.kind, setting, models_for(platform, setting))[name]
+    if setting.layer_spec is LayerSpec.transformer_engine and not have_transformer_engine():
+        pytest.skip(f"{NOT_INSTALLED}Transformer Engine, which the extra `cuda` brings")
+    ours = all_found(platform.kind, setting, models_for(platform.is_accelerator, setting))[name]
     theirs = reference_found(name, setting.precision)
     for what in ("logprobs_T", "entropy_T"):
         error_T = (getattr(ours, what) - getattr(theirs, what)).abs()

@@ -22,6 +22,7 @@ from tests.gpu.two_memories import HOST, THERE, TwoMemories
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights
 from tests.support.engine_runs import engine_config, global_batch, starting_weights
+from tests.support.skips import ACCELERATOR
 
 CASES = {
     "dense": Case(problem=Problem(model="tied")),
@@ -89,7 +90,7 @@ def look_at_all(rank: Rank) -> dict[str, list[str]]:
     return by_case
 
 
-@pytest.mark.skipif(detect(Device.auto).is_accelerator, reason="there is a real one")
+@pytest.mark.skipif(detect(Device.auto).is_accelerator, reason=f"{ACCELERATOR}there is a real one")
 def test_nothing_that_meets_on_the_accelerator_is_left_on_the_host(processes: None) -> None:
     by_case = run_ranks(look_at_all, 1, threads_per_rank=1, timeout_s=300)[0]
     assert len(by_case) == 2 * len(CASES)

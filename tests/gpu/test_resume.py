@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def whole_and_resumed(rank: Rank, kind: Device, directory: Path) -> tuple[bool, 
     return same_bits(*bits), losses[0], losses[1]
 
 
-@pytest.mark.skipif(find_spec("xxhash") is None, reason="files have sums of xxhash")
 def test_an_engine_goes_on_from_its_files(platform: Platform, processes: None, tmp_path: Path) -> None:
     same, whole, resumed = run_ranks(whole_and_resumed, 1, (platform.kind, tmp_path), timeout_s=300)[0]
     assert same

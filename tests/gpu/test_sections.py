@@ -21,6 +21,7 @@ from mcore_rl.parallel.device import Memory, detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from tests.gpu.test_placement import LEFT_OUT
 from tests.gpu.two_memories import THERE, TwoMemories
+from tests.support.skips import ACCELERATOR
 from tests.training.test_attention_kernels import varlen_without_groups
 
 # (section, whether tiny: the parity of all models is that of an accelerator)
@@ -89,7 +90,7 @@ def look(rank: Rank, name: str, tiny: bool) -> tuple[list[dict[str, Any]], list[
     return facts, list(memories.mixed)
 
 
-@pytest.mark.skipif(detect(Device.auto).is_accelerator, reason="there is a real one")
+@pytest.mark.skipif(detect(Device.auto).is_accelerator, reason=f"{ACCELERATOR}there is a real one")
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_runs_where_an_accelerator_is(name: str, processes: None) -> None:

@@ -18,6 +18,8 @@ from mcore_rl.parallel.device import Platform, detect, have_transformer_engine, 
 from mcore_rl.parallel.groups import destroy_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.peak_flops import peak_tflops
+from tests.gpu.places import cases
+from tests.support.skips import ACCELERATOR, NOT_INSTALLED
 from tests.support.train_steps import (
     GIB,
     LEAST_MEMORY,
@@ -58,17 +60,24 @@ def describe(platform: Platform, size: Size, result: Trained) -> str:
     )
 
 
+def models_and_layers(is_accelerator: bool) -> list[Case]:
+    layer_specs = [LayerSpec.local, *([LayerSpec.transformer_engine] if is_accelerator else [])]
+    return [(name, spec, recompute) for name in NAMES for spec in layer_specs for recompute in LEAST_MEMORY]
+
+
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("recompute", LEAST_MEMORY, ids=lambda recompute: recompute.value)
-@pytest.mark.parametrize("layer_spec", [LayerSpec.local, LayerSpec.transformer_engine], ids=lambda spec: spec.value)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("platform", "name", "layer_spec", "recompute"), cases(models_and_layers), indirect=["platform"]
+)
 def test_training_lowers_the_loss_and_offload_frees_memory(
     platform: Platform, name: str, layer_spec: LayerSpec, recompute: Recompute, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if layer_spec is LayerSpec.transformer_engine and not (platform.is_accelerator and have_transformer_engine()):
-        pytest.skip("needs an accelerator and Transformer Engine")
+    if layer_spec is LayerSpec.transformer_engine and not have_transformer_engine():
+        pytest.skip(f"{NOT_INSTALLED}Transformer Engine, which the extra `cuda` brings")
     if platform.is_accelerator and memory(platform).total_bytes < LEAST_MEMORY[recompute]:
-        pytest.skip(f"recompute={recompute.value} needs {LEAST_MEMORY[recompute] / GIB:.0f} GiB of device memory")
+        pytest.skip(
+            f"{ACCELERATOR}recompute={recompute.value} needs {LEAST_MEMORY[recompute] / GIB:.0f} GiB of device memory"
+        )
     case = (name, layer_spec, recompute)
     result = trained(platform.kind, together(platform, case))[case]
     size = SIZES[platform.is_accelerator][name]

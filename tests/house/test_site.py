@@ -20,10 +20,11 @@ import pytest
 import yaml
 
 from tests.house.source import ROOT, repository_files
+from tests.support.browser import CHROMIUM, needs_chromium
+from tests.support.skips import not_installed
 from tools import docs_site
 
 MKDOCS = shutil.which("mkdocs", path=f"{ROOT / '.venv/docs/bin'}{os.pathsep}{os.environ['PATH']}")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BUILD = re.findall(r"/mkdocs (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))[0].split()
 MAP = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 
@@ -137,7 +138,7 @@ def served(directory: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if MKDOCS is None:
-        pytest.skip("mkdocs is not there: `make docs` installs it into .venv/docs")
+        pytest.skip(not_installed("mkdocs, as `make docs` does, into .venv/docs"))
     out = tmp_path_factory.mktemp("site")
     subprocess.run([str(MKDOCS), *BUILD, "--site-dir", str(out)], cwd=ROOT, check=True, timeout=600)
     return out
@@ -168,12 +169,12 @@ def test_a_link_that_leads_nowhere_fails(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.tier("full")
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@needs_chromium
 @pytest.mark.parametrize("word", ["rung", "shadow"])
 def test_search_in_a_browser_finds_a_word_in_the_glossary(site: Path, word: str, tmp_path: Path) -> None:
     with served(site) as address:
         command = [
-            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
             "--remote-debugging-port=0", f"{address}/index.html?q={word}",
         ]  # fmt: skip
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:

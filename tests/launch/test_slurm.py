@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.run_task import write_task
+from tests.support.skips import NOT_INSTALLED
 from tests.support.slurm_cluster import NoSlurm, SlurmCluster, SlurmJob, processes_with, slurm_cluster, suppressed
 
 STEPS = "trainer.total_training_steps=3"
@@ -31,7 +32,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator
         with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
             yield cluster
     except NoSlurm as error:
-        pytest.skip(f"no Slurm: {error}")
+        pytest.skip(f"{NOT_INSTALLED}Slurm: {error}")
 
 
 @pytest.fixture(scope="module")

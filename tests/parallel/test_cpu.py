@@ -19,13 +19,14 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from tests.support import cpu_probes
 from tests.support.cpu_probes import PROBES, Report
+from tests.support.skips import ACCELERATOR
 
 LINES = [line for patch in PATCHES for line in patch.answers]
 NAMES = [patch.name for patch in PATCHES]
 
 # Where torch finds a GPU, or was built for one, Megatron gets what it asks for and needs no answer.
 without_gpu = pytest.mark.skipif(
-    torch.version.cuda is not None or torch.version.hip is not None, reason="not a CPU build"
+    torch.version.cuda is not None or torch.version.hip is not None, reason=f"{ACCELERATOR}this torch is built for one"
 )
 
 

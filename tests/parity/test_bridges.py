@@ -19,6 +19,7 @@ from mcore_rl.families.registry import FAMILIES
 from tests.house.source import ROOT
 from tests.support.bridge_cases import LIKE, LIMITS, MODELS, UNKNOWN, VERSIONS, WORLD_SIZE, layouts
 from tests.support.bridges import Case, adaptations, asked, known, write_checkpoint
+from tests.support.skips import NOT_INSTALLED
 from tests.support.transformer_engine_stub import VERSION as TRANSFORMER_ENGINE_VERSION
 
 WHEELS = {  # beside the environment: folder -> what is in it
@@ -37,7 +38,7 @@ def both(processes: None) -> None:
         path = Path(sys.prefix) / folder
         install = f"{sys.executable} -m pip install --no-deps --target {path} {' '.join(wheels)}"
         if not path.is_dir():
-            pytest.skip(f"no {path}: tools/set_up.sh makes it on the CPU rung, as does `{install}`")
+            pytest.skip(f"{NOT_INSTALLED}{path}: tools/set_up.sh makes it on the CPU rung, as does `{install}`")
 
 
 def of_model(bridge: str, name: str, directory: Path) -> list[Case]:

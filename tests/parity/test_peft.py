@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import peft
 import pytest
 import torch
 from torch.func import functional_call
@@ -118,7 +119,6 @@ def _trained(logits_of: Callable[[torch.Tensor], torch.Tensor], trained: Weights
 
 
 def _peft_side(model: ModelConfig, lora: LoraConfig, given: Weights) -> Side:
-    peft = pytest.importorskip("peft")
     wanted = ALL_LINEAR if lora.target_modules == [ALL_LINEAR] else lora.target_modules
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, target_modules=wanted,

@@ -1,7 +1,7 @@
 """TRL's own loss against ours, on random ragged batches; skipped where TRL is not installed.
 
-It is no dependency.  To run this, unpack its wheel, and what that imports, into a folder of their own and put it behind
-the repository on PYTHONPATH (``pip install --no-deps --target FOLDER trl datasets ...``).  Last run with TRL 1.16.0.
+It is no dependency: ``tools/set_up_oracles.sh`` puts it, and what it imports, beside the environment, of the versions
+in ``tests/oracles.txt``.
 
 The loss is a method, which is called on an object that has what it reads.  Batches have holes in their masks, and
 responses that are masked or of one token.  ``KNOWN`` lists in what we differ on purpose; a test that meets an entry
@@ -11,7 +11,9 @@ names it.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.roles import LossAggregation
 from tests.algorithms.loss_cases import Minibatch
 from tests.support.loss_parity import CONSTANT, actor, minibatches, ours_and_theirs, rows_of
+from tests.support.oracles import oracles
 
 KNOWN = {
     "trl's cispo": "has no lower bound and its upper bound is epsilon_high itself, not 1 + epsilon_high",
@@ -32,9 +35,9 @@ KNOWN = {
 
 
 @pytest.fixture(scope="module")
-def grpo_trainer() -> Any:
-    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed", exc_type=ImportError)
-    return module.GRPOTrainer
+def grpo_trainer() -> Iterator[Any]:
+    with oracles("TRL"):
+        yield import_module("trl.trainer.grpo_trainer").GRPOTrainer
 
 
 class OneProcess:

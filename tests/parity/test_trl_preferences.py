@@ -1,6 +1,6 @@
 """TRL's own losses of preferences against ours, on random ragged pairs; skipped where TRL is not installed.
 
-See ``test_trl.py`` for how to have it.  Last run with TRL 1.16.0.  The losses are methods, which are called on objects
+See ``test_trl.py`` for how to have it.  The losses are methods, which are called on objects
 that have what they read; KTO's takes whole batches of a data loader, and stands here as its two lines of formula do.
 In what we differ on purpose: IPO's log-ratios are means over tokens in TRL (``length_normalized``), and sums in its
 paper; ORPO's cross entropy is over the prompt too in TRL, and over the answer in its paper; cDPO is CPO's in TRL, whose
@@ -9,8 +9,9 @@ DPO no longer has it.
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from mcore_rl.algorithms.preference_losses import Responses, pair_losses
 from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss
+from tests.support.oracles import oracles
 
 PAIRS, LONGEST, BETA = 6, 9, 0.7
 
 
-def module(name: str) -> Any:
-    pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed", exc_type=ImportError)
-    return importlib.import_module(name)
+@pytest.fixture(autouse=True, scope="module")
+def installed() -> Iterator[None]:
+    with oracles("TRL"):
+        yield
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +52,7 @@ def ours(config: PreferenceConfig, batch: tuple[Tensor, Tensor, Tensor]) -> Tens
 
 
 def trl_dpo(kind: str, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    trainer = module("trl.trainer.dpo_trainer").DPOTrainer
+    trainer = import_module("trl.trainer.dpo_trainer").DPOTrainer
     logprobs, ref, mask = batch
 
     def model(**asked: Any) -> SimpleNamespace:
@@ -101,7 +104,7 @@ def test_dpo_and_kin_are_those_of_trl(kind: str, config: PreferenceConfig) -> No
 
 
 def test_simpo_is_that_of_trl() -> None:
-    trainer, batch = module("trl.experimental.cpo.cpo_trainer").CPOTrainer, drawn()
+    trainer, batch = import_module("trl.experimental.cpo.cpo_trainer").CPOTrainer, drawn()
     known = SimpleNamespace(
         alpha=0.0, loss_type="simpo", simpo_gamma=0.4, beta=BETA, label_smoothing=0.1,
         accelerator=SimpleNamespace(device=torch.device("cpu")),
@@ -112,7 +115,7 @@ def test_simpo_is_that_of_trl() -> None:
 
 
 def test_cdpo_is_cpo_of_log_ratios() -> None:
-    trainer, batch = module("trl.experimental.cpo.cpo_trainer").CPOTrainer, drawn()
+    trainer, batch = import_module("trl.experimental.cpo.cpo_trainer").CPOTrainer, drawn()
     known = SimpleNamespace(
         alpha=0.0, loss_type="sigmoid", beta=BETA, label_smoothing=0.2,
         accelerator=SimpleNamespace(device=torch.device("cpu")),
@@ -123,7 +126,7 @@ def test_cdpo_is_cpo_of_log_ratios() -> None:
 
 
 def test_orpos_odds_are_those_of_trl() -> None:
-    trainer, batch = module("trl.experimental.orpo.orpo_trainer").ORPOTrainer, drawn()
+    trainer, batch = import_module("trl.experimental.orpo.orpo_trainer").ORPOTrainer, drawn()
     known = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device=torch.device("cpu")))
     means = [side.mean_logprobs_R for side in sides(*batch)]
     config = PreferenceConfig(loss=PreferenceLoss.orpo, beta=BETA, sft_coef=0.0)

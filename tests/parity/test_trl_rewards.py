@@ -1,12 +1,14 @@
 """TRL's own loss of reward models against ours; skipped where TRL is not installed.
 
-See ``test_trl.py`` for how to have it.  Last run with TRL 1.16.0.  The loss is a method, which is called on an object
+See ``test_trl.py`` for how to have it.  The loss is a method, which is called on an object
 that has what it reads.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +19,20 @@ from torch import Tensor
 from mcore_rl.algorithms.preference import MARGIN
 from mcore_rl.algorithms.reward_loss import losses, score_sums
 from mcore_rl.config.reward_loss import RewardLossConfig
+from tests.support.oracles import oracles
 
 PAIRS = 6
 
 
+@pytest.fixture(autouse=True, scope="module")
+def installed() -> Iterator[None]:
+    with oracles("TRL"):
+        yield
+
+
 def trl(score_S: Tensor, margin_P: Tensor | None, centre: float | None) -> tuple[Tensor, float]:
     """(loss, accuracy) of TRL.  score_S: those of the preferred answers, then the others'."""
-    reason = "TRL is not installed"
-    trainer = pytest.importorskip("trl.trainer.reward_trainer", reason=reason, exc_type=ImportError).RewardTrainer
+    trainer = import_module("trl.trainer.reward_trainer").RewardTrainer
 
     def model(**asked: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=score_S[:, None])

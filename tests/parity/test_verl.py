@@ -1,7 +1,7 @@
 """verl's own functions against ours, on random ragged batches; skipped where verl is not installed.
 
-It is no dependency.  To run this, unpack its wheel, and what that imports, into a folder of their own and put it behind
-the repository on PYTHONPATH (``pip install --no-deps --target FOLDER verl tensordict ...``).  Last run with verl 0.9.1.
+It is no dependency: ``tools/set_up_oracles.sh`` puts it, and what it imports, beside the environment, of the versions
+in ``tests/oracles.txt``.
 
 Batches have holes in their masks, empty and masked responses and groups of one member.  ``KNOWN`` lists in what we
 differ on purpose; a test that leaves something out of a comparison names the entry.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.config.roles import CriticConfig, LossAggregation
 from tests.algorithms import cases, loss_cases
 from tests.support.loss_parity import CONSTANT, NEAR, TIGHT, actor, minibatches, ours_and_theirs, rows_of
+from tests.support.oracles import oracles
 
 KNOWN = {
     "only members": "the only member of a group gets 0 here; verl passes its raw reward on, divided by 1",
@@ -58,13 +60,14 @@ KNOWN = {
 
 
 @pytest.fixture(scope="module")
-def core() -> Any:
-    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+def core() -> Iterator[Any]:
+    with oracles("verl"):
+        yield import_module("verl.trainer.ppo.core_algos")
 
 
 @pytest.fixture(scope="module")
 def helper(core: Any) -> Any:
-    return pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", exc_type=ImportError)
+    return import_module("verl.trainer.ppo.rollout_corr_helper")
 
 
 # ---- advantages: verl has one row a sequence, padded on the right
@@ -200,6 +203,13 @@ LOSSES = {
     "sapo": "sapo",
     "geo_mean": "geo_mean",
 }
+SEQUENCES_ALONE = ("sapo", "geo_mean")  # verl's are of this aggregation whatever is asked for
+LOSS_CASES = [
+    (mode, aggregation)
+    for mode in LOSSES
+    for aggregation in LossAggregation
+    if mode not in SEQUENCES_ALONE or aggregation is LossAggregation.seq_mean_token_mean
+]
 
 
 def verl_config(**policy: Any) -> Any:
@@ -212,12 +222,8 @@ def verl_config(**policy: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("aggregation", list(LossAggregation))
-@pytest.mark.parametrize("mode", list(LOSSES))
+@pytest.mark.parametrize(("mode", "aggregation"), LOSS_CASES)
 def test_losses_are_verl_s(core: Any, mode: str, aggregation: LossAggregation) -> None:
-    sequences_alone = ("sapo", "geo_mean")  # verl's are of this aggregation whatever is asked for
-    if mode in sequences_alone and aggregation is not LossAggregation.seq_mean_token_mean:
-        pytest.skip("verl has one aggregation for this loss")
     for batch in minibatches():
         if mode == "geo_mean":  # gmpo's weights, gmpo's mean
             batch = batch.without("weights")

@@ -23,10 +23,11 @@ from mcore_rl.rewards.confinement import (
     run_judged,
     weaknesses,
 )
+from tests.support.skips import KERNEL
 
 CONFIG = CodeConfig(timeout_s=20.0, memory_mib=512, output_kib=4)
 SHORT = CodeConfig(timeout_s=0.5, memory_mib=512, output_kib=4)
-needs_kernel = pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses()))
+needs_kernel = pytest.mark.skipif(bool(weaknesses()), reason=KERNEL + "; ".join(weaknesses()))
 # Tries each line of `tries` and prints those that were not refused.
 TRY = """
 import ctypes, fcntl, os, signal, socket, struct, sys, threading

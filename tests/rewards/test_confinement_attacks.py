@@ -20,9 +20,10 @@ from benchmarks.attacks import ATTACKS, ground, read
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.rewards import confinement
 from mcore_rl.rewards.confinement import libraries, run_confined, weaknesses
+from tests.support.skips import KERNEL
 
 CONFIG = CodeConfig(timeout_s=60.0, memory_mib=512, output_kib=64)
-pytestmark = pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses()))
+pytestmark = pytest.mark.skipif(bool(weaknesses()), reason=KERNEL + "; ".join(weaknesses()))
 SECRET = "sk-the-value-of-a-key"
 
 
@@ -72,4 +73,4 @@ def confined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_it_is_refused(name: str, unconfined: dict[str, str], confined: dict[str, str]) -> None:
     assert confined[name] != "DONE"
     if unconfined[name] != "DONE":
-        pytest.skip(f"this machine refuses it to everybody: {unconfined[name]}")
+        pytest.skip(f"{KERNEL}this machine refuses it to everybody: {unconfined[name]}")

@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.config.reward import AnswerMethod, Gsm8kConfig, RewardConfig
 from mcore_rl.rewards.gsm8k import grade_gsm8k
 from mcore_rl.rewards.score import RewardRequest, Score
+from tests.support.skips import NOT_INSTALLED
 
 DATA = Path(__file__).parents[3] / "shared/data/gsm8k"
 STRICT = RewardConfig(gsm8k=Gsm8kConfig(score=1.0, format_score=0.1))
@@ -92,7 +93,7 @@ def test_a_ground_truth_without_a_number_is_named(ground_truth: object) -> None:
 
 def gold_solutions() -> list[str]:
     if not DATA.is_dir():
-        pytest.skip("the GSM8K files are not on this machine")
+        pytest.skip(f"{NOT_INSTALLED}the GSM8K files in {DATA}")
     lines = [line for part in ("train", "test") for line in (DATA / f"{part}.jsonl").read_text().splitlines()]
     return [json.loads(line)["answer"] for line in lines]
 

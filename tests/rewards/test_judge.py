@@ -15,9 +15,10 @@ from mcore_rl.rewards.cases import InsideCase, JudgedCase, read_cases
 from mcore_rl.rewards.code import grade_code
 from mcore_rl.rewards.confinement import Ending, Outcome, UnjudgedError, run_confined, run_judged, weaknesses
 from mcore_rl.rewards.score import RewardRequest
+from tests.support.skips import KERNEL
 
 CONFIG = CodeConfig(timeout_s=60.0, memory_mib=1024)
-pytestmark = pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses()))
+pytestmark = pytest.mark.skipif(bool(weaknesses()), reason=KERNEL + "; ".join(weaknesses()))
 
 
 def judged(program: str, tests: str) -> Outcome:

@@ -25,6 +25,7 @@ from mcore_rl.rewards.system_calls import (
     OneOf,
     system_call_filter,
 )
+from tests.support.skips import not_installed
 from tools.system_calls import document
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -78,7 +79,7 @@ def number_of(name: str, machine: str) -> int | None:
 
 def headers(machine: str) -> dict[str, int]:
     if not HEADERS[machine].exists():
-        pytest.skip(f"{HEADERS[machine]} is not on this machine")
+        pytest.skip(not_installed(f"{HEADERS[machine]} on a machine of that kind"))
     definitions = re.findall(r"#define (__NR(?:3264)?_\w+)\s+(\d+)", HEADERS[machine].read_text())
     return {re.sub(r"^__NR(3264)?_", "", name): int(number) for name, number in definitions}
 

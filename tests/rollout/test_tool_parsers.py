@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tool_parsers import ReadCalls, VllmCallReader
 from tests.support.chat_styles import DEEPSEEK_CALL, DEEPSEEK_TOKENS, style
+from tests.support.oracles import oracles
 
 ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 ONE = (("add", '{"a": 1}'),)
+
+
+@pytest.fixture
+def ijson() -> Iterator[None]:
+    """vLLM's parser of Mistral's calls imports it."""
+    with oracles("ijson"):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -27,9 +35,11 @@ ONE = (("add", '{"a": 1}'),)
         ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "[TOOL_CALLS] [{"),
     ],
 )  # fmt: skip
-def test_the_families_forms(parser: str, family: str, one: str, wrong: str, caplog: pytest.LogCaptureFixture) -> None:
-    if parser == "mistral" and importlib.util.find_spec("ijson") is None:
-        pytest.skip("vLLM's parser of Mistral's calls needs ijson")
+def test_the_families_forms(
+    parser: str, family: str, one: str, wrong: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    if parser == "mistral":
+        request.getfixturevalue("ijson")
     before = dict(os.environ)
     reader = VllmCallReader(parser, style(family), [ADD])
     assert dict(os.environ) == before, "importing vLLM leaves nothing in the environment of later processes"

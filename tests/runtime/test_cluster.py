@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 import ray
 
@@ -123,7 +124,6 @@ def test_what_is_no_ray_is_refused(answer: bytes | None, why: str, monkeypatch: 
 
 
 def test_a_server_of_grpc_that_is_no_ray_is_refused(monkeypatch: pytest.MonkeyPatch, processes: None) -> None:
-    grpc = pytest.importorskip("grpc")
     server = grpc.server(ThreadPoolExecutor(1))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()

@@ -19,10 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.skips import not_installed
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-WITHOUT = "no Chromium here"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=not_installed("Chromium"))
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -142,7 +146,7 @@ class Browser:
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A Chromium that ends with the block, and its profile with it."""
-    assert CHROMIUM is not None, WITHOUT
+    assert CHROMIUM is not None, "the test is marked with needs_chromium"
     with tempfile.TemporaryDirectory(prefix="browser") as profile:
         their_read, write = os.pipe()
         read, their_write = os.pipe()

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.skips import ANOTHER_USER
+
 NOBODY = 65534
 # Python may lie where only root can read, so the process becomes nobody's after its imports.
 BECOME = f"import os, sys, socket, encodings.idna\nos.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
@@ -20,7 +22,7 @@ def as_another_user(program: str, *arguments: object, imports: str = "", unset: 
     unset: variables that it does not inherit.
     """
     if os.getuid() != 0:
-        pytest.skip("only root can become another user")
+        pytest.skip(f"{ANOTHER_USER}only root can become another user")
     command = [sys.executable, "-c", f"{imports}\n{BECOME}{program}", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     completed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=environment)

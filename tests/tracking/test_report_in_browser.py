@@ -11,11 +11,11 @@ import pytest
 
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.samples import write_samples
-from tests.support.browser import CHROMIUM, WITHOUT, Browser, browser
+from tests.support.browser import Browser, browser, needs_chromium
 from tests.tracking.pages import numbers_under_the_pointer, parsed
 from tests.tracking.recorded_run import record
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT), pytest.mark.tier("ci")]
+pytestmark = [needs_chromium, pytest.mark.tier("ci")]
 WIDTHS = (360, 1280)
 HOSTILE = (
     "<script>document.title = 'run'</script>",
@@ -199,6 +199,7 @@ def test_an_agents_episode_is_a_conversation_with_authors_in_colours(chromium: B
     write_samples(path, 7, "rollouts", [row])
     write_report(path)
     chromium.open((path / "report.html").as_uri(), 1280)
+    choose(chromium, "samples of", "1")  # rollouts; the page opens with validations
     there = "[...document.querySelectorAll('#sample-browser .turn')]"
     assert chromium.ask(f"{there}.map(each => each.querySelector('pre').textContent)") == [
         "let me add", HOSTILE[0], "sure?", "It is 5."

@@ -19,7 +19,7 @@ import pytest
 from mcore_rl.errors import ConfigError
 from mcore_rl.tracking.report_server import LivePage, ReportServer
 from tests.house.source import ROOT
-from tests.support.browser import CHROMIUM, WITHOUT, browser
+from tests.support.browser import browser, needs_chromium
 from tests.tracking.recorded_run import record
 
 
@@ -166,7 +166,7 @@ def test_the_command_says_the_address_and_ends_with_one_line(run_dir: Path) -> N
 
 
 @pytest.mark.tier("ci")
-@pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
+@needs_chromium
 def test_an_open_page_follows_the_run_and_keeps_what_its_reader_did(tmp_path: Path) -> None:
     path = record(tmp_path / "run", total_steps=6, until=3, test_freq=3)
     with serving(path) as server, browser() as chromium:

@@ -1,4 +1,4 @@
-"""mlflow, swanlab and trackio are told a run: the real packages where they are installed, and stand-ins everywhere.
+"""mlflow, swanlab and trackio are told a run: the real packages (tests/oracles.txt), and stand-ins everywhere.
 
 The stand-ins have the signatures of the functions that are called, taken from mlflow 3.17, swanlab 0.6.4 and trackio
 0.43, so that a misspelt argument fails; what a service makes of it, only the real ones show.
@@ -11,9 +11,8 @@ import json
 import sqlite3
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,17 @@ from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.tracking.sinks import Tracker
+from tests.support.oracles import oracles
 
 SERVICES = (Logger.mlflow, Logger.swanlab, Logger.trackio)
 CONFIG = {"actor": {"optim": {"lr": 1e-6}}, "many": {f"key_{number}": "x" * 7000 for number in range(120)}}
 
 
-def real(name: str) -> Any:
-    """A test that needs the package itself."""
-    return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is no dependency of the tests")
+@pytest.fixture
+def installed() -> Iterator[None]:
+    """The packages themselves."""
+    with oracles("mlflow, swanlab and trackio"):
+        yield
 
 
 def tell(run: Path, logger: Logger, *steps: int, resumed: int | None = None) -> None:
@@ -50,7 +52,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-@real("mlflow")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.tier("full")
 def test_mlflow_keeps_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     tell(tmp_path / "run", Logger.mlflow, 0, 1)
@@ -72,7 +74,7 @@ def test_mlflow_keeps_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     assert len(client.search_runs([experiment.experiment_id])) == 2, "a fresh run is another one"
 
 
-@real("trackio")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.tier("full")
 def test_trackio_keeps_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     tell(tmp_path / "run", Logger.trackio, 0, 1)
@@ -86,7 +88,7 @@ def test_trackio_keeps_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     assert len(samples) == 3 and all("p1" in text and "p2" not in text for text in samples)
 
 
-@real("swanlab")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.tier("full")
 def test_swanlab_keeps_the_run(tmp_path: Path) -> None:
     tell(tmp_path / "run", Logger.swanlab, 0, 1)

@@ -96,15 +96,19 @@ def test_pieces_of_a_padded_shard_by_hand() -> None:
     )
 
 
+DENSE_LAYOUTS = ("", "tp=2", "tp=4,pp=2", "pp=4", "pp=2,vpp=2", "cp=2")
+
+
 @pytest.mark.parametrize(
-    "layout", ["", "tp=2", "tp=4,pp=2", "pp=4", "pp=2,vpp=2", "cp=2", "tp=2,ep=2,etp=1", "tp=2,etp=2"]
+    ("kind", "layout"),
+    [
+        *(("llama", layout) for layout in DENSE_LAYOUTS),
+        *(("qwen2_moe", layout) for layout in (*DENSE_LAYOUTS, "tp=2,ep=2,etp=1", "tp=2,etp=2")),
+    ],
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
 def test_one_replica_holds_every_element_and_only_whole_tensors_twice(kind: str, layout: str) -> None:
     """Counts, per element, the ranks that hold it; equal to what the axes that do not split its tensor make of it."""
     parallel = parse_layout(layout)
-    if kind == "llama" and (parallel.ep, parallel.etp) != (1, 1):
-        pytest.skip("no experts")
     model = dense() if kind == "llama" else moe(dense_layers=[1], shared_ffn_hidden_size=8, shared_gate=True)
     weights = llama.WEIGHTS if kind == "llama" else qwen2_moe.WEIGHTS
     table = Table(family(weights), model, parallel)

@@ -24,6 +24,7 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, complete_checkpoints, read_progress, to_resume
 from mcore_rl.controller.lifecycle.saving import Saver
 from mcore_rl.errors import CheckpointError, WorkerError
+from tests.support.skips import KERNEL
 
 SIZE = 100_000
 
@@ -235,7 +236,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system may be mounted here: {error}")
+        pytest.skip(f"{KERNEL}no file system may be mounted here: {error}")
     try:
         yield place
     finally:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mcore_rl.rollout.receiver.receive_memory import Blocks, beside, freed_memory_kept
+from tests.support.skips import KERNEL
 
 NUM_ROUNDS, NUM_BLOCKS, BLOCK_BYTES = 8, 4, 40 << 20  # more than glibc ever takes from its heap by itself
 PAGES = NUM_BLOCKS * BLOCK_BYTES // resource.getpagesize()
@@ -96,7 +97,7 @@ def _faults_and_growth(keep: bool, num_blocks: int = NUM_BLOCKS, num_bytes: int 
     return measured, psutil.Process().memory_info().rss - resident
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="by glibc's mallopt")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason=f"{KERNEL}by glibc's mallopt")
 @pytest.mark.usefixtures("processes")
 def test_freed_memory_is_used_again_and_goes_back_at_the_end() -> None:
     """After some rounds: glibc asks for a little more room than a block has (memalign), so that blocks have to meet."""

@@ -13,6 +13,7 @@ import pytest
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.worker_methods import answer_of
 from tests.support.forked import ENGINES
+from tests.support.skips import KERNEL
 
 SHAPES = ((64, 96), (64, 64), (48, 64))  # of one expert: (intermediate, hidden); the last is padded
 
@@ -186,7 +187,7 @@ def test_a_layer_that_is_packed_beside_others_computes_with_its_own_elements(out
 
 def test_convolutions_are_unpacked_bit_for_bit(outcomes: dict[str, object]) -> None:
     if outcomes["unpacked convolution"] is None:
-        pytest.skip("vLLM packs convolutions for AVX-512 with bfloat16 alone")
+        pytest.skip(f"{KERNEL}vLLM packs convolutions for AVX-512 with bfloat16 alone")
     assert outcomes["unpacked convolution"]
 
 
