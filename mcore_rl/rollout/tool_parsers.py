@@ -47,7 +47,8 @@ class VllmCallReader:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.tool_parsers import ToolParserManager
         # It logs every call that it cannot read, with a traceback; the model is told instead, and a metric counts them.
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        for package in ("vllm.tool_parsers", "vllm.parser"):  # of most families, and of Mistral's and others
+            logging.getLogger(package).setLevel(logging.CRITICAL)
         try:
             kind = ToolParserManager.get_tool_parser(name)
         except KeyError as error:

@@ -28,8 +28,11 @@ CONFIG = {"actor": {"optim": {"lr": 1e-6}}, "many": {f"key_{number}": "x" * 7000
 
 
 @pytest.fixture
-def installed() -> Iterator[None]:
+def installed(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The packages themselves."""
+    # It asks for its folder when it is imported, and TRL imports it.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
     with oracles("mlflow, swanlab and trackio"):
         yield
 

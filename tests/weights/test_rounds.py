@@ -197,10 +197,10 @@ def least_bytes(plan: ReshardPlan, tracer: Tracer) -> int:
     return total
 
 
-RECIPES = sorted(  # of runs that have engines
+RECIPES = sorted(  # of runs that have engines, with a published checkpoint
     path.stem
     for path in (ROOT / "launch" / "recipes").glob("*.yaml")
-    if "arithmetic" not in path.stem and "train" in yaml.safe_load(path.read_text())["defaults"]
+    if "train" in (recipe := yaml.safe_load(path.read_text()))["defaults"] and "checkpoint" in recipe.get("recipe", {})
 )
 
 
