@@ -25,7 +25,7 @@ Outcome = tuple[Any, frozenset[str] | None, str]
 # Of ``mcore-rl train``: numbers, texts, lists, enums, mappings, null, interpolations, whole groups, free groups.
 SOUND = [
     [],
-    ["model.path=m", "data.train_files=[a,b]", "data.max_response_length=77", "trainer.device=cpu"],
+    ["model.path=m", "data.train_files=[a,b]", "data.max_response_length=77", "trainer.device=auto"],
     ["algorithm=ppo", "actor.optim.lr=1e-3", "rollout.stop=['[/x]']", "rollout.kv_cache_memory_bytes=null"],
     ["actor.optim={lr: 2.0e-3}", "algorithm=dapo", "algorithm.kl_ctrl.kl_coef=0.5", "rollout.n=7", "rollout.n=9"],
     ["+data.chat_template_kwargs.enable_thinking=false", "model.path=''", "actor.megatron.c=8", "rollout.engine.a=[1]"],
