@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -142,7 +142,7 @@ class Setting:
         """Its mark of that type."""
         return next((each for each in self.marks if isinstance(each, kind)), None)
 
-    @property
+    @cached_property
     def range(self) -> Interval | None:
         """The numbers that it may be; None if it is no number."""
         return (self.mark(Interval) or ANY) if self.kind in (int, float) else None

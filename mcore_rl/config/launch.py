@@ -7,7 +7,7 @@ by a path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     path = cluster_path(name)
     refuse_if_any(list(_file_violations(path, ClusterConfig)))
     written = _dotlist(overrides)
-    refuse_if_any([each for key, value in written for each in _leaf_violations("", key, value, ClusterConfig)])
+    refuse_if_any(list(_leaf_violations("", written, ClusterConfig)))
     composed = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.create(read_yaml(path)))
     for key, value in written:
         OmegaConf.update(composed, key, value)
@@ -218,8 +218,8 @@ def _names(directory: Path) -> list[str]:
 
 def _file_violations(path: Path, schema: type[Any]) -> Iterator[Violation]:
     """A violation for each key of the file that is unknown or whose value has the wrong type."""
-    for key, value in _leaves({key: value for key, value in read_yaml(path).items() if key != "defaults"}):
-        yield from _leaf_violations(f"{path}: ", key, value, schema)
+    values = {key: value for key, value in read_yaml(path).items() if key != "defaults"}
+    yield from _leaf_violations(f"{path}: ", _leaves(values), schema)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -230,17 +230,19 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _leaf_violations(place: str, key: str, value: object, schema: type[Any]) -> Iterator[Violation]:
+def _leaf_violations(place: str, written: Iterable[tuple[str, Any]], schema: type[Any]) -> Iterator[Violation]:
+    """A violation for each (key, value) of ``written`` that is unknown or of the wrong type.  place: before the key."""
     structured = OmegaConf.structured(schema)
-    try:
-        OmegaConf.update(structured, key, value, force_add=False)
-    except ERRORS as error:
-        known = list(all_keys(structured))
-        if key in known:
-            yield Violation(f"{place}{key}", value, words(error), "Write a value of that type")
-            return
-        remedy = meant(key, known, "There is none like it: leave it out")
-        yield Violation(f"{place}{key}", value, "there is no such key", remedy)
+    known = list(all_keys(structured))
+    for key, value in written:
+        try:
+            OmegaConf.update(structured, key, value, force_add=False)
+        except ERRORS as error:
+            if key in known:
+                yield Violation(f"{place}{key}", value, words(error), "Write a value of that type")
+                continue
+            remedy = meant(key, known, "There is none like it: leave it out")
+            yield Violation(f"{place}{key}", value, "there is no such key", remedy)
 
 
 def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -43,8 +43,9 @@ def batch_of(seed: int, outcomes: tuple[float, ...] = (1.0, 0.0, 1.0, 0.25, 0.0,
 
 def by_hand(batch: Minibatch, logprobs_T: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
+    sequence, mask = batch.sequence.tolist(), batch.mask.tolist()
     for index in range(len(batch.lengths)):
-        rows = [t for t in range(len(batch.mask)) if batch.sequence[t] == index and batch.mask[t]]
+        rows = [t for t, its in enumerate(sequence) if its == index and mask[t]]
         if not rows:
             continue
         reward = BETA * sum(logprobs_T[t] - batch.fields["ref_logprobs"][t] for t in rows)

@@ -77,10 +77,11 @@ def by_hand(batch: Minibatch, config: PreferenceConfig, logprobs_T: Tensor | Non
     logprobs_T = batch.fields["logprobs"] if logprobs_T is None else logprobs_T
     beta = ROWS[config.loss].beta if config.beta is None else config.beta
     total = torch.zeros((), dtype=torch.float64)
+    sequence, mask = batch.sequence.tolist(), batch.mask.tolist()
 
     def of(index: int) -> tuple[Tensor, Tensor, int]:
         """(log p, log p_ref, length) of a response."""
-        rows = [t for t in range(len(batch.mask)) if batch.sequence[t] == index and batch.mask[t]]
+        rows = [t for t, its in enumerate(sequence) if its == index and mask[t]]
         zero = torch.zeros((), dtype=torch.float64)
         own = sum((logprobs_T[t] for t in rows), zero)
         return own, sum((batch.fields["ref_logprobs"][t] for t in rows), zero), len(rows)

@@ -25,9 +25,27 @@ STEPS, SAVED = 3, 2
 DECAY, EVERY = 0.5, 2  # as tests/support/own_roles.py says, whose rows are for a process of their own
 
 
+OWN_ROLES = [sys.executable, "-m", "tests.support.own_roles"]
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "tests.support.own_roles", *words]
-    return subprocess.run(program, cwd=ROOT, text=True, capture_output=True, check=False, timeout=240)
+    return subprocess.run([*OWN_ROLES, *words], cwd=ROOT, text=True, capture_output=True, check=False, timeout=240)
+
+
+@dataclass
+class Answer:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def answers(*commands: list[str]) -> list[Answer]:
+    """Of commands that start nothing, in one process: its imports take two seconds."""
+    done = subprocess.run(
+        [*OWN_ROLES, "--each"], cwd=ROOT, text=True, capture_output=True, check=True, timeout=240,
+        input=json.dumps(commands),
+    )  # fmt: skip
+    return [Answer(**each) for each in json.loads(done.stdout)]
 
 
 def of_roles(task: Path, *more: str) -> list[str]:
@@ -102,26 +120,28 @@ def resumed(task: Path, whole: Observed, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_row_makes_a_configuration_group(task: Path) -> None:
-    done = command("train", "--cfg", "model.path=m", "data.train_files=[f]", *of_roles(task))
+    shown = ["train", "--cfg", "model.path=m", "data.train_files=[f]"]
+    done, wrong = answers([*shown, *of_roles(task)], [*shown, "tutor.paralel.tp=2"])
     assert done.returncode == 0, done.stderr
     text = done.stdout[done.stdout.index("\ntutor:") :]
     assert f"path: {task}/dense" in text and "tp: 2" in text.partition("\nprocess:")[0]
     assert "ppo_mini_batch_size: 8" in text.partition("\nprocess:")[2]
-    wrong = command("train", "--cfg", "model.path=m", "data.train_files=[f]", "tutor.paralel.tp=2")
     assert wrong.returncode == 2 and "tutor.paralel.tp=2: there is no such key" in wrong.stderr
     assert "Did you mean tutor.parallel.tp" in wrong.stderr
 
 
 def test_a_group_without_its_role_and_a_setting_of_training_are_refused(task: Path) -> None:
-    sound = run_task.overrides(task, task / "never")
-    lone = command("train", *sound, "tutor.parallel.tp=2")
+    sound = ["train", *run_task.overrides(task, task / "never")]
+    lone, still, uneven, wide = answers(
+        [*sound, "tutor.parallel.tp=2"],
+        [*sound, *of_roles(task, "tutor.optim.lr=1", "tutor.parallel.ep=3")],
+        [*sound, *of_roles(task, "process.parallel.tp=4", "process.ppo_mini_batch_size=3")],
+        [*sound, *of_roles(task, "process.parallel.tp=4")],
+    )
     assert lone.returncode == 2 and "tutor.parallel.tp=2: is not read: there is no tutor" in lone.stderr
     assert "tutor.path=DIR" in lone.stderr
-    still = command("train", *sound, *of_roles(task, "tutor.optim.lr=1", "tutor.parallel.ep=3"))
     assert still.returncode == 2 and "tutor.optim.lr=1.0: is not read: the tutor is not trained" in still.stderr
-    wide = command("train", *sound, *of_roles(task, "process.parallel.tp=4", "process.ppo_mini_batch_size=3"))
-    assert "process.ppo_mini_batch_size=3: does not divide data.train_batch_size=8" in wide.stderr
-    wide = command("train", *sound, *of_roles(task, "process.parallel.tp=4"))
+    assert "process.ppo_mini_batch_size=3: does not divide data.train_batch_size=8" in uneven.stderr
     assert wide.returncode == 2 and "process.parallel" in wide.stderr and not (task / "never").exists()
 
 

@@ -27,6 +27,7 @@ READS_ENVIRONMENT = (
     "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
     "mcore_rl/tracking/secrets.py",
 )
+ENVIRONMENT = ("environ", "environb", "getenv", "putenv", "unsetenv")
 PATCHES_MODULES = (
     "mcore_rl/parallel/cpu.py",
     "mcore_rl/parallel/plain_objects.py",  # torch's unpickler of what other ranks send, which has no setting
@@ -62,6 +63,8 @@ def junk_drawer(path: str, _: str) -> list[str]:
 
 
 def getattr_with_default(path: str, text: str) -> list[str]:
+    if "getattr" not in text:
+        return []  # without parsing it
     return [
         f"{path}:{node.lineno}: getattr with a default hides a misspelt or missing field. Declare it"
         for node in ast.walk(ast.parse(text))
@@ -70,12 +73,12 @@ def getattr_with_default(path: str, text: str) -> list[str]:
 
 
 def environment_use(path: str, text: str) -> list[str]:
-    if path in READS_ENVIRONMENT:
+    if path in READS_ENVIRONMENT or not any(word in text for word in ENVIRONMENT):
         return []
     return [
         f"{path}:{node.lineno}: the environment configures nothing here. Take a configuration field or an argument"
         for node in ast.walk(ast.parse(text))
-        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "putenv", "unsetenv"})
+        if (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
         or (
             isinstance(node, ast.ImportFrom)
             and node.module == "os"

@@ -18,6 +18,8 @@ FRESH = {
 
 
 def fresh_starts(path: str, text: str) -> list[str]:
+    if not any(name in text for name in STARTERS):
+        return []  # without parsing it
     return [
         f"{path}:{node.lineno}: {alias.name} has every process import torch, Megatron or vLLM anew. Take it from "
         f"tests.support.forked, or say in FRESH of {__name__} what a fork would take from the test"

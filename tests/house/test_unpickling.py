@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.house.source import ROOT, complaints, python_files, refuse
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "joblib", "shelve", "jsonpickle", "ForkingPickler"}
 LOADS = {"load", "loads", "open", "Unpickler"}
 COLLECTIVES = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "recv_object_list"}
+WORDS = ("allow_pickle", "recv", "torch", *PICKLERS, *COLLECTIVES)  # a text without any unpickles nothing
 TABLE = re.compile(r"^\| `([\w/.]+\.py)` \|", re.MULTILINE)
 REMEDY = "Send typed messages (msgspec), or say in docs/security.md who alone can write this pickle"
 
@@ -38,12 +40,13 @@ def unpickling(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{name}"
 
 
+@cache
 def listed() -> set[str]:
     return set(TABLE.findall((ROOT / "docs" / "security.md").read_text()))
 
 
 def unlisted_pickle(path: str, text: str) -> list[str]:
-    if path in listed():
+    if path in listed() or not any(word in text for word in WORDS):
         return []
     return [f"{path}:{line}: {what} runs what it is sent. {REMEDY}" for line, what in unpickling(ast.parse(text))]
 

@@ -43,6 +43,8 @@ ALLOWED_FILES = (
 
 
 def vendor_words(path: str, text: str) -> list[str]:
+    if not VENDOR.search(text):
+        return []  # without parsing it
     allowed = ALLOWED.get(path, set())
     return [
         f"{path}:{line}: {word!r} names a vendor's runtime. Ask mcore_rl.parallel.device instead"

@@ -6,13 +6,18 @@ neither actor nor critic; the exponential average of its weights scores beside i
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
+from typing import Any
 
 from mcore_rl.config.role import Every, ExponentialAverage, Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, TrainedConfig, TrainedModelConfig
 
+EACH = "--each"  # commands come as json, and are run one after the other
 DECAY, EVERY = 0.5, 2
 ROLES |= {
     "reference": replace(ROLES["reference"], moves=Every(EVERY)),
@@ -63,7 +68,20 @@ class ProcessLoss(RoleLoss):
         return LossSums(total=sum_token_losses(gap_N.square() / 2, inputs, self.config.loss_agg_mode), metrics=metrics)
 
 
+def answer(words: list[str]) -> dict[str, Any]:
+    """What ``mcore-rl`` with these words says and returns."""
+    from mcore_rl.cli import main
+
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        returncode = main(words)
+    return {"returncode": returncode, "stdout": out.getvalue(), "stderr": err.getvalue()}
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == [EACH]:
+        json.dump([answer(words) for words in json.load(sys.stdin)], sys.stdout)
+        sys.exit()
     from mcore_rl.cli import main
 
     sys.exit(main(sys.argv[1:]))
