@@ -56,7 +56,7 @@ newer() { # than the stamp, each of these
     local each
     for each in "$@"; do [[ $stamp -nt $each ]] || return 1; done
 }
-if [[ -d .venv/oracles ]] && newer "${lists[@]}" tools/set_up_oracles.sh; then exit 0; fi
+if [[ -d .venv/oracles && -d .venv/framework && -d .venv/docs ]] && newer "${lists[@]}" tools/set_up_oracles.sh; then exit 0; fi
 
 # A folder has its name only when it is whole: a test skips where there is none, and fails where it cannot import.
 say "2/4 .venv/oracles: verl, TRL, services, parsers"
@@ -73,7 +73,7 @@ rm -rf .venv/framework .venv/framework.new
 mv .venv/framework.new .venv/framework
 
 say "4/4 .venv/docs: mkdocs"
-make --no-print-directory PYTHON3="$PWD/$python" .venv/docs/.ready || fail "mkdocs was not installed: see make docs"
+make --silent PYTHON3="$PWD/$python" .venv/docs/.ready || fail "mkdocs was not installed: see make docs"
 
 touch "$stamp"
 say "ready in ${SECONDS} s"
