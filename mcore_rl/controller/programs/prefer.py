@@ -24,6 +24,7 @@ from mcore_rl.controller.step import updates
 from mcore_rl.data.conversations import Conversation, Turns
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers, RowForm
+from mcore_rl.data.tokenizer import end_tokens
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.types import SequenceScores, TrainBatch
 
@@ -92,7 +93,8 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
 def loader(config: PreferConfig, tokenizer: PreTrainedTokenizerBase) -> Load[PreferenceSet]:
     """Reads rows of preferences."""
     data, form = config.data, RowForm(labels=not config.actor.preference.row.pairs)
-    encode = Turns.of(tokenizer, data.chat_template_kwargs).encode
+    ends = end_tokens(config.model_directory)
+    encode = Turns.of(tokenizer, data.chat_template_kwargs, ends=ends, end_of_turn=data.end_of_turn).encode
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> PreferenceSet:
         return PreferenceSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
