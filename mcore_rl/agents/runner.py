@@ -361,7 +361,7 @@ def _imported(key: str, place: str) -> Any:
 
 
 def _given(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row's dict that are not null, which parquet adds."""
+    """The fields of a row's dict that say something: null is as good as absent."""
     return {key: each for key, each in value.items() if each is not None}
 
 

@@ -274,4 +274,4 @@ def interaction_kwargs(row: PromptRow) -> dict[str, Any]:
 
 def _kwargs(row: PromptRow, name: str) -> dict[str, Any]:
     value = row.columns.get(name) or row.extra_info.get(name) or {}
-    return {key: each for key, each in value.items() if each is not None}
+    return dict(value) if any(each is not None for each in value.values()) else {}

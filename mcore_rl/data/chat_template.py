@@ -67,7 +67,10 @@ def readable(
 
 @dataclass(frozen=True)
 class _Form:
-    """How a template reads a call.  texts: its arguments as JSON text.  null_content: beside a content, if only null."""
+    """How a template reads a call.
+
+    texts: its arguments as JSON text.  null_content: where nothing is said beside it, a content that is null.
+    """
 
     texts: bool = False
     null_content: bool = False

@@ -324,7 +324,7 @@ class Turns:
         return text, turns
 
     def _border(self, messages: list[dict[str, Any]], place: int, text: str, part: tuple[int, int]) -> int:
-        """Where in ``text`` the prompt of turn ``place`` ends; where its tagged ``part`` begins if that is no prompt."""
+        """Where in ``text`` the prompt of turn ``place`` ends; where its tagged ``part`` begins if it has none."""
         try:
             before = self._render(messages[:place], opens=True)
         except Exception:  # noqa: BLE001 - a template is a program of the user's and may refuse what is no conversation
@@ -366,7 +366,7 @@ def _named(turn: _Turn) -> str:
 def trained_places(messages: Sequence[dict[str, Any]]) -> list[int]:
     """The messages of the assistant whose ``weight`` or ``loss_mask`` is not 0.
 
-    ValueError, with the remedy: one is neither 0 nor 1, asks to train somebody else, or another key says what is trained.
+    ValueError, with the remedy: one is neither 0 nor 1 or is of somebody else, or another key says what is trained.
     """
     places = []
     for place, message in enumerate(messages):

@@ -15,6 +15,7 @@ import pytest
 
 from mcore_rl.config.data import SftDataConfig, TrainedTurns
 from mcore_rl.data.conversations import ConversationSet
+from mcore_rl.data.rows import read_files
 from mcore_rl.errors import DataError
 from tests.support.chat_styles import style
 from tests.support.prompt_files import write_as
@@ -231,8 +232,8 @@ def test_the_last_turn_alone(tmp_path: Path, tags: bool) -> None:
     assert made == expected("qwen2.5", conversation(dict), None, [5], stops("qwen2.5"))
     weighed = conversation(dict)
     weighed[5]["weight"] = 0
+    path = write_as(tmp_path / "d.jsonl", [{"messages": weighed}])
     with pytest.raises(DataError, match="nothing of it is trained"):
-        path = write_as(tmp_path / "d.jsonl", [{"messages": weighed}])
         read(path, tokenizer_of("qwen2.5", tags), "qwen2.5", trained_turns=TrainedTurns.last)
 
 
@@ -286,3 +287,23 @@ def test_a_prompt_has_the_tokens_that_a_rollout_gives_it(tmp_path: Path, name: s
     asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert tokens[: len(asked)] == asked and mask.index(True) == len(asked)
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer(whole, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("within", [False, True])
+def test_options_of_tools_are_those_of_the_row(tmp_path: Path, kind: str, within: bool) -> None:
+    """``create(precision=None)`` would override a default that the row says nothing of."""
+    one = {"calculator": {"create_kwargs": {"precision": 3, "unit": None}}}
+    two = {"python": {"create_kwargs": {"files": {"a": "1"}, "env": [{"x": 1}, {"y": 2}]}}}
+    rows = [
+        {"prompt": [{"role": "user", "content": "1?"}]}
+        | ({"extra_info": {"tools_kwargs": each}} if within else {"tools_kwargs": each})
+        for each in (one, two)
+    ]
+    path = write_as(tmp_path / f"c.{kind}", rows)
+    (file,) = read_files([path], [], max_samples=None, seed=1)
+    columns = [file.record(index) for index in range(2)]
+    options = [(each["extra_info"] if within else each)["tools_kwargs"] for each in columns]
+    if kind == "parquet":
+        one = {"calculator": {"create_kwargs": {"precision": 3}}}
+    assert options == [one, two]
