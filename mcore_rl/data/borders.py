@@ -93,7 +93,7 @@ def without_first_space(settings: dict[str, Any]) -> None:
     """Changes a tokenizer's settings so that no space is written before a text."""
     if settings.get("normalizer"):
         settings["normalizer"] = _without_prepend(settings["normalizer"])
-    _never_prepend(settings.get("pre_tokenizer"))
+    never_prepend(settings.get("pre_tokenizer"))
 
 
 def _without_prepend(normalizer: dict[str, Any]) -> dict[str, Any] | None:
@@ -103,9 +103,10 @@ def _without_prepend(normalizer: dict[str, Any]) -> dict[str, Any] | None:
     return {**normalizer, "normalizers": [part for part in parts if part]} if parts else normalizer
 
 
-def _never_prepend(pre_tokenizer: Any) -> None:
+def never_prepend(pre_tokenizer: Any, only: str | None = None) -> None:
+    """Changes a pre-tokenizer so that it writes no space before a text.  only: where it has this scheme."""
     if isinstance(pre_tokenizer, dict):
-        if "prepend_scheme" in pre_tokenizer:
+        if "prepend_scheme" in pre_tokenizer and only in (None, pre_tokenizer["prepend_scheme"]):
             pre_tokenizer["prepend_scheme"] = "never"
         for part in pre_tokenizer.get("pretokenizers", ()):
-            _never_prepend(part)
+            never_prepend(part, only)
