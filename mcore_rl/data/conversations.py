@@ -315,7 +315,8 @@ class Turns:
             if list(places) != assistants:
                 said = f"marks {len(parts)} parts in {len(assistants)} turns of the assistant"
                 raise ValueError(f"the chat template {said}, and not all are trained: nothing shows whose they are")
-            return text, [_Turn(-1, begin, end, begin) for begin, end in parts]
+            apart = [part for number, part in enumerate(parts) if number == 0 or text[parts[number - 1][1] : part[0]]]
+            return text, [_Turn(-1, begin, end, begin) for begin, end in apart]  # what only goes on is never drawn
         turns = []
         for place, (begin, end) in zip(assistants, parts, strict=True):
             if place in places:

@@ -259,6 +259,15 @@ def runs(name: str, made: tuple[list[int], list[bool]]) -> list[str]:
 def test_a_turn_ends_with_a_token_at_which_engines_stop(tmp_path: Path) -> None:
     path = write_as(tmp_path / "c.parquet", [{"messages": SAID}])
     assert runs("phi3", read(path, style("phi3"), "phi3")) == ["b<|end|>", "d<|end|>"], "nobody draws <|endoftext|>"
+    phi3 = style("phi3")
+    parted = type(phi3)(tokenizer_object=phi3.backend_tokenizer, eos_token="<|endoftext|>")
+    parted.chat_template = (  # as TRL's phi3_training.jinja: the end of all is a part of its own
+        "{%- for m in messages %}{{- '<|' + m.role + '|>\\n' }}{%- if m.role == 'assistant' %}{%- generation %}"
+        "{{- m.content + '<|end|>\\n' }}{%- endgeneration %}{%- else %}{{- m.content + '<|end|>\\n' }}{%- endif %}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}"
+        "{%- generation %}{{- eos_token }}{%- endgeneration %}{%- endif %}"
+    )
+    assert runs("phi3", read(path, parted, "phi3")) == ["b<|end|>", "d<|end|>"]
     assert runs("glm", read(path, style("glm"), "glm")) == ["\nb<|user|>", "\nd<|user|>"], "the other role's opener"
     config = SftDataConfig(messages_key="messages")
     glm = style("glm")
