@@ -10,14 +10,13 @@ Invariant: the tokens of an episode are a prefix of the tokens of the same episo
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.agents.marks import Marks
 from mcore_rl.agents.text_encoding import TextEncoder, TextRun, encodable
 from mcore_rl.data.chat_template import readable
 from mcore_rl.errors import DataError
@@ -37,37 +36,6 @@ MAX_FRAMES = 1024  # by roles, names and ids of calls, which programs choose
 def call_id(number: int) -> str:
     """The id of call ``number`` of a turn: nine letters and digits, which Mistral's templates insist on."""
     return f"call{number:05d}"
-
-
-class _Marks:
-    """Plain words that stand for what spells a control token, while a template writes what is around it.
-
-    spelled: the text that each word stands for.
-    """
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder, self._nonce = encoder, secrets.token_hex(8)  # which no message can know
-        self.spelled: dict[str, str] = {}
-
-    def of(self, value: Any, *, special_only: bool = False) -> Any:
-        """``value`` with words in every text of its lists and dicts.  special_only: for special tokens alone."""
-        if isinstance(value, str):
-            return self._encoder.replaced(encodable(value), self._word, special_only=special_only)
-        if isinstance(value, Mapping):
-            return {self.of(key): self.of(each, special_only=special_only) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self.of(each, special_only=special_only) for each in value]
-        return value
-
-    def runs(self, text: str) -> list[TextRun]:
-        """``text`` with what the words stand for, which the template did not write."""
-        parts = re.split(f"(mcorerl{self._nonce}x[0-9]+x)", text)
-        return [(self.spelled[part], False) if part in self.spelled else (part, True) for part in parts]
-
-    def _word(self, spelled: str) -> str:
-        word = f"mcorerl{self._nonce}x{len(self.spelled)}x"
-        self.spelled[word] = spelled
-        return word
 
 
 def slot(number: int) -> str:
@@ -159,7 +127,7 @@ class TurnRenderer:
         assistant wrote them: templates read them there.  Without such text they are what the tokenizer makes of it all.
         DataError: the template refuses the conversation.
         """
-        marks = _Marks(self.encoder)
+        marks = Marks(self.encoder)
         marked = [marks.of(dict(each), special_only=each["role"] == "assistant") for each in messages]
         more = {"tools": marks.of(list(tools))} if tools else {}
         try:
@@ -208,10 +176,10 @@ class TurnRenderer:
 
     def _opener(self, frame: TurnFrame) -> int | None:
         """The token that opens what follows a turn which no token ends; None: one does, or nothing opens it."""
-        found = self.encoder.control(frame.around[0])
-        if frame.closing or not found or frame.around[0][: found[0].start()].strip():
+        control = self.encoder.control(frame.around[0])
+        if frame.closing or not control or frame.around[0][: control[0].start()].strip():
             return None
-        return self.encoder.id_of(found[0].group())
+        return self.encoder.id_of(control[0].group())
 
     def _differences(self, roles: tuple[str, ...]) -> list[str]:
         """Where the tokens of a conversation differ from what the tokenizer makes of it as a whole."""

@@ -117,9 +117,9 @@ class AgentRunner:
 
         def of_answer(raw: str) -> ReadCalls:
             answer = reasoning.answer(raw)
-            found = read(answer)
+            calls = read(answer)
             thought = raw[: len(raw) - len(answer)] if raw.endswith(answer) else ""
-            return replace(found, content=thought + found.content)
+            return replace(calls, content=thought + calls.content)
 
         return of_answer
 

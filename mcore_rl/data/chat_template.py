@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MessageList = list[dict[str, Any]]
-
 # Fields of messages that say something, which no template reads that does not name them.
 SAYING = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 KEY, VALUE = "mcorerlkey", "mcorerlvalue"  # plain words that no template changes
@@ -43,7 +41,7 @@ def rendered(
 
 def readable(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Any = None
-) -> MessageList:
+) -> list[dict[str, Any]]:
     """``messages`` as the chat template reads them.  tools: as it is given them, which may choose the template.
 
     ValueError, with the remedy: a call's arguments are no JSON object, or the template has no place for what is said.

@@ -20,7 +20,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
-from mcore_rl.data.conversations import ASSISTANT, Conversation
+from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.rows import (
@@ -36,6 +36,7 @@ from mcore_rl.data.rows import (
     read_files,
     wants_more_than_text,
 )
+from mcore_rl.data.turns import ASSISTANT
 from mcore_rl.errors import DataError
 
 MessageList = list[dict[str, Any]]

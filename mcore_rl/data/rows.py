@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mcore_rl.config.reward import Style
-from mcore_rl.data.tables import Rows, read_table
+from mcore_rl.data.tables import FileRows, read_table
 
 BATCH_ROWS = 1_000
 LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
@@ -58,7 +58,7 @@ class AgentRows(Protocol):
 class SourceFile:
     """The chosen rows of one file.
 
-    name: in ids.  table: them.  numbers: their rows in the file, ascending.  json: see ``tables.Rows``.
+    name: in ids.  table: them.  numbers: their rows in the file, ascending.  json: see ``tables.FileRows``.
     """
 
     name: str
@@ -116,7 +116,7 @@ def read_files(
     twice = sorted({str(path) for path in paths if paths.count(path) > 1})
     problems += [f"{path}: is named twice. Name it once" for path in twice]
     paths = list(dict.fromkeys(paths))
-    files_read = list[tuple[str, Rows]]()
+    files_read = list[tuple[str, FileRows]]()
     for name, path in zip(distinct_names(paths), paths, strict=True):
         rows = read_table(path, name, problems)
         if rows is not None:

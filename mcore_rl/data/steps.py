@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
 from mcore_rl.data.chat_template import rendered
-from mcore_rl.data.conversations import ASSISTANT, Conversation
+from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.preferences import PreferredAnswers, as_messages, row_numbers
 from mcore_rl.data.rows import (
     MESSAGES,
@@ -33,6 +33,7 @@ from mcore_rl.data.rows import (
     read_files,
 )
 from mcore_rl.data.scored_answers import END, conversation_tokens, with_end
+from mcore_rl.data.turns import ASSISTANT
 from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ BATCH = 8192  # rows of parquet
 
 
 @dataclass(frozen=True)
-class Rows:
+class FileRows:
     """The rows of a file.
 
     table: them, each column of one type.
@@ -36,7 +36,7 @@ class Rows:
     json: Mapping[str, pa.Array] = field(default_factory=dict)
 
 
-def read_table(path: Path, name: str, problems: list[str]) -> Rows | None:
+def read_table(path: Path, name: str, problems: list[str]) -> FileRows | None:
     """The rows of ``path``; what keeps it from being read is added to ``problems``.  name: of the file, in them."""
     if not path.exists():
         makers = "mcore-rl prepare makes data sets, mcore-rl generate responses"
@@ -50,7 +50,7 @@ def read_table(path: Path, name: str, problems: list[str]) -> Rows | None:
     else:
         kind = "arrow" if path.suffix == ".arrow" else "parquet"
         try:
-            return Rows(_arrow(path) if kind == "arrow" else _parquet(path))
+            return FileRows(_arrow(path) if kind == "arrow" else _parquet(path))
         except (OSError, pa.ArrowException) as error:
             said = str(error).partition("\n")[0]
             problems.append(f"{name}: cannot be read as {kind}: {said}. {AGAIN}")
@@ -72,7 +72,7 @@ def _arrow(path: Path) -> pa.Table:
             return pa.ipc.open_file(source).read_all()
 
 
-def _of_lines(path: Path, name: str, problems: list[str]) -> Rows | None:
+def _of_lines(path: Path, name: str, problems: list[str]) -> FileRows | None:
     rows, wrong = list[dict[str, Any]](), list[str]()
     try:
         for number, line in _lines(path):
@@ -106,7 +106,7 @@ def _of_lines(path: Path, name: str, problems: list[str]) -> Rows | None:
             continue
         if _changes(columns[column], values):
             kept[column] = pa.array(map(json.dumps, values), type=pa.large_string())
-    return Rows(pa.table(columns), kept) if len(problems) == before else None
+    return FileRows(pa.table(columns), kept) if len(problems) == before else None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

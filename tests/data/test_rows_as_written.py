@@ -81,8 +81,8 @@ def tagged(template: str) -> str:
         "glm": ("{{- '<|assistant|>' }}", "{%- elif message.role == 'tool' %}"),
     }[next(key for key in ("im_start", "im_assistant", "glm") if key == "glm" or f"<|{key}|>assistant" in rest)]
     inner, _, after = rest.partition(end)
-    head, found, said = inner.partition(opening)
-    assert found
+    head, opens, said = inner.partition(opening)
+    assert opens
     if end.startswith("{{"):
         return f"{before}{begin}{head}{opening}{{%- generation -%}}{said}{end}{{%- endgeneration -%}}{after}"
     return f"{before}{begin}{head}{opening}{{%- generation -%}}{said}{{%- endgeneration -%}}{end}{after}"
@@ -122,8 +122,8 @@ def expected(
         tokens += [*before, *own]
         mask += [False] * len(before) + [True] * len(own)
         ended = tokenizer.convert_ids_to_tokens(own[-1])
-        found = whole.find(ended, len(prompt))
-        done = len(whole) if found < 0 else found + len(ended)
+        at = whole.find(ended, len(prompt))
+        done = len(whole) if at < 0 else at + len(ended)
         assert len(through) <= len(whole)
     rest = tokenizer(whole[done:], add_special_tokens=False)["input_ids"]
     return tokens + rest, mask + [False] * len(rest)

@@ -22,10 +22,11 @@ from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.programs.sft import batch_of, result_metrics
 from mcore_rl.controller.step import updates
-from mcore_rl.data.conversations import Conversation, Turns
+from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers, RowForm
 from mcore_rl.data.tokenizer import end_tokens
+from mcore_rl.data.turns import Turns
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.types import SequenceScores, TrainBatch
 
