@@ -17,7 +17,7 @@ from mcore_rl.config.data import SftDataConfig, TrainedTurns
 from mcore_rl.data.conversations import ConversationSet
 from mcore_rl.data.rows import read_files
 from mcore_rl.errors import DataError
-from tests.support.chat_styles import style
+from tests.support.chat_styles import joining, style
 from tests.support.prompt_files import write_as
 
 SCHEMAS = [
@@ -47,6 +47,7 @@ END_OF = {"glm": "<|user|>"}  # what the option says
 TEXT_ARGUMENTS = ("deepseek",)  # the template joins texts, and refuses objects
 CALLING = ("qwen2.5", "qwen3", "llama3", "deepseek", "glm", "kimi")
 TAGGED = ("qwen2.5", "glm", "kimi")
+JOINING = ("qwen2.5", "llama3")
 
 
 def calling(number: int, name: str, arguments: Any) -> list[dict[str, Any]]:
@@ -288,13 +289,15 @@ def test_a_turn_ends_with_a_token_at_which_engines_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", ["\n\nso", "  so", " \n so", "so"])
 def test_a_prompt_has_the_tokens_that_a_rollout_gives_it(tmp_path: Path, name: str, answer: str) -> None:
     """Whatever the answer begins with, if the template keeps it."""
-    tokenizer = style(name)
+    tokenizer = joining(name) if name in JOINING else style(name)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
     tokens, mask = read(write_as(tmp_path / "c.jsonl", [{"messages": messages}]), tokenizer, name)
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert tokens[: len(asked)] == asked and mask.index(True) == len(asked)
+    if name == "qwen2.5" and answer[0] == "\n":
+        assert tokenizer(whole, add_special_tokens=False)["input_ids"][: len(asked)] != asked, "else it shows nothing"
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer(whole, add_special_tokens=False)["input_ids"])
 
 

@@ -262,7 +262,7 @@ KIMI = """
 """
 
 
-def _byte_level() -> Tokenizer:
+def _byte_level(*more: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     split = pre_tokenizers.Split(words, behavior="isolated")
@@ -272,7 +272,8 @@ def _byte_level() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        TEXTS * 3, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        [*TEXTS, *more] * 3,
+        trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
     )
     return tokenizer
 
@@ -377,3 +378,10 @@ def style(name: str) -> Any:
         case "kimi":
             return _wrapped(_byte_level(), KIMI, None, "<|im_end|>", KIMI_TOKENS)
     raise KeyError(name)
+
+
+def joining(name: str) -> Any:
+    """``style(name)``, qwen2.5 or llama3, with tokens of several line ends, as the families' own tokenizers have them."""
+    plain = style(name)
+    control = [each for _, each in sorted(plain.added_tokens_decoder.items())]
+    return _wrapped(_byte_level("\n\n\n\n", " \n\n"), plain.chat_template, plain.bos_token, plain.eos_token, control)
