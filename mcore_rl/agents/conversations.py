@@ -130,7 +130,7 @@ class Conversations:
             keys.append(after(keys[-1], message))
         for length in range(len(messages) - 1, 0, -1):
             if (turn := self._after.get(keys[length])) is not None:
-                if (known := self._continued(turn, messages[length:], keys[-1])) is not None:
+                if (known := self._continued(turn, messages, length, keys[-1])) is not None:
                     return known
                 break
         if keys[-1] not in self._prompts:
@@ -256,12 +256,17 @@ class Conversations:
         quotes = any(after(b"", each) in self._drawn for each in messages if each["role"] == "assistant")
         return REWRITTEN if repeats or quotes else SEPARATE
 
-    def _continued(self, turn: ModelTurn, messages: Sequence[Mapping[str, Any]], key: bytes) -> Context | None:
-        """``turn`` with ``messages`` after it; None if the chat template cannot write them there."""
+    def _continued(
+        self, turn: ModelTurn, conversation: Sequence[Mapping[str, Any]], length: int, key: bytes
+    ) -> Context | None:
+        """``turn`` with the messages after the first ``length``; None if the chat template cannot write them there."""
+        messages = conversation[length:]
+        calls = [call for message in conversation[:length] for call in message.get("tool_calls", ())]
+        called = {call["id"]: call["function"]["name"] for call in calls}
         if any(each["role"] == "assistant" for each in messages):
             return None
         try:
-            added = self._parts.renderer.appended(messages, turn.last)
+            added = self._parts.renderer.appended(messages, turn.last, called)
         except DataError:
             return None
         author = Author.tool if messages[0]["role"] == TOOL else Author.user

@@ -151,7 +151,7 @@ class EpisodeCalls:
     def _of(self, name: str, verb: str) -> dict[str, Any]:
         """The row's arguments for ``verb`` of a tool."""
         of_tool = self._kwargs.get(name) or {}
-        return {key: value for key, value in (of_tool.get(f"{verb}_kwargs") or {}).items() if value is not None}
+        return dict(of_tool.get(f"{verb}_kwargs") or {})
 
 
 def cut(text: str, length: int, side: CutSide) -> str:

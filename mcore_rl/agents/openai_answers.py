@@ -35,12 +35,13 @@ class Answer:
 
 
 def message_of(turn: ModelTurn, read: ReadCalls | None, new_id: Callable[[], str]) -> dict[str, Any]:
-    """The assistant's message.  read: the calls of the turn; None: none are looked for."""
+    """The assistant's message.  read: the calls of the turn; None: none are looked for.  new_id: of one without."""
     if read is None or not read.calls:
         return {"role": "assistant", "content": turn.said.text}
+    ids = read.ids or ("",) * len(read.calls)
     calls = [
-        {"id": new_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-        for name, arguments in read.calls
+        {"id": own or new_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for own, (name, arguments) in zip(ids, read.calls, strict=True)
     ]
     return {"role": "assistant", "content": read.content or None, "tool_calls": calls}
 

@@ -10,14 +10,15 @@ Invariant: the tokens of an episode are a prefix of the tokens of the same episo
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.agents.marks import Marks
 from mcore_rl.agents.text_encoding import TextEncoder, TextRun, encodable
+from mcore_rl.data.chat_template import readable
 from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,43 +28,14 @@ ChatMessage = Mapping[str, Any]
 
 TITLE = "chat template"
 ASKED, ANSWERED, REASONED = "mcorerlasked", "mcorerlanswered", "mcorerlreasoned"  # plain words that no template changes
+WORD = "mcorerl"  # in all of these
 TOOL, USER = "tool", "user"
+MAX_FRAMES = 1024  # by roles, names and ids of calls, which programs choose
 
 
 def call_id(number: int) -> str:
     """The id of call ``number`` of a turn: nine letters and digits, which Mistral's templates insist on."""
     return f"call{number:05d}"
-
-
-class _Marks:
-    """Plain words that stand for what spells a control token, while a template writes what is around it.
-
-    spelled: the text that each word stands for.
-    """
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder, self._nonce = encoder, secrets.token_hex(8)  # which no message can know
-        self.spelled: dict[str, str] = {}
-
-    def of(self, value: Any, *, special_only: bool = False) -> Any:
-        """``value`` with words in every text of its lists and dicts.  special_only: for special tokens alone."""
-        if isinstance(value, str):
-            return self._encoder.replaced(encodable(value), self._word, special_only=special_only)
-        if isinstance(value, Mapping):
-            return {self.of(key): self.of(each, special_only=special_only) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self.of(each, special_only=special_only) for each in value]
-        return value
-
-    def runs(self, text: str) -> list[TextRun]:
-        """``text`` with what the words stand for, which the template did not write."""
-        parts = re.split(f"(mcorerl{self._nonce}x[0-9]+x)", text)
-        return [(self.spelled[part], False) if part in self.spelled else (part, True) for part in parts]
-
-    def _word(self, spelled: str) -> str:
-        word = f"mcorerl{self._nonce}x{len(self.spelled)}x"
-        self.spelled[word] = spelled
-        return word
 
 
 def slot(number: int) -> str:
@@ -75,14 +47,15 @@ def slot(number: int) -> str:
 class TurnFrame:
     """What the template writes around the contents of appended messages.
 
-    closing: the control token that ends the model's turn, with white space before it; "" if the template has none.
+    closing: the control token that ends the model's turn, with white space before it; "" if the template has none, and
+        the token that opens what follows stands in its place (GLM).
     around: the texts before the first content, between each two and after the last, which opens the model's turn.
-    with_call: the template writes such messages only after a turn that called a tool.
+    calls: of the turn that they are rendered after.
     """
 
     closing: str
     around: tuple[str, ...]
-    with_call: bool = False
+    calls: tuple[Mapping[str, Any], ...] = ()
 
 
 class TurnRenderer:
@@ -99,7 +72,7 @@ class TurnRenderer:
     ) -> None:
         self.encoder = TextEncoder(tokenizer)
         self._tokenizer, self._kwargs, self._tools = tokenizer, dict(kwargs or {}), list(tools)
-        self._frames: dict[tuple[str, ...], TurnFrame] = {}
+        self._frames: dict[str, TurnFrame] = {}
         self._tool_role: str | None = None
 
     def check(self, roles: Sequence[str]) -> list[str]:
@@ -119,17 +92,30 @@ class TurnRenderer:
             raise DataError(TITLE, list(dict.fromkeys(problems)))
         return self.notes(roles)
 
-    def appended(self, messages: Sequence[ChatMessage], last: int | None) -> list[int]:
+    def appended(
+        self, messages: Sequence[ChatMessage], last: int | None, called: Mapping[str, str] | None = None
+    ) -> list[int]:
         """The tokens from the end of the model's turn to the opening of its next, with ``messages`` between them.
 
         messages: {role, content} each, roles ``tool`` or ``user``; the text of their contents makes no control token.
+            Those of a tool may have its ``name`` and the ``tool_call_id`` of the call that they answer.
         last: the drawn token that ended the turn, which stands for the template's own; None: a limit or a stop string
         ended it, and the template's end is written.
+        called: the names of tools by the ids of their calls, where messages have no names.
         """
         messages = self._merged(messages)
-        frame = self._frame(tuple(message["role"] for message in messages))
+        try:
+            frame = self._frame(messages, called)
+        except DataError:  # of these names or ids
+            messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+            frame = self._frame(messages)
         contents = self._contents(messages, frame)
-        runs: list[TextRun] = [(frame.around[0] if last is not None else frame.closing + frame.around[0], True)]
+        first = frame.around[0]
+        if last is None:
+            first = frame.closing + first
+        elif last == self._opener(frame):
+            first = first[self.encoder.control(first)[0].end() :]
+        runs: list[TextRun] = [(first, True)]
         for content, behind in zip(contents, frame.around[1:], strict=True):
             runs += [(content, False), (behind, True)]
         return self.encoder.encode(runs, after=last)
@@ -141,7 +127,7 @@ class TurnRenderer:
         assistant wrote them: templates read them there.  Without such text they are what the tokenizer makes of it all.
         DataError: the template refuses the conversation.
         """
-        marks = _Marks(self.encoder)
+        marks = Marks(self.encoder)
         marked = [marks.of(dict(each), special_only=each["role"] == "assistant") for each in messages]
         more = {"tools": marks.of(list(tools))} if tools else {}
         try:
@@ -174,16 +160,34 @@ class TurnRenderer:
         return notes
 
     @cached_property
-    def closing_id(self) -> int | None:
-        """The control token with which the template ends the model's turn; None: it has none."""
-        ids = self.encoder.encode([(self._frame((USER,)).closing, True)])
-        return next((each for each in reversed(ids) if each in self.encoder.control_ids), None)
+    def ending_ids(self) -> frozenset[int]:
+        """The control tokens that end the model's turn; where the template has none, those that open what follows."""
+        ends = set[int]()
+        for role in (USER, TOOL):
+            try:
+                frame = self._frame(self._merged([{"role": role, "content": ""}]))
+            except DataError:
+                continue
+            closing = [
+                each for each in self.encoder.encode([(frame.closing, True)]) if each in self.encoder.control_ids
+            ]
+            ends |= {*closing[-1:], self._opener(frame)} - {None}
+        return frozenset(ends)
+
+    def _opener(self, frame: TurnFrame) -> int | None:
+        """The token that opens what follows a turn which no token ends; None: one does, or nothing opens it."""
+        control = self.encoder.control(frame.around[0])
+        if frame.closing or not control or frame.around[0][: control[0].start()].strip():
+            return None
+        return self.encoder.id_of(control[0].group())
 
     def _differences(self, roles: tuple[str, ...]) -> list[str]:
         """Where the tokens of a conversation differ from what the tokenizer makes of it as a whole."""
-        messages = self._merged(self._slots(roles))
-        frame, problems = self._frame(tuple(message["role"] for message in messages)), []
-        whole = self._render([*self._stub(frame.with_call), *messages], open_turn=True)
+        of_tool = {"name": TOOL}
+        asked = [{"role": role, "content": slot(n)} | (of_tool if role == TOOL else {}) for n, role in enumerate(roles)]
+        messages = self._slots(self._merged(asked))
+        frame, problems = self._frame(messages), []
+        whole = self._render([*self._stub(frame.calls), *messages], open_turn=True)
         tokenizer: Any = self._tokenizer
         expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
         ids = self.appended(messages, None)
@@ -201,25 +205,29 @@ class TurnRenderer:
             )
         return problems
 
-    def _frame(self, roles: tuple[str, ...]) -> TurnFrame:
-        """The frame of messages of ``roles``.  DataError: the template cannot write them."""
-        if roles not in self._frames:
-            frame = self._read_frame(self._slots(roles))
+    def _frame(self, messages: Sequence[ChatMessage], called: Mapping[str, str] | None = None) -> TurnFrame:
+        """The frame of ``messages``: of their roles, names and ids.  DataError: the template cannot write them."""
+        slots, calls = self._slots(messages), self._calls(messages, called or {})
+        key = repr((slots, calls))
+        if key not in self._frames:
+            frame = self._read_frame(slots, calls)
             if frame is None:
-                problem = f"cannot write {' + '.join(roles)} after a turn of the assistant, or drops what they say"
+                roles = " + ".join(str(message["role"]) for message in messages)
+                problem = f"cannot write {roles} after a turn of the assistant, or drops what they say"
                 raise DataError(TITLE, [f"{problem}. Use the chat template of the model's instruct version"])
-            self._frames[roles] = frame
-        return self._frames[roles]
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            self._frames[key] = frame
+        return self._frames[key]
 
-    def _read_frame(self, messages: Sequence[ChatMessage]) -> TurnFrame | None:
-        """The frame of ``messages``, whose contents are slots; None if the template refuses or drops them."""
-        for with_call in (False, True):  # some templates write results only after a call
-            try:
-                before = self._render(self._stub(with_call))
-                whole = self._render([*self._stub(with_call), *messages], open_turn=True)
-            except Exception:  # noqa: BLE001 - a template is a program of the user's and may raise anything
-                continue
-            text = self._after_turn(before, whole, with_call)
+    def _read_frame(self, messages: Sequence[ChatMessage], calls: Sequence[Mapping[str, Any]]) -> TurnFrame | None:
+        """The frame of ``messages``, whose contents are slots; None if the template refuses or drops them.
+
+        Results of tools stand after the calls that they are of, as far as the template writes these; some write no more
+        than one in a turn.
+        """
+        for before in (tuple(calls), tuple(calls[:1]), ()):
+            text = self._after_turn(messages, before)
             around = list[str]()
             for number in range(len(messages)):
                 if text is None or text.count(slot(number)) != 1:
@@ -228,29 +236,48 @@ class TurnRenderer:
                 around.append(first)
             if text is None or len(around) < len(messages):
                 continue
-            ends = self.encoder.control(around[0])
-            end = ends[0].end() if ends and not around[0][: ends[0].start()].strip() else 0
-            return TurnFrame(around[0][:end], (around[0][end:], *around[1:], text), with_call)
+            end = self._end_of_turn(around[0]) if self._ends_turns else 0
+            return TurnFrame(around[0][:end], (around[0][end:], *around[1:], text), before)
         return None
 
-    def _after_turn(self, before: str, whole: str, with_call: bool) -> str | None:
-        """What of ``whole`` stands behind the text of the model's turn; None if it cannot be told."""
-        if not with_call:
+    def _after_turn(self, messages: Sequence[ChatMessage], calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """What is written behind the text of the model's turn if ``messages`` follow it; None if it cannot be told."""
+        try:
+            before = self._render(self._stub(calls))
+            whole = self._render([*self._stub(calls), *messages], open_turn=True)
+        except Exception:  # noqa: BLE001 - a template is a program of the user's and may raise anything
+            return None
+        if not calls:
             return whole.partition(ANSWERED)[2] if whole.count(ANSWERED) == 1 else None
-        if not whole.startswith(before):
+        if not whole.startswith(before) or any(str(call["function"]["name"]) not in before for call in calls):
             return None
         ends = self.encoder.control(before)
-        return whole[ends[-1].start() if ends and not before[ends[-1].end() :].strip() else len(before) :]
+        if not self._ends_turns or not ends or before[ends[-1].end() :].strip():
+            return whole[len(before) :]
+        return whole[ends[-1].start() :]
+
+    def _end_of_turn(self, text: str) -> int:
+        """Where in ``text`` the control token ends that it begins with; 0: with none."""
+        ends = self.encoder.control(text)
+        return ends[0].end() if ends and not text[: ends[0].start()].strip() else 0
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether the template writes a control token behind a turn of the model that nothing follows."""
+        try:
+            return bool(self.encoder.control(self._render(self._stub()).partition(ANSWERED)[2]))
+        except Exception:  # noqa: BLE001 - see _after_turn
+            return True
 
     def _contents(self, messages: Sequence[ChatMessage], frame: TurnFrame) -> list[str]:
         """The content of each message as the template writes it (trimmed, as JSON); unchanged where that is unclear.
 
         Each is rendered among slots, so that no content can be mistaken for the template's text.
         """
-        contents, roles = list[str](), tuple(message["role"] for message in messages)
+        contents = list[str]()
         for number, message in enumerate(messages):
             content = encodable(str(message["content"]))
-            among = self._slots(roles)
+            among = self._slots(messages)
             among[number] = {**among[number], "content": content}
             before = frame.closing + frame.around[0]
             for earlier in range(number):
@@ -258,28 +285,54 @@ class TurnRenderer:
             behind = frame.around[number + 1]
             for later in range(number + 1, len(messages)):
                 behind += slot(later) + frame.around[later + 1]
-            written = self._between(among, frame.with_call, before, behind)
+            written = self._between(among, frame.calls, before, behind)
             contents.append(content if written is None else written)
         return contents
 
-    def _between(self, messages: Sequence[ChatMessage], with_call: bool, before: str, behind: str) -> str | None:
+    def _between(
+        self, messages: Sequence[ChatMessage], calls: Sequence[Mapping[str, Any]], before: str, behind: str
+    ) -> str | None:
         """What stands between ``before`` and ``behind`` in the rendering of ``messages``; None if that is unclear."""
         try:
-            whole = self._render([*self._stub(with_call), *messages], open_turn=True)
-        except Exception:  # noqa: BLE001 - see _read_frame
+            stub = self._render(self._stub(calls))
+            whole = self._render([*self._stub(calls), *messages], open_turn=True)
+        except Exception:  # noqa: BLE001 - see _after_turn
             return None
-        start = whole.find(before, whole.find(ANSWERED)) + len(before)
-        if start < len(before) or not whole.endswith(behind) or start > len(whole) - len(behind):
+        begin = len(stub) - len(before) if calls else whole.find(ANSWERED)
+        start = whole.find(before, max(0, begin)) + len(before)
+        if (begin < 0 and not calls) or start < len(before):
+            return None
+        if not whole.endswith(behind) or start > len(whole) - len(behind):
             return None
         return whole[start : len(whole) - len(behind)]
 
-    def _slots(self, roles: Sequence[str]) -> list[ChatMessage]:
-        """Messages of ``roles`` as the template is given them, with slots for their contents."""
-        return [
-            {"role": role, "content": slot(number)}
-            | ({"name": "tool", "tool_call_id": call_id(number)} if role == TOOL else {})
-            for number, role in enumerate(roles)
-        ]
+    def _slots(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """``messages`` as the template is given them, with slots for their contents."""
+        slots = list[ChatMessage]()
+        for number, message in enumerate(messages):
+            of_tool: dict[str, str] = {}
+            if message["role"] == TOOL:
+                of_tool = {"tool_call_id": self._plain(message.get("tool_call_id"), call_id(number))}
+                if name := message.get("name"):
+                    of_tool["name"] = self._plain(name, TOOL)
+            slots.append({"role": message["role"], "content": slot(number)} | of_tool)
+        return slots
+
+    def _calls(self, messages: Sequence[ChatMessage], called: Mapping[str, str]) -> list[Mapping[str, Any]]:
+        """The calls that the results among ``messages`` are of."""
+        calls = list[Mapping[str, Any]]()
+        for number, message in enumerate(messages):
+            if message["role"] == TOOL:
+                name = message.get("name") or called.get(str(message.get("tool_call_id")))
+                function = {"name": self._plain(name, TOOL), "arguments": {}}
+                number_id = self._plain(message.get("tool_call_id"), call_id(number))
+                calls.append({"id": number_id, "type": "function", "function": function})
+        return calls
+
+    def _plain(self, text: Any, otherwise: str) -> str:
+        """``text``, a name or an id, where it spells no control token and none of our words; else ``otherwise``."""
+        said = encodable(str(text)) if text else ""
+        return otherwise if not said or self.encoder.control(said) or WORD in said else said
 
     def _merged(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """``messages`` in roles that the template knows: without one for tools, their results are one of the user's."""
@@ -293,7 +346,8 @@ class TurnRenderer:
         """``tool``; ``user`` if the template cannot write that."""
         if self._tool_role is None:
             self._tool_role = TOOL
-            if self._read_frame(self._slots((TOOL,))) is None:
+            result = [{"role": TOOL, "content": "", "name": TOOL}]
+            if self._read_frame(self._slots(result), self._calls(result, {})) is None:
                 self._tool_role = USER
         return self._tool_role
 
@@ -317,14 +371,16 @@ class TurnRenderer:
             return False
         return not longer.startswith(plain) or not longer.startswith(first) or REASONED not in thought
 
-    def _stub(self, with_call: bool = False) -> list[ChatMessage]:
-        """The conversation that is rendered in place of the real one."""
+    def _stub(self, calls: Sequence[Mapping[str, Any]] = ()) -> list[ChatMessage]:
+        """The conversation that is rendered in place of the real one.  calls: of its turn."""
         answer: dict[str, Any] = {"role": "assistant", "content": ANSWERED}
-        if with_call:
-            function = {"name": "tool", "arguments": {}}
-            answer["tool_calls"] = [{"id": call_id(0), "type": "function", "function": function}]
+        if calls:
+            answer["tool_calls"] = [dict(call) for call in calls]
         return [{"role": USER, "content": ASKED}, answer]
 
     def _render(self, messages: Sequence[ChatMessage], *, open_turn: bool = False, **more: Any) -> str:
         given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_turn, **self._kwargs, **more}
-        return str(self._tokenizer.apply_chat_template([dict(each) for each in messages], **given))
+        said = [dict(each) for each in messages]
+        with suppress(ValueError):  # the template has no place for it: episodes keep what was drawn
+            said = readable(self._tokenizer, said, given.get("tools"))
+        return str(self._tokenizer.apply_chat_template(said, **given))

@@ -18,6 +18,7 @@ from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars
 from mcore_rl.agents.loops import MathExpression, React, SingleTurn, ToolAgent
 from mcore_rl.agents.mcp_servers import McpServer
 from mcore_rl.agents.programs import Programs
+from mcore_rl.agents.reasoning import reasoning_of
 from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
 from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
 from mcore_rl.agents.tool_loading import load_tools
@@ -105,7 +106,22 @@ class AgentRunner:
     @cached_property
     def _reader(self) -> Callable[[str], ReadCalls]:
         """Made where a loop reads calls.  ConfigError: ``tool_parser`` names none that can."""
-        return _reader(self._config.tool_parser, self._tokenizer, self.schemas)
+        return self._calls_of_answers(self.schemas)
+
+    def _calls_of_answers(self, schemas: list[dict[str, Any]]) -> Callable[[str], ReadCalls]:
+        """Reads the calls in what a turn answers, not in what it thinks; ``content`` has both."""
+        read = _reader(self._config.tool_parser, self._tokenizer, schemas)
+        reasoning = reasoning_of(self._tokenizer, self._template_kwargs)
+        if reasoning is None:
+            return read
+
+        def of_answer(raw: str) -> ReadCalls:
+            answer = reasoning.answer(raw)
+            calls = read(answer)
+            thought = raw[: len(raw) - len(answer)] if raw.endswith(answer) else ""
+            return replace(calls, content=thought + calls.content)
+
+        return of_answer
 
     def _read_calls(self, raw: str) -> ReadCalls:
         return self._reader(raw)
@@ -123,7 +139,7 @@ class AgentRunner:
         if key not in self._readers:
             if len(self._readers) >= MAX_READERS:
                 self._readers.clear()
-            self._readers[key] = _reader(self._config.tool_parser, self._tokenizer, [*map(dict, tools)])
+            self._readers[key] = self._calls_of_answers([*map(dict, tools)])
         return self._readers[key](raw)
 
     def loop_of(self, columns: Mapping[str, Any]) -> str:
@@ -361,7 +377,7 @@ def _imported(key: str, place: str) -> Any:
 
 
 def _given(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row's dict that are not null, which parquet adds."""
+    """The fields of a row's dict that say something: null is as good as absent."""
     return {key: each for key, each in value.items() if each is not None}
 
 

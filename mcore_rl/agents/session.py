@@ -173,7 +173,11 @@ class Session:
         read: ReadCalls = self._parts.read_calls(turn.raw)
         if read.unreadable:
             return [ToolCall(name="", problem=UNREADABLE)]
-        return [ToolCall(name=name, arguments=arguments) for name, arguments in read.calls]
+        ids = read.ids or ("",) * len(read.calls)
+        return [
+            ToolCall(name=name, arguments=arguments, id=own)
+            for (name, arguments), own in zip(read.calls, ids, strict=True)
+        ]
 
     async def call_tools(self, calls: Sequence[ToolCall]) -> list[str]:
         """Runs ``calls`` of the last turn, which their rewards are of; returns the text of each result.
@@ -194,11 +198,15 @@ class Session:
     async def answer_calls(self, calls: Sequence[ToolCall]) -> None:
         """``call_tools``, and appends the results."""
         texts = await self.call_tools(calls)
-        names = [call.name or TOOL for call in calls]
         self.append(
             [
-                {"role": TOOL, "content": text, "name": name, "tool_call_id": call_id(number)}
-                for number, (name, text) in enumerate(zip(names, texts, strict=True))
+                {
+                    "role": TOOL,
+                    "content": text,
+                    "name": call.name or TOOL,
+                    "tool_call_id": call.id or call_id(number),
+                }
+                for number, (call, text) in enumerate(zip(calls, texts, strict=True))
             ]
         )
 
@@ -257,7 +265,7 @@ def read_turn(parts: SessionParts, sampling: Sampling, sample: Sample) -> tuple[
     renderer, last = parts.renderer, tokens[-1]
     ended = stop is None and sample.finish is FinishReason.stop and last in renderer.encoder.control_ids
     if last in sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
-        ended = ended and last == renderer.closing_id
+        ended = ended and last in renderer.ending_ids
     raw = str(parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
     return DrawnTurn(text=sample.text, raw=raw, stop=stop), last if ended else None
 
@@ -274,4 +282,4 @@ def interaction_kwargs(row: PromptRow) -> dict[str, Any]:
 
 def _kwargs(row: PromptRow, name: str) -> dict[str, Any]:
     value = row.columns.get(name) or row.extra_info.get(name) or {}
-    return {key: each for key, each in value.items() if each is not None}
+    return dict(value) if any(each is not None for each in value.values()) else {}

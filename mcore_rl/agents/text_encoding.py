@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.data.borders import never_prepend
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +30,7 @@ class TextEncoder:
         backend: Any = tokenizer
         settings = json.loads(backend.backend_tokenizer.to_str())
         settings |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-        _no_first_space(settings.get("pre_tokenizer"))
+        never_prepend(settings.get("pre_tokenizer"), only="first")  # no text here is the first of a sequence
         self._plain = Tokenizer.from_str(json.dumps(settings))
         self._added = {str(token.content): (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
         longest_first = sorted(self._added, key=len, reverse=True)
@@ -37,6 +39,11 @@ class TextEncoder:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self.control_ids = frozenset(number for number, _ in self._added.values())
         self._strips_after = {number for number, token in self._added.values() if token.rstrip}
+
+    def id_of(self, name: str) -> int:
+        """The id of the control token ``name``."""
+        number, _ = self._added[name]
+        return number
 
     def control(self, text: str) -> list[re.Match[str]]:
         """The control tokens that ``text`` spells, in order."""
@@ -79,12 +86,3 @@ class TextEncoder:
 def encodable(text: str) -> str:
     """``text`` with "?" for lone surrogates, of which no tokenizer can make tokens."""
     return text.encode(errors="replace").decode()
-
-
-def _no_first_space(pre_tokenizer: Any) -> None:
-    """Changes tokenizers that write a space before the first text of a sequence: no text here is the first."""
-    if isinstance(pre_tokenizer, dict):
-        if pre_tokenizer.get("prepend_scheme") == "first":
-            pre_tokenizer["prepend_scheme"] = "never"
-        for part in pre_tokenizer.get("pretokenizers", ()):
-            _no_first_space(part)

@@ -92,11 +92,16 @@ class EpisodeTool:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One call of the model's.  arguments: JSON as the model wrote it.  problem: why it cannot be read, or ""."""
+    """One call of the model's.
+
+    arguments: JSON as the model wrote it.  problem: why it cannot be read, or "".  id: as the model wrote it; "": it
+    writes none.
+    """
 
     name: str
     arguments: str = "{}"
     problem: str = ""
+    id: str = ""
 
 
 @dataclass(frozen=True)

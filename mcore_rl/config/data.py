@@ -22,6 +22,13 @@ class Truncation(Enum):
     middle = "middle"
 
 
+class TrainedTurns(Enum):
+    """Which turns of the assistant are trained: all of a conversation, or the last."""
+
+    all = "all"
+    last = "last"
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     """Rows in the field's schema (docs/data.md), and how prompts are taken from them.
@@ -74,6 +81,8 @@ class AnswersConfig:
     shuffle, seed: whether the rows are shuffled anew each epoch, and the seed.
     train_max_samples, val_max_samples: take only so many rows, the first of a seeded shuffle; None is all.
     chat_template_kwargs: given to the tokenizer's chat template.
+    end_of_turn: the token that ends a conversation's last turn where the chat template writes none, as GLM's
+    ``<|user|>``; None: such rows are refused.
     """
 
     train_files: list[TrainData] = field(default_factory=list)
@@ -87,6 +96,7 @@ class AnswersConfig:
     train_max_samples: PositiveInt | None = None
     val_max_samples: PositiveInt | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    end_of_turn: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -96,10 +106,12 @@ class SftDataConfig(AnswersConfig):
     messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
     and ``response_key``.
     response_key: the column of the responses, texts, without ``messages_key``.
+    trained_turns: whether all turns of the assistant are trained, or the last of each conversation alone.
     """
 
     messages_key: str | None = None
     response_key: str = "response"
+    trained_turns: TrainedTurns = TrainedTurns.all
 
 
 @dataclass(kw_only=True)

@@ -79,6 +79,10 @@ def _column_violations(config: OfflineConfig, training: RewardTrainingConfig) ->
     loss, data, plain = training.actor.reward.loss, training.data, PreferenceDataConfig()
     pairs = training.actor.reward.row.pairs
     unread = ("completion_key", "label_key") if pairs else ("chosen_key", "rejected_key", "margin_key")
+    if data.end_of_turn is not None:
+        yield Violation(
+            "data.end_of_turn", data.end_of_turn, "is not read: a reward model draws nothing", "Leave it out"
+        )
     if data.step_labels_key is not None and loss is not RewardLoss.bce:
         remedy = "Leave it out, or write actor.reward.loss=bce"
         yield Violation("data.step_labels_key", data.step_labels_key, f"is not read by {loss.value}", remedy)

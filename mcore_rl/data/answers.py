@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.data.conversations import ASSISTANT, Turns
 from mcore_rl.data.rows import SourceFile, clean_messages, field_type, field_value, is_text
+from mcore_rl.data.turns import ASSISTANT, Turns
 
 
 @dataclass(frozen=True)

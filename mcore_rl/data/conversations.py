@@ -1,10 +1,4 @@
-"""Conversations for supervised fine-tuning: tokens, and which of them are trained.
-
-The assistant's turns are trained, from the first token after the header to the token that ends the turn, included.  The
-newline that some templates add after it is not trained, because no model ever samples it.  If the chat template marks
-the assistant's part with ``{% generation %}``, the mark decides; else we render the template with and without the turn,
-and the difference is the turn.  A template that writes past turns differently (one that drops earlier reasoning) has no
-such difference; it is refused, so that no wrong token is trained.
+"""Conversations for supervised fine-tuning, read from files: tokens, and which of them are trained (``turns.py``).
 
 Invariant: every conversation here has a trained token and at most ``max_length`` tokens.
 """
@@ -12,13 +6,12 @@ Invariant: every conversation here has a trained token and at most ``max_length`
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.data import SftDataConfig, Truncation
+from mcore_rl.config.data import SftDataConfig, TrainedTurns, Truncation
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.rows import (
     MESSAGES,
@@ -35,14 +28,11 @@ from mcore_rl.data.rows import (
     read_files,
     wants_more_than_text,
 )
+from mcore_rl.data.turns import ASSISTANT, Turns
 from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ASSISTANT = "assistant"
-TAGS = "Use a chat template with {% generation %} around the assistant's part"
 
 
 @dataclass(frozen=True)
@@ -92,11 +82,13 @@ class ConversationSet:
         *,
         max_samples: int | None,
         title: str,
+        ends: Collection[int] = (),
     ) -> ConversationSet:
         """The conversations of ``files``, in file order.
 
         tokenizer: a fast one, for the offsets of tokens in the text.  max_samples: take only so many rows, the first of
-        a shuffle by ``config.seed``.  title: the key that names the files, as ``data.train_files``.
+        a shuffle by ``config.seed``.  title: the key that names the files, as ``data.train_files``.  ends: tokens at
+        which engines stop, besides the tokenizer's eos token.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without an assistant's turn, refused by the chat template or
@@ -104,7 +96,7 @@ class ConversationSet:
         if ``truncation`` is error, none left.
         """
         reading = _Reading()
-        turns = Turns.of(tokenizer, config.chat_template_kwargs)
+        turns = Turns.of(tokenizer, config.chat_template_kwargs, ends=ends, end_of_turn=config.end_of_turn)
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
@@ -162,84 +154,6 @@ class ConversationSet:
         return line
 
 
-@dataclass(frozen=True)
-class Turns:
-    """Encodes messages as tokens and mask.  specials: ids of special tokens, the ends of turns among them."""
-
-    tokenizer: PreTrainedTokenizerBase
-    kwargs: dict[str, Any]
-    specials: frozenset[int]
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> Turns:
-        """With the chat template of ``tokenizer``, a fast one, to which ``kwargs`` are given."""
-        specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        return cls(tokenizer, kwargs, frozenset({*specials, *tokenizer.all_special_ids}))
-
-    def encode(
-        self, messages: list[dict[str, Any]], begin: int = 0, *, tools: list[dict[str, Any]] | None = None
-    ) -> tuple[list[int], list[bool]]:
-        """(tokens, mask).
-
-        begin: the first message of which anything is trained.  tools: what the template is told that the assistant may
-        call.  ValueError, with the remedy: the template does not show where the assistant's part is.
-        """
-        if tools:
-            return replace(self, kwargs={**self.kwargs, "tools": tools}).encode(messages, begin)
-        template = self.tokenizer.get_chat_template(tools=self.kwargs.get("tools"))
-        tagged = GENERATION.search(template) is not None
-        if tagged:
-            text, spans = self._tagged(messages, template)
-            spans = spans[sum(message["role"] == ASSISTANT for message in messages[:begin]) :]
-        else:
-            text = self._render(messages)
-            spans = list(self._spans(messages, text, begin))
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        mask = [False] * len(tokens)
-        for begin, end in spans:
-            inside = [n for n, (left, right) in enumerate(offsets) if begin <= left and begin < right <= end]
-            ends = [place for place in inside if tokens[place] in self.specials]
-            if not tagged and ends and not text[offsets[ends[-1]][1] : end].strip():
-                inside = [place for place in inside if place <= ends[-1]]  # without the white space behind the turn
-            for place in inside:
-                mask[place] = True
-        return tokens, mask
-
-    def _tagged(self, messages: list[dict[str, Any]], template: str) -> tuple[str, list[tuple[int, int]]]:
-        """(text, (begin, end) of its tagged parts).
-
-        Not by ``return_assistant_tokens_mask``: if the last character of a part has no token of its own, transformers
-        5.19 counts everything to the end of the text as the assistant's.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        given = {**self.tokenizer.special_tokens_map, **self.kwargs}
-        asked: dict[str, Any] = {"chat_template": template, "return_assistant_tokens_mask": True}
-        given["tools"] = [given["tools"]] if given.get("tools") else None  # one list a conversation
-        rendered: Any = render_jinja_template(conversations=[messages], **asked, **given)
-        (text,), (parts,) = rendered
-        return text, parts
-
-    def _spans(self, messages: list[dict[str, Any]], text: str, begin: int) -> Iterator[tuple[int, int]]:
-        """(begin, end) of every turn of the assistant from message ``begin`` on, in ``text``."""
-        for place, message in enumerate(messages):
-            if message["role"] != ASSISTANT or place < begin:
-                continue
-            if place == 0:
-                raise ValueError(f"begins with the assistant, so that nothing shows where its header ends. {TAGS}")
-            before = self._render(messages[:place], add_generation_prompt=True)
-            through = text if place == len(messages) - 1 else self._render(messages[: place + 1])
-            if not text.startswith(before) or not text.startswith(through) or len(through) < len(before):
-                which = f"message {place} is written differently with and without what follows it"
-                raise ValueError(f"the chat template's prefixes do not agree: {which}. {TAGS}, or train single turns")
-            yield len(before), len(through)
-
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(messages, **asked, **self.kwargs))
-
-
 def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: Turns) -> None:
     """Add one row to ``reading``."""
     messages = _messages(record, config)
@@ -251,7 +165,8 @@ def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config:
         reading.problems.append(f"{row_id}: tools {tools}")
         return
     try:
-        tokens, mask = turns.encode(messages, tools=tools)
+        last_only = config.trained_turns is TrainedTurns.last
+        tokens, mask = turns.encode(messages, tools=tools, last_only=last_only)
     except ValueError as error:
         reading.problems.append(f"{row_id}: {error}")
         return
@@ -259,7 +174,8 @@ def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config:
         reading.problems.append(f"{row_id}: the chat template refuses it: {error}. Mend the messages or the template")
         return
     if not any(mask):
-        reading.problems.append(f"{row_id}: the chat template marks nothing of it as the assistant's. Mend its tags")
+        said = "nothing of it is trained: the chat template marks none of it as the assistant's, or no message that is"
+        reading.problems.append(f"{row_id}: {said}. Mend its tags, or weight, or leave the row out")
         return
     if len(tokens) > config.max_length:
         reading.too_long.append(row_id)
@@ -313,17 +229,13 @@ def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
         return []
     if not isinstance(given, list):
         return f"is no list. {form}"
-    tools = [_without_nulls(json.loads(each) if isinstance(each, str) else each) for each in given]
+    try:
+        tools = [json.loads(each) if isinstance(each, str) else each for each in given]
+    except (ValueError, RecursionError) as error:
+        return f"has an entry that is no JSON: {error}. {form}"
     if not all(isinstance(each, dict) and isinstance(each.get("function"), dict) for each in tools):
         return f"has an entry without function. {form}"
     return tools
-
-
-def _without_nulls(value: Any) -> Any:
-    """``value`` without fields that are null, which parquet adds."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _type_problems(file: SourceFile, config: SftDataConfig) -> Iterator[str]:

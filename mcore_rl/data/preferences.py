@@ -20,7 +20,8 @@ from typing import Any, Self
 import pyarrow as pa
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
-from mcore_rl.data.conversations import ASSISTANT, Conversation
+from mcore_rl.data.conversations import Conversation
+from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.rows import (
     MESSAGES,
@@ -35,6 +36,7 @@ from mcore_rl.data.rows import (
     read_files,
     wants_more_than_text,
 )
+from mcore_rl.data.turns import ASSISTANT
 from mcore_rl.errors import DataError
 
 MessageList = list[dict[str, Any]]
@@ -72,7 +74,7 @@ class PreferredAnswers:
     @property
     def is_pair(self) -> bool:
         """Whether there are two answers."""
-        return len(self.answers) == 2
+        return len(self.answers) == MEMBERS
 
 
 @dataclass
@@ -89,6 +91,7 @@ class _Reading:
     problems: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
+    equal: list[str] = field(default_factory=list)  # pairs whose two answers are the same tokens
     more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
     longest: int = 0
 
@@ -97,6 +100,7 @@ class PreferenceSet:
     """Rows by number, from 0.
 
     num_truncated: rows of which an answer was cut to ``max_length``.  num_left_out: those without a trained token left.
+    num_equal: pairs that are left out because their two answers are the same tokens, at once or when cut.
     """
 
     def __init__(self, reading: _Reading, config: PreferenceDataConfig, title: str) -> None:
@@ -105,6 +109,7 @@ class PreferenceSet:
         reading.first.append(len(reading.tokens))
         self.title, self._reading, self._config = title, reading, config
         self.num_truncated, self.num_left_out = len(reading.too_long), len(reading.untrained)
+        self.num_equal = len(reading.equal)
 
     @classmethod
     def load(
@@ -148,6 +153,8 @@ class PreferenceSet:
         if not reading.problems and not reading.ids:
             left = f"All {len(reading.untrained)} have an answer without a trained token within data.max_length"
             said = left if reading.untrained else "The files have no rows"
+            if reading.equal:
+                said = f"{len(reading.equal)} have two answers that are the same tokens, which prefer nothing"
             reading.problems.append(f"no row is left. {said}. Name others")
         if reading.problems:
             raise DataError(title, reading.problems)
@@ -165,6 +172,12 @@ class PreferenceSet:
         )
         labels = tuple(read.labels[side] for side in sides)
         return PreferredAnswers(tuple(answers), labels, read.margins[index], read.weights[index])
+
+    def warn_of_equal(self, warn: Callable[[str], None]) -> None:
+        """Tells ``warn`` of the pairs that are left out, since nothing is learnt from them."""
+        if self.num_equal:
+            said = f"{self.num_equal:,} of {self.num_equal + len(self):,} pairs are left out: their two answers are"
+            warn(f"{self.title}: {said} the same tokens, at once or when cut: {named(self._reading.equal)}")
 
     @property
     def units(self) -> list[list[int]]:
@@ -214,6 +227,9 @@ def _take(
         if not all(any(mask[1:]) for _, mask in sides):
             reading.untrained.append(row_id)
             return
+    if len(sides) == MEMBERS and sides[0][0] == sides[1][0]:
+        reading.equal.append(row_id)
+        return
     reading.first.append(len(reading.labels))
     for (tokens, mask), (_, _, _, label) in zip(sides, read, strict=True):
         reading.tokens.append(tokens)
@@ -272,7 +288,7 @@ def _conversations(
             return f"has no {config.prompt_key}, and its answers begin with no message that both have. Write the prompt"
     read = []
     for (key, label), answer in zip(columns, answers, strict=True):
-        if [_said(each) for each in answer[: len(prompt)]] == [_said(each) for each in prompt]:
+        if answer[: len(prompt)] == prompt:
             answer = answer[len(prompt) :]
         if all(message["role"] != ASSISTANT for message in answer):
             return f"{key} has no message of the assistant after the prompt. Write one, or leave the row out"
@@ -284,14 +300,10 @@ def _shared(answers: Sequence[MessageList]) -> MessageList:
     """The messages with which all ``answers`` begin, up to the last of the user among them; of one, its prompt."""
     first, shared = answers[0], 0
     for place, message in enumerate(first):
-        if any(len(answer) <= place or _said(answer[place]) != _said(message) for answer in answers):
+        if any(len(answer) <= place or answer[place] != message for answer in answers):
             break
         shared = place + 1 if message["role"] != ASSISTANT else shared
     return first[:shared]
-
-
-def _said(message: dict[str, Any]) -> tuple[Any, Any]:
-    return message["role"], message["content"]
 
 
 def as_messages(value: Any, role: str) -> MessageList | str:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.reward import Style
+from mcore_rl.data.chat_template import rendered
 from mcore_rl.data.rows import (
     MESSAGES,
     AgentRows,
@@ -360,10 +361,11 @@ def _rendered(
         kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
         if agents is not None and (tools := agents.tools_of(record)):
             kwargs["tools"] = tools
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+        return rendered(tokenizer, messages, opens=True, kwargs=kwargs), ""
+    except ValueError as error:
+        return "", f"{config.prompt_key}: {error}"
     except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
         return "", f"the chat template refuses it: {error}. Mend the messages, or use another template"
-    return str(text), ""
 
 
 def _too_long(reading: _Reading, config: DataConfig) -> str:

@@ -9,8 +9,9 @@ folders as it takes to tell it from the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mcore_rl.config.reward import Style
-from mcore_rl.data.tables import read_table
+from mcore_rl.data.tables import FileRows, read_table
 
 BATCH_ROWS = 1_000
 LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
@@ -37,6 +38,7 @@ MORE_THAN_TEXT = {
     "videos": "videos",
 }
 AGENT_COLUMNS = ("agent_name", "interaction_kwargs", "tools_kwargs")  # which a run of agents reads
+UNSAID = object()  # no value, where None is one
 SINGLE_TURN = "single_turn_agent"  # verl's agent_name of what is done here: one answer to the prompt
 
 
@@ -54,19 +56,23 @@ class AgentRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """The chosen rows of one file.  name: in ids.  table: them.  numbers: their rows in the file, ascending."""
+    """The chosen rows of one file.
+
+    name: in ids.  table: them.  numbers: their rows in the file, ascending.  json: see ``tables.FileRows``.
+    """
 
     name: str
     table: pa.Table
     numbers: NDArray[np.int64]
+    json: Mapping[str, pa.Array] = field(default_factory=dict)
 
     def row_id(self, index: int) -> str:
         """The id of ``table``'s row ``index``."""
         return f"{self.name}:{self.numbers[index]}"
 
     def record(self, index: int) -> dict[str, Any]:
-        """``table``'s row ``index``, by column.  UnicodeDecodeError: text that is no UTF-8."""
-        record: dict[str, Any] = self.table.slice(index, 1).to_pylist()[0]
+        """``table``'s row ``index``, by column, as the file has it.  UnicodeDecodeError: text that is no UTF-8."""
+        (record,) = self._records(index, 1)
         return record
 
     def batches(self) -> Iterator[tuple[int, list[dict[str, Any] | None]]]:
@@ -74,10 +80,21 @@ class SourceFile:
         for start in range(0, len(self.numbers), BATCH_ROWS):
             records: list[dict[str, Any] | None]
             try:
-                records = self.table.slice(start, BATCH_ROWS).to_pylist()
+                records = [*self._records(start, BATCH_ROWS)]
             except UnicodeDecodeError:
                 records = [self._decoded(index) for index in range(start, min(start + BATCH_ROWS, len(self.numbers)))]
             yield start, records
+
+    def _records(self, start: int, count: int) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = self.table.slice(start, count).to_pylist(maps_as_pydicts="strict")
+        for column in self.table.schema:
+            if not has_unwritten(column.name, column.type):
+                continue
+            texts = self.json[column.name].slice(start, count) if column.name in self.json else None
+            for place, record in enumerate(records):
+                said = UNSAID if texts is None else json.loads(texts[place].as_py())
+                record[column.name] = as_written(column.name, column.type, record[column.name], said)
+        return records
 
     def _decoded(self, index: int) -> dict[str, Any] | None:
         try:
@@ -99,19 +116,27 @@ def read_files(
     twice = sorted({str(path) for path in paths if paths.count(path) > 1})
     problems += [f"{path}: is named twice. Name it once" for path in twice]
     paths = list(dict.fromkeys(paths))
-    tables = [(name, table) for name, path in zip(distinct_names(paths), paths, strict=True)
-              if (table := read_table(path, name, problems)) is not None]  # fmt: skip
-    ends = np.cumsum([table.num_rows for _, table in tables], dtype=np.int64)
-    total = int(ends[-1]) if tables else 0
+    files_read = list[tuple[str, FileRows]]()
+    for name, path in zip(distinct_names(paths), paths, strict=True):
+        rows = read_table(path, name, problems)
+        if rows is not None:
+            files_read.append((name, rows))
+    ends = np.cumsum([rows.table.num_rows for _, rows in files_read], dtype=np.int64)
+    total = int(ends[-1]) if files_read else 0
     chosen = np.ones(total, dtype=bool)
     if max_samples is not None and max_samples < total:
         numbers = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(total)
         chosen[np.argsort(numbers, kind="stable")[max_samples:]] = False
     read = []
-    for (name, table), end in zip(tables, ends, strict=True):
-        mask = chosen[end - table.num_rows : end]
-        rows = table if mask.all() else table.filter(pa.array(mask))
-        read.append(SourceFile(name=name, table=rows, numbers=np.flatnonzero(mask)))
+    for (name, rows), end in zip(files_read, ends, strict=True):
+        mask = chosen[end - rows.table.num_rows : end]
+        table = rows.table
+        texts = {each.name: rows.json[each.name] for each in table.schema
+                 if each.name in rows.json and has_unwritten(each.name, each.type)}  # fmt: skip
+        if not mask.all():
+            table = table.filter(pa.array(mask))
+            texts = {column: text.filter(pa.array(mask)) for column, text in texts.items()}
+        read.append(SourceFile(name=name, table=table, numbers=np.flatnonzero(mask), json=texts))
     return read
 
 
@@ -148,6 +173,43 @@ def is_messages(kind: pa.DataType) -> bool:
     return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
 
 
+def has_unwritten(name: str, kind: pa.DataType) -> bool:
+    """Whether values of the column ``name`` may have fields that no row wrote, and that templates or tools would read.
+
+    Those of messages and of ``MORE_THAN_TEXT`` may, also within a struct.
+    """
+    if not pa.types.is_nested(kind):
+        return False
+    if name in MORE_THAN_TEXT or is_messages(kind):
+        return True
+    return bool(pa.types.is_struct(kind)) and any(has_unwritten(each.name, each.type) for each in kind)
+
+
+def as_written(name: str, kind: pa.DataType, value: Any, said: Any = UNSAID) -> Any:
+    """``value`` of a column that ``has_unwritten``, without the fields that are null because another row has them.
+
+    said: the same value as the file has it.  Parquet and arrow do not say: a struct gives every object the fields of
+    all, and nobody can tell a field that is absent from one that is null; absent is what is meant.
+    """
+    if name in MORE_THAN_TEXT or is_messages(kind):
+        return without_nulls(value) if said is UNSAID else said
+    if not isinstance(value, dict):
+        return value
+    written = dict(value)
+    for each in kind:
+        if has_unwritten(each.name, each.type):
+            inner = said if said is UNSAID else said.get(each.name)
+            written[each.name] = as_written(each.name, each.type, value[each.name], inner)
+    return written
+
+
+def without_nulls(value: Any) -> Any:
+    """``value`` without null fields, at any depth; null entries of lists stay."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
     """The messages of a row without fields that are null there, which parquet adds; or what is wrong with them."""
     if messages is None:
@@ -156,9 +218,9 @@ def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
         return "has no messages"
     cleaned = []
     for place, message in enumerate(messages):
-        if message is None or not message["role"]:
+        if message is None or not message.get("role"):
             return f"has no role in message {place}"
-        if message["content"] is None and not message.get("tool_calls"):
+        if message.get("content") is None and not message.get("tool_calls"):
             return f"has no content in message {place}"
         cleaned.append({key: value for key, value in message.items() if value is not None})
     return cleaned
@@ -214,7 +276,7 @@ def field_value(record: dict[str, Any], key: str) -> Any:
         return record[key]
     value: Any = record
     for part in key.split("."):
-        value = None if value is None else value[part]
+        value = None if value is None else value.get(part)
     return value
 
 

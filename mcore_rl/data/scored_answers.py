@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.data.chat_template import rendered
 from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.preferences import Encode, PreferenceSet, PreferredAnswers
 
@@ -62,7 +63,7 @@ def conversation_tokens(
     pad_token_id: of the model's config.json; None if it has none.
     kwargs: given to the chat template.  Raises ValueError if there is no token, and whatever the template raises.
     """
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **(kwargs or {})))
+    text = rendered(tokenizer, messages, kwargs=kwargs)
     tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     while len(tokens) > 1 and tokens[-1] == pad_token_id:
         tokens.pop()

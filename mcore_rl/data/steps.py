@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
-from mcore_rl.data.conversations import ASSISTANT, Conversation
+from mcore_rl.data.chat_template import rendered
+from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.preferences import PreferredAnswers, as_messages, row_numbers
 from mcore_rl.data.rows import (
     MESSAGES,
@@ -32,6 +33,7 @@ from mcore_rl.data.rows import (
     read_files,
 )
 from mcore_rl.data.scored_answers import END, conversation_tokens, with_end
+from mcore_rl.data.turns import ASSISTANT
 from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -225,8 +227,8 @@ def marked(
     conversation = [*prompt, {"role": ASSISTANT, "content": answer}]
     try:
         tokens = conversation_tokens(tokenizer, conversation, pad_token_id, kwargs)
-        text = str(tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs))
-        asked = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **kwargs))
+        text = rendered(tokenizer, conversation, kwargs=kwargs)
+        asked = rendered(tokenizer, prompt, opens=True, kwargs=kwargs)
     except Exception as error:  # a template is a program of the user's and may raise anything
         raise ValueError(f"the chat template refuses it: {error}. Mend the messages or the template") from error
     shared = next((at for at, (one, other) in enumerate(zip(text, asked, strict=False)) if one != other), len(asked))

@@ -1,14 +1,16 @@
 """A file of rows as a table: parquet, jsonl, jsonl.gz, or arrow as ``datasets`` save_to_disk writes it.
 
 What a file is follows from its name.  Rows of jsonl get the types that parquet would have given them: of a column, one
-for all rows.  Nothing here knows what a column is for.
+for all rows.  Such a type gives every object the fields of all; where that changes a value, the column's own JSON is
+kept beside the table, so that a row is what the file says.  Nothing here knows what a column is for.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +24,19 @@ MAX_SHOWN = 5
 BATCH = 8192  # rows of parquet
 
 
-def read_table(path: Path, name: str, problems: list[str]) -> pa.Table | None:
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of a file.
+
+    table: them, each column of one type.
+    json: columns of jsonl whose values that type changes, as the file has them: of each row, its JSON.
+    """
+
+    table: pa.Table
+    json: Mapping[str, pa.Array] = field(default_factory=dict)
+
+
+def read_table(path: Path, name: str, problems: list[str]) -> FileRows | None:
     """The rows of ``path``; what keeps it from being read is added to ``problems``.  name: of the file, in them."""
     if not path.exists():
         makers = "mcore-rl prepare makes data sets, mcore-rl generate responses"
@@ -36,7 +50,7 @@ def read_table(path: Path, name: str, problems: list[str]) -> pa.Table | None:
     else:
         kind = "arrow" if path.suffix == ".arrow" else "parquet"
         try:
-            return _arrow(path) if kind == "arrow" else _parquet(path)
+            return FileRows(_arrow(path) if kind == "arrow" else _parquet(path))
         except (OSError, pa.ArrowException) as error:
             said = str(error).partition("\n")[0]
             problems.append(f"{name}: cannot be read as {kind}: {said}. {AGAIN}")
@@ -58,7 +72,7 @@ def _arrow(path: Path) -> pa.Table:
             return pa.ipc.open_file(source).read_all()
 
 
-def _of_lines(path: Path, name: str, problems: list[str]) -> pa.Table | None:
+def _of_lines(path: Path, name: str, problems: list[str]) -> FileRows | None:
     rows, wrong = list[dict[str, Any]](), list[str]()
     try:
         for number, line in _lines(path):
@@ -79,14 +93,20 @@ def _of_lines(path: Path, name: str, problems: list[str]) -> pa.Table | None:
         problems.append(f"{name}: {'; '.join(wrong[:MAX_SHOWN])}{more}. {AGAIN}")
         return None
     names = list(dict.fromkeys(column for row in rows for column in row))
-    columns, before = dict[str, pa.Array](), len(problems)
+    columns = dict[str, pa.Array]()
+    kept = dict[str, pa.Array]()
+    before = len(problems)
     for column in names:
+        values = [row.get(column) for row in rows]
         try:
-            columns[column] = _array([row.get(column) for row in rows])
+            columns[column] = _array(values)
         except (pa.ArrowException, ValueError, OverflowError) as error:
             row, said = _first_odd(column, rows, error)
             problems.append(f"{name}:{row}: {column}: {said}. Give the column one type in all rows")
-    return pa.table(columns) if len(problems) == before else None
+            continue
+        if _changes(columns[column], values):
+            kept[column] = pa.array(map(json.dumps, values), type=pa.large_string())
+    return FileRows(pa.table(columns), kept) if len(problems) == before else None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -98,10 +118,34 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _array(values: Sequence[Any]) -> pa.Array:
-    """``values`` as a column; where every one is an object without fields, which no file can hold, all are null."""
-    array = pa.array(values)
+    """``values`` as a column; where every one is an object without fields, which no file can hold, all are null.
+
+    Objects in lists whose fields have no one type in all rows (the arguments of calls of two tools) are texts there.
+    """
+    try:
+        array = pa.array(values)
+    except (pa.ArrowException, ValueError, OverflowError):
+        array = pa.array([_flat(value) for value in values])
     empty = pa.types.is_struct(array.type) and array.type.num_fields == 0
     return pa.nulls(len(values)) if empty else array
+
+
+def _flat(value: Any) -> Any:
+    """A list of objects with their lists and objects as JSON; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    return [_flat_object(each) if isinstance(each, dict) else each for each in value]
+
+
+def _flat_object(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: json.dumps(each) if isinstance(each, (dict, list)) else each for key, each in value.items()}
+
+
+def _changes(array: pa.Array, values: Sequence[Any]) -> bool:
+    """Whether ``array``, made of ``values``, reads differently: fields that are null, numbers of another kind."""
+    if not pa.types.is_nested(array.type):
+        return False
+    return any(json.dumps(read.as_py()) != json.dumps(value) for read, value in zip(array, values, strict=True))
 
 
 def _first_odd(column: str, rows: Sequence[dict[str, Any]], error: Exception) -> tuple[int, str]:

@@ -20,10 +20,10 @@ OTHERWISE = ("qwen2",)  # model types for which AutoTokenizer takes another clas
 def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedTokenizerBase:
     """transformers' fast tokenizer of a Hugging Face directory.
 
-    trained: its model is trained; a model that only scores needs no eos and no pad token.
+    trained: its model is trained; a model that only scores needs no eos token.  Nothing is padded.
 
     Raises DataError with every violation: no such directory, no tokenizer in it, files that cannot be read, no fast
-    tokenizer, no chat template, no eos token, no pad token.  Each names the file and the remedy.
+    tokenizer, no chat template, no eos token.  Each names the file and the remedy.
     """
     directory = Path(path).expanduser()
     tokenizer = _read(directory)
@@ -31,6 +31,19 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
     if problems:
         raise DataError(f"{TITLE} {directory}", problems)
     return tokenizer
+
+
+def end_tokens(path: str | Path) -> frozenset[int]:
+    """The tokens at which an engine that serves the Hugging Face directory ``path`` stops, besides the tokenizer's eos.
+
+    They are ``eos_token_id`` of generation_config.json, or of config.json where there is no such file, as vLLM has it.
+    """
+    directory = Path(path).expanduser()
+    generation = directory / "generation_config.json"
+    values = _values(generation if generation.exists() else directory / "config.json")
+    written = values.get("eos_token_id")
+    ids = written if isinstance(written, list) else [written]
+    return frozenset(each for each in ids if isinstance(each, int))
 
 
 def vocabulary_difference(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> str | None:
@@ -95,8 +108,7 @@ def _problems(tokenizer: PreTrainedTokenizerBase, trained: bool) -> list[str]:
     if not tokenizer.chat_template:
         remedy = "Put the chat template of the model's instruct version there (chat_template.jinja)"
         problems.append(f"chat_template.jinja: there is none, and none in tokenizer_config.json. {remedy}")
-    for name, example in (("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")):
-        if trained and tokenizer.special_tokens_map.get(name) is None:
-            remedy = f'Write "{name}": "{example}", or another token of its vocabulary, into it'
-            problems.append(f"tokenizer_config.json: no {name}. {remedy}")
+    if trained and tokenizer.special_tokens_map.get("eos_token") is None:
+        remedy = 'Write "eos_token": "<|endoftext|>", or another token of its vocabulary, into it'
+        problems.append(f"tokenizer_config.json: no eos_token. {remedy}")
     return problems

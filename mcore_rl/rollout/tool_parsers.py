@@ -27,11 +27,14 @@ class ReadCalls:
 
     calls: (name, arguments as JSON) of each call.  unreadable: the text begins a call that cannot be read.
     content: what the turn says besides its calls; "" if the parser does not tell.
+    ids: of each call, as the model wrote it, "" where it writes none (of those named here, Kimi-K2 alone writes any);
+        () if none has one.
     """
 
     calls: tuple[tuple[str, str], ...]
     unreadable: bool = False
     content: str = ""
+    ids: tuple[str, ...] = ()
 
 
 class VllmCallReader:
@@ -72,10 +75,12 @@ class VllmCallReader:
         try:
             parsed = self._parser.extract_tool_calls(text, self._request)
             calls = tuple((str(each.function.name), str(each.function.arguments)) for each in parsed.tool_calls or ())
+            own = tuple(str(each.id) if each.id and str(each.id) in text else "" for each in parsed.tool_calls or ())
         except Exception:  # noqa: BLE001  whatever a parser does with a text that it does not know
             return ReadCalls(calls=(), unreadable=True)
         unreadable = not calls and any(each in text for each in self._beginnings)
-        return ReadCalls(calls=calls, unreadable=unreadable, content=str(parsed.content or ""))
+        content = str(parsed.content or "")
+        return ReadCalls(calls=calls, unreadable=unreadable, content=content, ids=own if any(own) else ())
 
 
 def _refusal(name: str, problem: str, remedy: str) -> ConfigError:

@@ -55,14 +55,14 @@ def calls_of(tool: Any, kwargs: Any = None, **settings: Any) -> EpisodeCalls:
 @awaited
 async def test_a_tool_lives_as_long_as_the_episode_that_calls_it() -> None:
     tool = Recording()
-    rows = {"tool": {"create_kwargs": {"ground_truth": "3", "absent": None}, "release_kwargs": {"a": 1}}}
+    rows = {"tool": {"create_kwargs": {"ground_truth": "3", "precision": None}, "release_kwargs": {"a": 1}}}
     calls = calls_of(tool, rows)
     assert [each.text for each in await calls.run([call(), call('{"say": "x", "reward": 0.5}')])] == ["done", "x"]
     await calls.run([call()])
     assert await calls.final_reward() == 0.25
     await calls.release()
     await calls.release()
-    assert tool.log == [("create", "e7", {"ground_truth": "3"}), ("release", "e7", {"a": 1})]
+    assert tool.log == [("create", "e7", {"ground_truth": "3", "precision": None}), ("release", "e7", {"a": 1})]
     assert (calls.num_calls, calls.num_failed) == (3, 0)
 
 

@@ -203,7 +203,7 @@ async def test_a_token_of_stop_token_ids_ends_the_turn_if_it_is_the_templates_en
     one.append([{"role": "user", "content": "more"}])
     (_, drawn, added) = one.episode().segments
     assert drawn.tokens[-1] == number and turn.raw == ("x" if is_end else f"x{end}")
-    of_template = TurnRenderer(tokenizer).closing_id
+    (of_template,) = TurnRenderer(tokenizer).ending_ids
     assert (added.tokens[0] == of_template) != is_end and of_template in (drawn.tokens[-1], added.tokens[0])
 
 

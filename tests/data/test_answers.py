@@ -9,8 +9,8 @@ import pytest
 
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.data.answers import OwnAnswers
-from mcore_rl.data.conversations import Turns
 from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.turns import Turns
 from mcore_rl.errors import DataError
 from tests.support import prompt_files
 from tests.support.prompt_files import row, write
@@ -93,12 +93,18 @@ def test_a_cut_prompt_keeps_its_answer(tmp_path: Path) -> None:
     ]
 
 
-def test_a_template_that_writes_the_prompt_otherwise_is_refused(tmp_path: Path) -> None:
-    """Where a token spans the end of the prompt and the beginning of the answer, and where the prompt changes."""
+def test_an_answer_follows_the_prompt_where_one_token_would_span_both(tmp_path: Path) -> None:
     path = write(tmp_path / "glued.parquet", [row("How many keys does Tom ha", "1", solution="ve?")])
-    glued = prompt_files.tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    said = refusal(path, glued, key="solution")
-    assert "glued.parquet:0: solution: the chat template writes the prompt in other tokens" in said
+    glued = prompt_files.tokenizer(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not add_generation_prompt %}<|end|>{% endif %}"
+    )
+    (read,) = load(path, glued, key="solution")
+    assert list(read.tokens) == glued.encode("How many keys does Tom ha")
+    assert list(read.answer) == [*glued.encode("ve?"), glued.eos_token_id]
+    assert glued.encode("Tom have?") != [*glued.encode("Tom ha"), *glued.encode("ve?")], "else it shows nothing"
+
+
+def test_a_template_that_writes_the_prompt_otherwise_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", rows("4"))
     changed = prompt_files.tokenizer(
         "{{ messages | length }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

@@ -84,13 +84,19 @@ def test_a_tokenizer_that_begins_texts_begins_no_conversation_twice(tmp_path: Pa
     assert conversations[0] == load(path)[0]
 
 
-def test_a_turn_that_no_token_ends_is_trained_to_its_last_character(tmp_path: Path) -> None:
+def test_a_turn_that_no_token_ends_is_refused_or_ends_as_asked(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [{"prompt": "1 + 1?", "response": "2"}])
-    assert trained(load(path, template=prompt_files.BARE)[0]) == ["2\n"]
+    said = str(refusal(path, template=prompt_files.BARE))
+    assert "x.parquet:0: message 1 ends with no token at which engines stop (<|end|>)" in said
+    assert "data.end_of_turn=TOKEN" in said
+    assert trained(load(path, template=prompt_files.BARE, end_of_turn="<|end|>")[0]) == ["2\n<|end|>"]
     trimming = prompt_files.tokenizer(prompt_files.BARE)  # its offsets leave out white space, as Llama 3's do
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[attr-defined]
-    conversations = ConversationSet.load([path], SftDataConfig(), trimming, max_samples=None, title=TITLE)
+    config = SftDataConfig(end_of_turn="<|end|>")
+    conversations = ConversationSet.load([path], config, trimming, max_samples=None, title=TITLE)
     assert trained(conversations[0])[0].startswith("2"), "the space before it is the template's"
+    with pytest.raises(DataError, match="is no token of the tokenizer"):
+        load(path, end_of_turn="<|no|>")
 
 
 def test_prompts_as_messages_or_text_with_responses_also_inside_of_columns(tmp_path: Path) -> None:
@@ -117,18 +123,22 @@ def test_a_template_that_rewrites_the_past_is_refused_with_the_row(tmp_path: Pat
 
 
 def test_parts_that_end_within_a_token_train_nothing_beyond_them(tmp_path: Path) -> None:
-    """The end of the turn is not in this template's part, and ' ' is no token of its own before a word."""
-    template = "<|user|>1{% generation %}2 apples {% endgeneration %}cards<|end|>"
+    """What stands behind this template's part is no end of a turn, and ' ' is no token of its own before a word."""
+    template = "<|user|>1{% generation %}2<|end|> apples {% endgeneration %}cards<|end|>"
     path = write(tmp_path / "x.parquet", [{"prompt": "1", "response": "2"}])
-    conversation = load(path, template=template)[0]
-    assert trained(conversation) == ["2 apples"]
-    assert TOKENIZER.decode(conversation.tokens) == "<|user|>12 apples cards<|end|>"
+    said = str(refusal(path, template=template))
+    assert "x.parquet:0: message 1 has text behind <|end|>, at which engines stop" in said
+    said = str(refusal(path, template=template.replace("<|end|> apples ", " apples ")))
+    assert "x.parquet:0: message 1 ends with no token at which engines stop" in said
+    conversation = load(path, template="<|user|>1{% generation %}2{% endgeneration %}<|end|>cards")[0]
+    assert trained(conversation) == ["2<|end|>"], "the end is trained where the mark leaves it out"
+    assert TOKENIZER.decode(conversation.tokens) == "<|user|>12<|end|>cards"
 
 
-def test_tags_decide_alone_and_a_token_across_their_beginning_is_not_trained(tmp_path: Path) -> None:
+def test_tags_decide_and_no_token_spans_their_beginning(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [{"prompt": "1", "response": "2"}])
     template = "<|user|>2 app{% generation %}les 3<|end|>\n{% endgeneration %}"
-    assert trained(load(path, template=template)[0]) == [" 3<|end|>\n"]
+    assert trained(load(path, template=template)[0]) == ["les 3<|end|>"], "nobody draws the newline"
 
 
 def test_a_conversation_that_begins_with_the_assistant_needs_tags(tmp_path: Path) -> None:
@@ -201,4 +211,4 @@ def test_everything_broken_is_named_at_once(tmp_path: Path) -> None:
     good = write(tmp_path / "t.parquet", [{"prompt": "1", "response": "2"}])
     refusing, untagged = "{{ raise_exception('no') }}", "{% generation %}{% endgeneration %}<|user|>1"
     assert "t.parquet:0: the chat template refuses it: no" in str(refusal(good, template=refusing))
-    assert "t.parquet:0: the chat template marks nothing of it" in str(refusal(good, template=untagged))
+    assert "t.parquet:0: nothing of it is trained" in str(refusal(good, template=untagged))

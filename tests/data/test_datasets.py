@@ -277,9 +277,9 @@ def test_rows_of_several_row_groups_are_read_as_they_were_written(
     written = published_rows("eurus2-rl", str(tmp_path / "train.parquet"))["train"]
     write_rows(written, tmp_path / "out.parquet")
     assert pq.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
-    table = read_table(tmp_path / "out.parquet", "out", [])
-    assert table is not None
-    assert [row["reward_model"] for row in table.to_pylist()] == [row["reward_model"] for row in rows]
+    read = read_table(tmp_path / "out.parquet", "out", [])
+    assert read is not None
+    assert [row["reward_model"] for row in read.table.to_pylist()] == [row["reward_model"] for row in rows]
 
 
 def test_records_of_something_else_are_named(tmp_path: Path) -> None:

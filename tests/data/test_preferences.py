@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
-from mcore_rl.data.conversations import Turns
 from mcore_rl.data.preferences import PreferenceSet, RowForm
+from mcore_rl.data.turns import Turns
 from mcore_rl.errors import DataError
 from tests.support import prompt_files
+from tests.support.chat_styles import style
 
 ASKED = {"role": "user", "content": "2 + 3?"}
 
@@ -94,6 +95,39 @@ def test_what_is_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:
     asked = {"prompt": "2" * 300, "chosen": "5", "rejected": "6"}
     left = load(tmp_path, [asked, rows[1]], max_length=64, truncation=Truncation.right)
     assert (len(left), left.num_left_out) == (1, 1)
+
+
+def test_pairs_of_the_same_tokens_are_left_out(tmp_path: Path) -> None:
+    """At once, and where the answers differ only behind the limit."""
+    sound = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    same = {"prompt": "1 + 1?", "chosen": "2", "rejected": "2"}
+    long = {"prompt": "1 + 1?", "chosen": "6" * 100, "rejected": "6" * 90 + "7"}
+    rows = load(tmp_path, [same, sound, long], max_length=64, truncation=Truncation.right)
+    told = list[str]()
+    rows.warn_of_equal(told.append)
+    kept = load(tmp_path, [sound])[0]
+    assert (len(rows), rows.num_equal) == (1, 2)
+    assert [each.tokens for each in rows[0].answers] == [each.tokens for each in kept.answers]
+    (line,) = told
+    assert "2 of 3 pairs are left out" in line and "pairs.parquet:0, pairs.parquet:2" in line
+    with pytest.raises(DataError, match=r"no row is left\. 1 have two answers that are the same tokens"):
+        load(tmp_path, [same])
+    completions = [{"prompt": "1?", "completion": "2", "label": label} for label in (True, False)]
+    assert len(load(tmp_path, completions, labels=True)) == 2, "answers of rows of their own may be equal"
+
+
+def test_answers_that_differ_in_their_calls_are_no_prompt(tmp_path: Path) -> None:
+    def calling(city: str) -> list[dict[str, Any]]:
+        called = {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+        turn = {"role": "assistant", "content": "so", "tool_calls": [called]}
+        return [ASKED, turn, {"role": "tool", "content": "7"}, said("7")]
+
+    tokenizer = style("qwen2.5")
+    path = prompt_files.write(tmp_path / "p.parquet", [{"chosen": calling("Oslo"), "rejected": calling("Rome")}])
+    encode = Turns.of(tokenizer, {}).encode
+    rows = PreferenceSet.load([path], PreferenceDataConfig(), encode, max_samples=None, title="x", form=RowForm())
+    for answer, city in zip(rows[0].answers, ("Oslo", "Rome"), strict=True):
+        assert city in tokenizer.decode([token for token, own in zip(answer.tokens, answer.mask, strict=True) if own])
 
 
 @pytest.mark.parametrize(

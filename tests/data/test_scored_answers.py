@@ -53,9 +53,9 @@ def test_padding_at_the_end_is_not_read() -> None:
 
 
 def test_what_is_cut_is_scored_at_its_last_token(tmp_path: Path) -> None:
-    whole = load(tmp_path, PAIRS)[1].answers[0].tokens
+    whole = load(tmp_path, LABELLED, LABELS)[1].answers[0].tokens
     for truncation, kept in ((Truncation.right, whole[:4]), (Truncation.left, whole[-5:-1])):
-        cut = load(tmp_path, PAIRS, max_length=4, truncation=truncation)
+        cut = load(tmp_path, LABELLED, LABELS, max_length=4, truncation=truncation)
         assert cut[1].answers[0].tokens == (*kept, END) and cut.num_truncated == 2 and cut.num_left_out == 0
 
 

@@ -87,14 +87,14 @@ def test_a_column_has_one_type(values: list[Any], row: int, tmp_path: Path) -> N
 def test_what_rows_lack_is_null(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1, "e": {}}\n\n{"b": {"c": 2}, "a": 2.5}\n{"b": {"d": "x"}, "e": {}}\n')
-    table = read_table(path, path.name, [])
-    assert table is not None
-    assert table.to_pylist() == [
+    rows = read_table(path, path.name, [])
+    assert rows is not None
+    assert rows.table.to_pylist() == [
         {"a": 1.0, "e": None, "b": None},
         {"a": 2.5, "e": None, "b": {"c": 2, "d": None}},
         {"a": None, "e": None, "b": {"c": None, "d": "x"}},
     ]
-    pq.write_table(table, tmp_path / "again.parquet")
+    pq.write_table(rows.table, tmp_path / "again.parquet")
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from mcore_rl.data.tokenizer import load_tokenizer, vocabulary_difference
+from mcore_rl.data.tokenizer import end_tokens, load_tokenizer, vocabulary_difference
 from mcore_rl.errors import DataError
 from mcore_rl.families.registry import FAMILIES
 from tests.support import prompt_files
@@ -62,14 +63,33 @@ def test_the_tokenizer_of_a_tiny_model_takes_no_seconds_of_imports(tmp_path: Pat
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
-    said = refusal(directory_without(tmp_path, "pad_token", "eos_token", template=False))
-    assert said.startswith(f"tokenizer {tmp_path}: 3 problems:")
+    said = refusal(directory_without(tmp_path, "eos_token", template=False))
+    assert said.startswith(f"tokenizer {tmp_path}: 2 problems:")
     assert "chat_template.jinja: there is none" in said and "Put the chat template" in said
     assert "tokenizer_config.json: no eos_token. Write" in said
-    assert "tokenizer_config.json: no pad_token. Write" in said
 
 
-@pytest.mark.parametrize(("key", "template"), [("pad_token", True), ("eos_token", True), ("", False)])
+def test_a_tokenizer_as_llama_3_has_it_needs_no_pad_token(tmp_path: Path) -> None:
+    assert load_tokenizer(directory_without(tmp_path, "pad_token")).pad_token is None
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": {"eos_token_id": [3, 5]}, "config.json": {"eos_token_id": 7}}, {3, 5}),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, set()),
+        ({"config.json": {"eos_token_id": 7}}, {7}),
+        ({"config.json": {"eos_token_id": None}}, set()),
+        ({}, set()),
+    ],
+)
+def test_tokens_at_which_an_engine_stops(tmp_path: Path, files: dict[str, Any], ends: set[int]) -> None:
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    assert end_tokens(tmp_path) == ends
+
+
+@pytest.mark.parametrize(("key", "template"), [("eos_token", True), ("", False)])
 def test_each_is_missed_by_itself(tmp_path: Path, key: str, template: bool) -> None:
     said = refusal(directory_without(tmp_path, key, template=template))
     assert "1 problem:" in said and (f"no {key}" if key else "chat_template.jinja") in said

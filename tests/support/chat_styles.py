@@ -77,6 +77,11 @@ QWEN3 = """
         {%- else %}
             {{- '<|im_start|>assistant\\n' + content }}
         {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if call.function.arguments is string %}{{- call.function.arguments }}
+            {%- else %}{{- call.function.arguments | tojson }}{%- endif %}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
@@ -99,7 +104,11 @@ LLAMA3 = """
     {%- else %}
         {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
         {%- if loop.index0 == 0 and tools %}{%- for tool in tools %}{{- (tool | tojson) + '\\n\\n' }}{%- endfor %}{%- endif %}
-        {{- message.content | trim + '<|eot_id|>' }}
+        {{- message.content | trim }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '{"name": "' + call.function.name + '", "parameters": ' }}{{- call.function.arguments | tojson }}{{- '}' }}
+        {%- endfor %}
+        {{- '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
@@ -137,7 +146,7 @@ MISTRAL = """
 {%- endfor %}
 """
 
-# Several results stand in one frame, and after them the model goes on without a new opening; reasoning is dropped.
+# Arguments of calls are texts.  Several results stand in one frame, and after them the model goes on without a new opening; reasoning is dropped.
 DEEPSEEK = """
 {{- bos_token }}
 {%- set ns = namespace(is_tool=false, is_first=true) %}
@@ -149,7 +158,12 @@ DEEPSEEK = """
         {%- set content = message.content.split('</think>')[-1] %}
         {%- if ns.is_tool %}{{- '<｜tool▁outputs▁end｜>' }}{%- set ns.is_tool = false %}
         {%- else %}{{- '<｜Assistant｜>' }}{%- endif %}
-        {{- content + '<｜end▁of▁sentence｜>' }}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name }}
+            {{- '\\n```json\\n' + call.function.arguments + '\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜end▁of▁sentence｜>' }}
     {%- elif message.role == 'tool' %}
         {{- '<｜tool▁output▁begin｜>' if ns.is_tool else '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>' }}
         {%- set ns.is_tool = true %}
@@ -190,8 +204,65 @@ HARMONY = """
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
 
+# As GLM-4.5's: nothing ends a turn, the next role's token opens what follows; arguments one by one.
+GLM = """
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\\n# Tools' }}{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ('user', 'system') %}{{- '<|' + message.role + '|>\\n' + message.content }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>' }}
+        {%- if message.content %}{{- '\\n' + message.content.strip() }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) }}
+                {{- '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
 
-def _byte_level() -> Tokenizer:
+# As Phi-3's: a token ends each turn, and another one the conversation; no tools.
+PHI3 = """
+{%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}
+"""
+
+# As Kimi-K2's: a result names the call that it is of, by the id that the model wrote.
+KIMI = """
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_assistant|>assistant<|im_middle|>' }}{%- if message.content %}{{- message.content }}{%- endif %}
+        {%- if message.tool_calls %}
+            {{- '<|tool_calls_section_begin|>' }}
+            {%- for call in message.tool_calls %}
+                {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+                {%- if call.function.arguments is string %}{{- call.function.arguments }}
+                {%- else %}{{- call.function.arguments | tojson }}{%- endif %}{{- '<|tool_call_end|>' }}
+            {%- endfor %}
+            {{- '<|tool_calls_section_end|>' }}
+        {%- endif %}
+        {{- '<|im_end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_system|>' + (message.name or 'tool') + '<|im_middle|>## Return of ' + message.tool_call_id + '\\n' }}
+        {{- message.content + '<|im_end|>' }}
+    {%- else %}
+        {{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
+"""
+
+
+def _byte_level(*more: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     split = pre_tokenizers.Split(words, behavior="isolated")
@@ -201,7 +272,8 @@ def _byte_level() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        TEXTS * 3, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        [*TEXTS, *more] * 3,
+        trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
     )
     return tokenizer
 
@@ -253,6 +325,14 @@ LLAMA3_TOKENS = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|start_heade
                  "<|python_tag|>"]  # fmt: skip
 MISTRAL_TOKENS = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]",
                   "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]  # fmt: skip
+GLM_TOKENS = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+              *map(_plain, ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+                            "</tool_response>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))]  # fmt: skip
+PHI3_TOKENS = [AddedToken(each, special=True, normalized=False, rstrip=True)
+               for each in ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")]  # fmt: skip
+KIMI_TOKENS = ["[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>",
+               *map(_plain, ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+                             "<|tool_call_argument_begin|>", "<|tool_call_end|>"))]  # fmt: skip
 HARMONY_TOKENS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"]
 STRIPPING = [
     AddedToken(each, special=True, normalized=False, rstrip=True)
@@ -291,4 +371,17 @@ def style(name: str) -> Any:
             return _wrapped(_sentence_piece("never"), GEMMA, "<bos>", "<end_of_turn>", turns)
         case "harmony":
             return _wrapped(_byte_level(), HARMONY, None, "<|return|>", HARMONY_TOKENS)
+        case "glm":
+            return _wrapped(_byte_level(), GLM, None, "<|endoftext|>", GLM_TOKENS)
+        case "phi3":
+            return _wrapped(_byte_level(), PHI3, None, "<|endoftext|>", PHI3_TOKENS)
+        case "kimi":
+            return _wrapped(_byte_level(), KIMI, None, "<|im_end|>", KIMI_TOKENS)
     raise KeyError(name)
+
+
+def joining(name: str) -> Any:
+    """``style(name)``, qwen2.5 or llama3, with tokens of several line ends, as the families' own tokenizers have them."""
+    plain = style(name)
+    control = [each for _, each in sorted(plain.added_tokens_decoder.items())]
+    return _wrapped(_byte_level("\n\n\n\n", " \n\n"), plain.chat_template, plain.bos_token, plain.eos_token, control)

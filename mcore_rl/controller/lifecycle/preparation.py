@@ -49,11 +49,11 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
 from mcore_rl.data.answers import OwnAnswers
-from mcore_rl.data.conversations import Turns
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.rows import named
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer import end_tokens, load_tokenizer
+from mcore_rl.data.turns import Turns
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -301,7 +301,8 @@ def _prompts(
         files, title, answers = data.train_files, "data.train_files", None
         limit = data.train_max_samples
         if needs_answers(config) and data.answer_key is not None:
-            turns = Turns.of(tokenizer, data.chat_template_kwargs)
+            ends = {*end_tokens(config.model_directory), *config.rollout.stop_token_ids}
+            turns = Turns.of(tokenizer, data.chat_template_kwargs, ends=ends)
             answers = OwnAnswers(turns, data.answer_key, data.prompt_key)
         train = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents, answers=answers)
     if data.val_files:

@@ -18,12 +18,15 @@ from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, r
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.prefer import ACTOR, REFERENCE, PreferConfig
 from mcore_rl.config.preference import PreferenceConfig
+from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.programs.sft import batch_of, result_metrics
 from mcore_rl.controller.step import updates
-from mcore_rl.data.conversations import Conversation, Turns
+from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers, RowForm
+from mcore_rl.data.tokenizer import end_tokens
+from mcore_rl.data.turns import Turns
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.types import SequenceScores, TrainBatch
 
@@ -78,12 +81,10 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
     async def divergence(self, rows: Sequence[PreferredAnswers]) -> float:
         """KTO's estimate of ``KL(policy || reference)``, nats, not below 0 (arXiv:2402.01306, section 4.1).
 
-        The mean log-ratio of answers that are not the prompt's own: each prompt is given the answer of the next.
+        The mean log-ratio of answers that are not the prompt's own: see ``mismatched``.
         """
-        answers = [answer for row in rows for answer in row.answers]
-        shifted = [*answers[1:], answers[0]]
         limit = self.config.data.max_length
-        mixed = [with_answer_of(own, other, limit) for own, other in zip(answers, shifted, strict=True)]
+        mixed = [with_answer_of(own, other, limit) for own, other in mismatched(rows)]
         responses = await self.scored(batch_of(mixed))
         assert responses.ref_logprobs_R is not None, "kto has a reference"
         return max(0.0, float((responses.logprobs_R - responses.ref_logprobs_R).mean()))
@@ -92,10 +93,13 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
 def loader(config: PreferConfig, tokenizer: PreTrainedTokenizerBase) -> Load[PreferenceSet]:
     """Reads rows of preferences."""
     data, form = config.data, RowForm(labels=not config.actor.preference.row.pairs)
-    encode = Turns.of(tokenizer, data.chat_template_kwargs).encode
+    ends = end_tokens(config.model_directory)
+    encode = Turns.of(tokenizer, data.chat_template_kwargs, ends=ends, end_of_turn=data.end_of_turn).encode
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> PreferenceSet:
-        return PreferenceSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
+        rows = PreferenceSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
+        rows.warn_of_equal(warn)
+        return rows
 
     return load
 
@@ -135,6 +139,18 @@ def preference_batch(rows: Sequence[PreferredAnswers]) -> TrainBatch:
             LABEL: torch.tensor([float(label != 0) for label in labels]),  # desirable or not,
         },
     )
+
+
+def mismatched(rows: Sequence[PreferredAnswers]) -> list[tuple[Conversation, Conversation]]:
+    """(an answer, one of the next row of another prompt) of every answer; of the next row where all have one prompt."""
+    prompts = [row.answers[0].tokens[: row.answers[0].mask.index(True)] for row in rows]
+    pairs = []
+    for number, row in enumerate(rows):
+        behind = [(number + step) % len(rows) for step in range(1, len(rows) + 1)]
+        chosen = next((each for each in behind if prompts[each] != prompts[number]), behind[0])
+        others = rows[chosen].answers
+        pairs += [(own, others[place % len(others)]) for place, own in enumerate(row.answers)]
+    return pairs
 
 
 def with_answer_of(own: Conversation, other: Conversation, limit: int) -> Conversation:

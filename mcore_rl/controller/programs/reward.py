@@ -25,6 +25,7 @@ from mcore_rl.algorithms.reward_loss import (
 )
 from mcore_rl.config.reward_loss import RewardLossConfig
 from mcore_rl.config.reward_training import ACTOR, RewardTrainingConfig
+from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.programs.sft import batch_of, result_metrics
 from mcore_rl.controller.step import updates
@@ -75,7 +76,9 @@ def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ScoredSet | StepSet:
         if data.step_labels_key is not None:
             return StepSet.load(files, data, tokenizer, pad_token_id=pad_token_id, max_samples=max_samples, title=title)
-        return ScoredSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
+        rows = ScoredSet.load(files, data, encode, max_samples=max_samples, title=title, form=form)
+        rows.warn_of_equal(warn)
+        return rows
 
     return load
 

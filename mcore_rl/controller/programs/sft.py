@@ -13,6 +13,7 @@ from mcore_rl.config.sft import ACTOR, SftConfig
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.step import updates
 from mcore_rl.data.conversations import Conversation, ConversationSet
+from mcore_rl.data.tokenizer import end_tokens
 from mcore_rl.types import StepResult, TrainBatch
 
 SCORED_AT_ONCE = 1024  # validation conversations
@@ -38,8 +39,10 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
 def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ConversationSet]:
     """Reads files as conversations."""
 
+    ends = end_tokens(config.model_directory)
+
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ConversationSet:
-        return ConversationSet.load(files, config.data, tokenizer, max_samples=max_samples, title=title)
+        return ConversationSet.load(files, config.data, tokenizer, max_samples=max_samples, title=title, ends=ends)
 
     return load
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.config.data import Truncation
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.reward_model import RewardModelConfig, RewardTransform
+from mcore_rl.data.chat_template import rendered
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.scored_answers import conversation_tokens
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -54,8 +55,7 @@ class Encoder:
 
     def text(self, conversation: Messages) -> str:
         """``conversation`` in the chat template.  Raises whatever the template raises."""
-        said = [dict(message) for message in conversation]
-        return str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False))
+        return rendered(self.tokenizer, conversation)
 
     def tokens(self, conversation: Messages) -> list[int]:
         """The tokens of ``text``, without padding at the end, since transformers reads the score before the padding.

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config.compose import compose
 from mcore_rl.config.prefer import PreferConfig
-from mcore_rl.controller.programs.prefer import PREFER, with_answer_of
+from mcore_rl.controller.programs.prefer import PREFER, mismatched, with_answer_of
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.conversations import Conversation
+from mcore_rl.data.preferences import PreferredAnswers
 from mcore_rl.errors import ConfigError, McoreRLError
 from tests.support import prompt_files
 from tests.support.run_task import nothing_left, write_task
@@ -220,6 +221,28 @@ def test_orpo_needs_no_reference(task: Path, tmp_path: Path, fast_ray: None) -> 
         losses.append(float(-means[0] - BETA * logsigmoid(odds[0] - odds[1])) * row["weight"])
     assert seen.metrics[1]["prefer/loss"] == pytest.approx(sum(losses) / BATCH, rel=TOLERANCE)
     assert not any("reference" in key for key in seen.metrics[1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [
+        ([[1], [2], [3]], [1, 2, 0]),
+        ([[1], [1], [2]], [2, 2, 0]),  # the next row is of the same prompt
+        ([[1], [1]], [1, 0]),
+        ([[1]], [0]),
+    ],
+)
+def test_mismatched_answers_are_of_another_prompt(prompts: list[list[int]], others: list[int]) -> None:
+    """Of each pair both answers are, not the second alone."""
+    mask = (False, True)
+    rows = [
+        PreferredAnswers(tuple(Conversation("", (*prompt, 10 * n + m), mask) for m in (1, 2)), (1, 0), 0.0, 1.0)
+        for n, prompt in enumerate(prompts)
+    ]
+    told = [(own.tokens, other.tokens) for own, other in mismatched(rows)]
+    assert told == [
+        (rows[n].answers[m].tokens, rows[other].answers[m].tokens) for n, other in enumerate(others) for m in (0, 1)
+    ]
 
 
 def test_a_prompt_takes_the_answer_of_another_row() -> None:
