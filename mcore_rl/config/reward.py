@@ -161,11 +161,14 @@ class RewardConfig:
 
     num_workers: grading processes; None is one per core, at most 16.  timeout_s: limit for one response.
     error_score: the score of a response whose grader raised, hung or gave no number.
+    answer_after: the text that ends a thought, such as ``</think>``: built-in graders see what follows its last place,
+    and nothing of a response without it; None: they see all, an answer in an unfinished thought too.
     """
 
     num_workers: Annotated[int, Interval("[1, 65536]")] | None = None
     timeout_s: Seconds = 30.0
     error_score: float = 0.0
+    answer_after: str | None = None
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
     math: MathConfig = field(default_factory=MathConfig)
     xml: XmlConfig = field(default_factory=XmlConfig)
