@@ -34,7 +34,8 @@ OF_EVERY_ROTATION = ("rope_theta", "partial_rotary_factor")
 class ConfigChanges:
     """overrides: field -> its value instead of the file's; one with fields of its own is ``merged`` with the file's.
 
-    ignored: fields that are read as if the file lacked them.  override_key, ignore_key: how the user writes both, for messages.
+    ignored: fields that are read as if the file lacked them.
+    override_key, ignore_key: how the user writes both, for messages.
     """
 
     overrides: Mapping[str, Any] = field(default_factory=dict)

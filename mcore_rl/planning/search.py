@@ -218,7 +218,9 @@ def _run_options(
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows if not role.trains]
-    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run))
+    room = serving(
+        model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run, model)
+    )
     ours = [
         (_training_s(run, each.roles, rates), each)
         for each in trainings(
@@ -288,7 +290,11 @@ def _rollouts(
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
                 room = serving(
-                    model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run)
+                    model,
+                    config,
+                    device_bytes=device_bytes,
+                    processes=ProcessMemory.of(cluster),
+                    lora=engine_lora(run, model),
                 )
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1

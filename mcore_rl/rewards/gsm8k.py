@@ -2,7 +2,7 @@
 
 strict: the answer is the number that follows the last ``####``, on its line or on the next.  flexible: it is the last
 number of the response.  Both compare by value, without commas, dollar signs, Markdown's marks and a final period:
-1,000.0 is 1000.  A number that goes on is no answer: of ``18/7``, ``18e3``, ``18 99999`` and ``18 million``, none is 18.
+1,000.0 is 1000.  A number that goes on is no answer: of ``18/7``, ``18e3``, ``18 99999`` and ``18 million`` none is 18.
 """
 
 from __future__ import annotations

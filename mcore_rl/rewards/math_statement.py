@@ -46,10 +46,10 @@ _REASON = re.compile(
 )
 _NOT = r"\b(?:(?:is|are|can|could)n['\u2019]t|(?:is|are|be) not|cannot be)\b"
 _DENIED = re.compile(  # the answer is not 5; 5 is not the answer
-    rf"[^.!?\n]*{_NOT} (?:the|an?|our) (?:\w+ )?answer\b[^.!?\n]*"
-    rf"|\b{_SUBJECT}[^.:=\n\ue000]{{0,80}}?{_NOT}[^.!?\n]*",
+    rf"{_NOT} (?:the|an?|our) (?:\w+ )?answer\b|\b{_SUBJECT}[^.:=\n\ue000]{{0,80}}?{_NOT}",
     re.IGNORECASE,
 )
+_SENTENCES = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
 _BOUND = re.compile(r"(?:at (?:least|most)|(?:more|less|fewer|greater) than|between|over|under|up to|above|below)\b")
 _SUM = re.compile(r"(?!.*(?<![A-Za-z\\])[A-Za-z].*=)(?=.*\d\s*=).*=\s*", re.DOTALL)  # 5 + 3 = 8 says 8
 # What a sentence says about an answer instead of one.
@@ -70,7 +70,7 @@ def stated(response: str) -> str | None:
     text = _FORMULA.sub(hold, re.sub("[\ue000\ue001]", "", response[-TAIL:]))
     text = _BLOCKS.sub("\n", _LABELS.sub("\nAnswer: ", _TAGS.sub("", text)))
     text = _SLANTED.sub(lambda match: match[1] or match[2], _MARKS.sub("", text))
-    text = _DENIED.sub("", text)
+    text = "".join(sentence for sentence in _SENTENCES.split(text) if not _DENIED.search(sentence))
 
     def put_back(part: str, form: Callable[[str], str] = str) -> str:
         return _HELD.sub(lambda match: form(formulas[int(match[1])]), part)
