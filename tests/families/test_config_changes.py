@@ -149,7 +149,7 @@ def test_fields_of_a_field_that_are_not_named_keep_their_values(
     made = changes(rope_parameters=changed)
     assert made.apply(config)["rope_parameters"] == expected
     _, model = model_of(made.apply(config))
-    assert model.rope.theta == expected["rope_theta"]
+    assert model.rotary_base == expected["rope_theta"]
     assert json.dumps(written) in made.describe(config) and str(expected["rope_theta"]) in made.describe(config)
 
 
