@@ -276,6 +276,7 @@ def _rollouts(
         MEAN_RESPONSE_SHARE * run.data.max_response_length,
     )
     prompts = run.data.gen_batch_size or run.data.train_batch_size
+    lora = engine_lora(run, model)
     for tp in divisors(world):
         dp = world // tp
         for ep in sorted({1, tp, world}):
@@ -289,13 +290,7 @@ def _rollouts(
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
-                room = serving(
-                    model,
-                    config,
-                    device_bytes=device_bytes,
-                    processes=ProcessMemory.of(cluster),
-                    lora=engine_lora(run, model),
-                )
+                room = serving(model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=lora)
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue
