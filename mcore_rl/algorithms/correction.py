@@ -94,13 +94,15 @@ def correct(
     """Weights, with ``weighs``, and mask from the trainer's (old) and the sampler's (rollout) log-probs.
 
     Estimate advantages with the given mask, and train with the returned one, so that a response whose last token is
-    masked here keeps its score.  Bounds are inclusive; a ratio that is NaN is outside.
+    masked here keeps its score.  Bounds are inclusive; a ratio that is NaN is outside, and has the weight 0 in every
+    mode.  Equal log-probs have the ratio 1, both -inf too.
 
     The sequences may be any of a step, since none depends on another; therefore the weights are not yet divided by
     ``mean_weight``.
     """
     counts_S = sequence_counts(trained.mask_T, lengths_S)
-    log_ratio_M = trained.gather(old_logprobs_T).double() - trained.gather(rollout_logprobs_T).double()
+    old_M, rollout_M = (trained.gather(logprobs_T).double() for logprobs_T in (old_logprobs_T, rollout_logprobs_T))
+    log_ratio_M = torch.where(old_M == rollout_M, 0, old_M - rollout_M)
     weights_M, outside_M, of_units = _weights(log_ratio_M, counts_S, config if weighs else MEASURE)
     rejected_M = _rejected(log_ratio_M, counts_S, config)
     leaves_M = rejected_M | outside_M if config.mode is CorrectionMode.mask else rejected_M
@@ -125,9 +127,10 @@ def _weights(
     if of_responses is not None:
         units_S, log_ratio_U = present_S.long(), of_responses(log_ratio_M, counts_S)[present_S]
     ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    inside_U = torch.ones_like(ratio_U, dtype=torch.bool)
+    inside_U = ~ratio_U.isnan()
     if config.mode is not CorrectionMode.truncate:
         inside_U = (config.lower <= ratio_U) & (ratio_U <= config.upper)
+    ratio_U = ratio_U.nan_to_num(0)
     weight_U = ratio_U.masked_fill(~inside_U, 0).clamp(max=config.upper)
     weighed_U = inside_U.double() if config.mode is CorrectionMode.mask else torch.ones_like(ratio_U)
     of_units = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.peft import open_adapters
+from mcore_rl.checkpoints.peft import CONFIG, lora_of, open_adapters, read_adapter_config
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.adapter_table import PEFT
@@ -95,6 +95,26 @@ def _name(weight: str, which: str) -> str:
 
 
 def read_adapters(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory that PEFT saved."""
+    """All tensors of a directory that PEFT saved.
+
+    Raises CheckpointError where they are not of the rank ``r`` of its adapter_config.json, whose scale would be wrong.
+    """
+    rank = lora_of(read_adapter_config(directory)).rank
     with open_adapters(directory) as checkpoint:
+        of_rank = {name: _rank(name, checkpoint.tensors[name].shape) for name in checkpoint.tensors}
+        wrong = {name: found for name, found in of_rank.items() if found not in (None, rank)}
+        if wrong:
+            name, found = next(iter(wrong.items()))
+            problem = (
+                f"{len(wrong)} of {len(of_rank)} tensors, the first {name}, have the rank {found}, and {CONFIG} says"
+            )
+            problem += f" r={rank}: their scale would be wrong. Write the r and lora_alpha that they were trained with"
+            raise CheckpointError(str(directory), [problem])
         return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def _rank(name: str, shape: Sequence[int]) -> int | None:
+    """The rank of the adapter of which ``name`` is one half; None if it is no half."""
+    if name.endswith(".lora_A.weight"):
+        return shape[0]
+    return shape[1] if name.endswith(".lora_B.weight") else None

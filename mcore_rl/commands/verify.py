@@ -47,6 +47,8 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
 from mcore_rl.planning.recipes import run_config_json
+from mcore_rl.weights.rollout_adapters import published_form
+from mcore_rl.weights.table import Table
 
 if TYPE_CHECKING:
     from mcore_rl.proofs.verify import ProofReport
@@ -124,7 +126,8 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     config = changes_asked(arguments).apply(run_config_json(run))
     form = run.rollout.lora if isinstance(run, RunConfig) else PublishedLora.merged
-    lora = form if run.actor.lora.rank else None
+    family, model = model_of(config)
+    lora = published_form(run.actor.lora, form, Table(family, model)) if run.actor.lora.rank else None
     return Asked(config, run.actor.parallel, run.trainer.world_size, rollout, lora)
 
 

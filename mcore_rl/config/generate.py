@@ -121,7 +121,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
 
 
 def _lora_violations(config: GenerateConfig) -> Iterator[Violation]:
-    if config.rollout.lora is not PublishedLora.merged:
+    if config.rollout.lora is PublishedLora.adapter:
         remedy = "Leave it out; mcore-rl convert merge makes a model of one and its adapters"
         yield Violation("rollout.lora", config.rollout.lora.value, "nothing trains adapters here", remedy)
 

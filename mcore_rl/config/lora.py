@@ -26,10 +26,12 @@ class AdapterInit(Enum):
 class PublishedLora(Enum):
     """What the rollout engines hold of a model with adapters.
 
+    ``auto``: ``adapter`` where vLLM applies the adapters, else ``merged``.
     ``merged``: weights ``W + scale * B A``, rounded to the engines' dtype: an update sends the whole model.
     ``adapter``: the base, which is sent once, and the adapters, which vLLM applies itself: an update sends these alone.
     """
 
+    auto = "auto"
     merged = "merged"
     adapter = "adapter"
 

@@ -99,18 +99,26 @@ class CodeConfig:
     allow_inside_judging: bool = False
 
 
+PUBLISHED_SHARE = 5  # 20,480 / 4,096 (arXiv:2503.14476, section 4.1)
+
+
 @dataclass(kw_only=True)
 class OverlongConfig:
     """Soft overlong punishment (arXiv:2503.14476, eq. 13) in the last ``length`` tokens before the limit.
 
     enable: whether long responses are punished.
-    length: tokens before the limit in which the punishment grows, from 0 to ``penalty_factor``.
+    length: tokens before the limit in which the punishment grows, from 0 to ``penalty_factor``; None is a fifth of the
+    limit, as in the paper: 4,096 of 20,480.
     penalty_factor: the score that a response at the limit loses.
     """
 
     enable: bool = False
-    length: PositiveInt = 256
+    length: PositiveInt | None = None
     penalty_factor: NonNegativeFloat = 1.0
+
+    def tokens(self, limit: int) -> int:
+        """The tokens before ``limit`` in which the punishment grows."""
+        return max(1, limit // PUBLISHED_SHARE) if self.length is None else self.length
 
 
 class Completions(Enum):
@@ -161,11 +169,14 @@ class RewardConfig:
 
     num_workers: grading processes; None is one per core, at most 16.  timeout_s: limit for one response.
     error_score: the score of a response whose grader raised, hung or gave no number.
+    answer_after: the text that ends a thought, such as ``</think>``: built-in graders see what follows its last place,
+    and nothing of a response without it; None: they see all, an answer in an unfinished thought too.
     """
 
     num_workers: Annotated[int, Interval("[1, 65536]")] | None = None
     timeout_s: Seconds = 30.0
     error_score: float = 0.0
+    answer_after: str | None = None
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
     math: MathConfig = field(default_factory=MathConfig)
     xml: XmlConfig = field(default_factory=XmlConfig)

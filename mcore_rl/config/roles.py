@@ -163,7 +163,7 @@ class ActorConfig(TrainedConfig):
     clip_ratio: NonNegativeFloat = 0.2
     clip_ratio_low: NonNegativeFloat | None = None
     clip_ratio_high: NonNegativeFloat | None = None
-    clip_ratio_c: Annotated[float, Interval("(1, inf)")] | None = 3.0
+    clip_ratio_c: Annotated[float, Interval("(1, inf)")] | None = None
     tau_pos: PositiveFloat = 1.0
     tau_neg: PositiveFloat = 1.05
     clip_cov_ratio: PositiveShare = 0.0002

@@ -204,7 +204,7 @@ class RolloutConfig(ServingConfig):
     return_routed_experts: bool = False
     partial: bool = False
     over_sampling: PositiveFloat = 0.5
-    lora: PublishedLora = PublishedLora.merged
+    lora: PublishedLora = PublishedLora.auto
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 

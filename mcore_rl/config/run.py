@@ -205,7 +205,7 @@ def _gen_batch_violations(run: RunConfig) -> list[Violation]:
 
 def _length_violations(run: RunConfig) -> Iterator[Violation]:
     overlong, longest = run.reward.overlong, run.data.max_response_length
-    if overlong.enable and overlong.length >= longest:
+    if overlong.enable and overlong.length is not None and overlong.length >= longest:
         problem = f"punishes every response, since data.max_response_length={longest}"
         remedy = f"Write {max(1, longest // 4)}, say"
         yield Violation("reward.overlong.length", overlong.length, problem, remedy)

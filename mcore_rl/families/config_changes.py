@@ -27,12 +27,14 @@ from mcore_rl.tracking.atomic import replaced
 
 # Fields that say which model and which weights there are.
 IDENTITY = ("architectures", "model_type", "quantization_config")
+OF_EVERY_ROTATION = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigChanges:
-    """overrides: field -> its value instead of the file's.  ignored: fields that are read as if the file lacked them.
+    """overrides: field -> its value instead of the file's; one with fields of its own is ``merged`` with the file's.
 
+    ignored: fields that are read as if the file lacked them.
     override_key, ignore_key: how the user writes both, for messages.
     """
 
@@ -54,7 +56,8 @@ class ConfigChanges:
 
         Raises ConfigError with every change that nobody would read, and those that would make it another model.
         """
-        changed = {name: value for name, value in config.items() if name not in self.ignored} | dict(self.overrides)
+        changed = {name: value for name, value in config.items() if name not in self.ignored}
+        changed |= {name: merged(config.get(name), value) for name, value in self.overrides.items()}
         if self:
             family = family_of(config)
             refuse_if_any([*self._wrong_ignored(config, family), *self._wrong_overrides(config, changed, family)])
@@ -83,7 +86,10 @@ class ConfigChanges:
 
     def describe(self, config: Mapping[str, Any]) -> str:
         """One line on what is changed of ``config``, the file's content."""
-        changed = [f"{name} {_json(config.get(name))} -> {_json(value)}" for name, value in self.overrides.items()]
+        changed = [
+            f"{name} {_json(old := config.get(name))} -> {_json(merged(old, value))}"
+            for name, value in self.overrides.items()
+        ]
         return ", ".join([*changed, *(f"{name} {_json(config.get(name))} is left out" for name in self.ignored)])
 
     def _wrong_ignored(self, config: Mapping[str, Any], family: Family) -> Iterator[Violation]:
@@ -116,6 +122,20 @@ class ConfigChanges:
             else:
                 continue
             yield Violation(f"{self.override_key}.{name}", _json(value), problem, remedy)
+
+
+def merged(old: Any, new: Any) -> Any:
+    """``new``, with those fields of ``old`` that it does not name, where both are mappings.
+
+    A rotation of another ``rope_type`` keeps only what rotations of every type have: transformers 5 writes rope_theta
+    among their fields, and it would else become its default.
+    """
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    kind = new.get("rope_type", new.get("type"))
+    other_kind = kind is not None and kind != old.get("rope_type", old.get("type"))
+    kept = {name: value for name, value in old.items() if not other_kind or name in OF_EVERY_ROTATION}
+    return kept | {name: merged(old.get(name), value) for name, value in new.items()}
 
 
 def _taken(config: Mapping[str, Any], family: Family) -> frozenset[str]:

@@ -242,7 +242,7 @@ def engine_costs_of(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, 
     """The costs of an engine of ``run``, or of one replica of an engine whose experts span them."""
     device_bytes = int(cluster.gpu_memory_gib * GIB)
     room = serving(
-        model, run.rollout, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run)
+        model, run.rollout, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run, model)
     )
     rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.rollout.dtype)
     prompt = MEAN_PROMPT_SHARE * run.data.max_prompt_length

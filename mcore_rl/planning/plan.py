@@ -74,7 +74,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     processes = ProcessMemory.of(cluster)
     room = serving(
         model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None,
-        lora=engine_lora(run),
+        lora=engine_lora(run, model),
     )  # fmt: skip
     engines = run.rollout.layout.world_size
     scorers = sum(each.layout.world_size for each in run.scorers.values())

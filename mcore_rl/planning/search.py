@@ -218,7 +218,9 @@ def _run_options(
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows if not role.trains]
-    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run))
+    room = serving(
+        model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run, model)
+    )
     ours = [
         (_training_s(run, each.roles, rates), each)
         for each in trainings(
@@ -274,6 +276,7 @@ def _rollouts(
         MEAN_RESPONSE_SHARE * run.data.max_response_length,
     )
     prompts = run.data.gen_batch_size or run.data.train_batch_size
+    lora = engine_lora(run, model)
     for tp in divisors(world):
         dp = world // tp
         for ep in sorted({1, tp, world}):
@@ -287,9 +290,7 @@ def _rollouts(
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
-                room = serving(
-                    model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run)
-                )
+                room = serving(model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=lora)
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue

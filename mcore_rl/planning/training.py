@@ -21,7 +21,9 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.distillation import product_bytes
-from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States
+from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States, family_for
+from mcore_rl.weights.rollout_adapters import published_form
+from mcore_rl.weights.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +66,11 @@ def lora_of(engine: EngineConfig) -> LoraConfig | None:
     return engine.lora if isinstance(engine, AdaptedConfig) and engine.lora.rank else None
 
 
-def engine_lora(run: RunConfig) -> LoraConfig | None:
-    """The adapters that the rollout engines of ``run`` apply; None: they hold whole weights."""
-    return run.actor.lora if run.actor.lora.rank and run.rollout.lora is PublishedLora.adapter else None
+def engine_lora(run: RunConfig, model: ModelConfig) -> LoraConfig | None:
+    """The adapters of the policy ``model`` that the rollout engines of ``run`` apply; None: they hold whole weights."""
+    lora = run.actor.lora
+    form = published_form(lora, run.rollout.lora, Table(family_for(model), model))
+    return lora if lora.rank and form is PublishedLora.adapter else None
 
 
 class RolePlan:

@@ -1,8 +1,8 @@
 """Word problems with ``#### number`` solutions (GSM8K, arXiv:2110.14168).
 
 strict: the answer is the number that follows the last ``####``, on its line or on the next.  flexible: it is the last
-number of the response.  Both compare by value, without commas, dollar signs, bold type and a final period: 1,000.0 is
-1000.  A number that goes on is no answer: of ``18/7``, ``18e3``, ``18 99999`` and ``18 million``, none is 18.
+number of the response.  Both compare by value, without commas, dollar signs, Markdown's marks and a final period:
+1,000.0 is 1000.  A number that goes on is no answer: of ``18/7``, ``18e3``, ``18 99999`` and ``18 million`` none is 18.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mcore_rl.config.reward import AnswerMethod, RewardConfig
 from mcore_rl.rewards.numbers import GOES_ON, NUMBER, as_number, last_number, number_value, plain
 from mcore_rl.rewards.score import RewardRequest, Score
 
-_MARKED = re.compile(rf"####[ \t]*+\n?[ \t]*+(?:\*\*)?+[ \t]*+\+?+({NUMBER})({GOES_ON})?+")
+_MARKED = re.compile(rf"####[ \t]*+\n?[ \t]*+[*_`]{{0,3}}+[ \t]*+\+?+({NUMBER})({GOES_ON})?+")
 
 
 def marked_answer(text: str) -> Decimal | None:

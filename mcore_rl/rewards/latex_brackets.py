@@ -53,6 +53,12 @@ def unwrapped(text: str) -> str:
     text = text.strip()
     while (inner := outer_brackets(text)) is not None and inner[0] == "()":
         text = inner[1].strip()
+    return ungrouped(text)
+
+
+def ungrouped(text: str) -> str:
+    """Without grouping braces around the whole."""
+    text = text.strip()
     if text.startswith("{") and text.endswith("}") and all(depth > 0 for _, depth in tokens(text)[1:-1]):
         return text[1:-1].strip()
     return text

@@ -70,6 +70,9 @@ class Spelling:
 
 
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces around what has braces of one level at most
+_DEEP = r"\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"  # of three levels at most
+_SIZES = r"(?:tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge)"
+_OLD_FONTS = r"(?:bf|it|rm|bfseries|itshape|boldmath)"
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORD_FONTS = r"(?:text|mbox|hbox|textbf|textit|textrm|textnormal|textsf|texttt|emph|operatorname|rm|bf)"
 _MATH_FONTS = r"(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|bf|it)"
@@ -93,7 +96,22 @@ SPELLINGS = (
         "characters that stand for a command",
     ),
     Spelling(r"\*\*(.+?)\*\*", r"\1", ("**18**", "18"), "Markdown's bold type"),
+    Spelling(
+        r"^\s*(?:`+|__|[*_])\s*([^`*_]+?)\s*(?:`+|__|[*_])\s*$",
+        r"\1",
+        ("`18`", "18"),
+        "Markdown's other marks",
+    ),
     Spelling(r"\\?\$|(?<!\\)\\[()\[\]]", "", (r"$\$5$", "5"), "signs of formulas and of money"),
+    Spelling(
+        rf"\\(?:textcolor|colorbox)\s*(?:\[[A-Za-z]+\])?\{{[^{{}}]*\}}\s*{_DEEP}",
+        r"\1",
+        (r"\textcolor{red}{650}", "650"),
+        "colours",
+    ),
+    Spelling(r"\\color\s*(?:\[[A-Za-z]+\])?\{[^{}]*\}\s*", "", (r"{\color{red} 650}", "{650}"), "colours of the rest"),
+    Spelling(rf"\\(?:underline|uline|ensuremath)\s*{_DEEP}", r"\1", (r"\underline{650}", "650"), "lines below"),
+    Spelling(rf"\\{_SIZES}(?![A-Za-z])\s*", "", (r"\Large 650", "650"), "size of letters"),
     Spelling(r"\\pounds|[\u20ac\u00a3\u00a5]", "", ("\N{EURO SIGN}5", "5"), "signs of money"),
     Spelling(
         r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", "", (r"\displaystyle 5", " 5"), "size of type"
@@ -126,6 +144,9 @@ SPELLINGS = (
         "fonts of letters; with several letters it is a word, mostly a unit",
     ),
     Spelling(r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}", (r"{\rm cm}", r"\text{cm}"), "fonts of old TeX"),
+    Spelling(
+        rf"\\{_OLD_FONTS}(?![A-Za-z])\s*(?=[^\s{{])", "", (r"\bf 650", "650"), "fonts of old TeX, of all that follows"
+    ),
     Spelling(r"\\text\{\s*([-+]?\d[\d.,]*)\s*\}", r"\1", (r"\text{42}", "42"), "a number as a word"),
     Spelling(
         r"\\text\{\s*([-+]?\d[\d.,]*) ([A-Za-z ]+)\}",

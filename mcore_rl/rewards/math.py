@@ -15,10 +15,10 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.math_comparison import MAX_ANSWER, Comparison
 from mcore_rl.rewards.math_forms import Expression, read
 from mcore_rl.rewards.math_numbers import Form
+from mcore_rl.rewards.math_statement import stated
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.symbolic_process import ALGEBRA
 
-TAIL = 2000  # characters of a response without a box in which its answer is looked for
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BARE_BOX = re.compile(r"[-+]?[0-9A-Za-z.,/]+")
 _BETWEEN = re.compile(r"[\s$.]*(?:,|;|,?\s*(?:and|or|\\text\s*\{\s*(?:and|or)\s*\}))[\s$]*", re.IGNORECASE)
@@ -117,15 +117,15 @@ def _flat(value: object) -> Iterator[Form]:
 
 
 def answer_of(response: str) -> str | None:
-    """The answer of a response as it is written: its last box, else its last formula or number."""
+    """The answer of a response as it is written: its last box, else what it states (``math_statement``)."""
     said = boxed(response)
-    return ALGEBRA.last_statement(response[-TAIL:]) if said is None and response.strip() else said
+    return stated(response) if said is None and response.strip() else said
 
 
 def grade_math(request: RewardRequest, config: RewardConfig) -> Score:
     r"""The score is 1 if the response's answer equals the ground truth as an expression, else 0.
 
-    The answer is the content of the last ``\boxed{}``, else the last formula or number.  parts: ``boxed``, 1 if the
+    The answer is the content of the last ``\boxed{}``, else what the response states.  parts: ``boxed``, 1 if the
     response begins a box, else 0.
 
     ValueError: the ground truth is empty.

@@ -98,7 +98,7 @@ class Comparison:
             return True
         difference, size = abs(gold.value - answer.value), abs(gold.value)
         if gold.is_decimal and answer.is_decimal:
-            return difference * 10**12 <= size
+            return difference * 10**12 <= size and difference * 2_000_000 <= 1
         if gold.is_decimal or answer.is_decimal:
             exact = answer if gold.is_decimal else gold
             endless = exact.value.denominator != 1 and _is_endless(exact.value)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mcore_rl.rewards.latex_brackets import outer_brackets, split
+from mcore_rl.rewards.latex_brackets import outer_brackets, split, ungrouped
 from mcore_rl.rewards.latex_spellings import canonical
 from mcore_rl.rewards.math_numbers import Form, number, plain_number, tight
 from mcore_rl.rewards.math_units import Unit, split_unit
@@ -114,6 +114,11 @@ _COMMAS = frozenset([",", ";"])
 _ABOUT = frozenset([r"\approx"])
 _CUP = frozenset([r"\cup"])
 _AND_OR = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
+_GOES_ON = re.compile(rf"\s*(?:[(^_+\-/=,;&|]|\\cdot|{_AND_OR.pattern})")  # behind a letter that is no choice alone
+_THOUSANDS = re.compile(  # with a name before or a unit behind: their commas part no list
+    r"(|[^,]*(?:=|\\approx)\s*[-+]?)\s*(\d{1,3}(?:,\d{3})+(?:\.\d+)?)"
+    r"(\s*(?:\\text\{[^{}]*\}|[^,\d(){}\[\]\\]*|\^\\circ|%)(?:\s*\^\s*\{?[23]\}?)?)"
+)
 _BASED = re.compile(r"(\d[0-9A-F]*(?:\.[0-9A-F]+)?)_\s*\{?\s*(\d+)\s*\}?", re.ASCII)
 _BASED_WORDS = re.compile(r"(\d+)_\s*\{?\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten)\s*\}\}?", re.ASCII)
 _BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -139,15 +144,15 @@ def read(text: str) -> Form:
 
 
 def _read(text: str) -> Form:
-    text = re.sub(r"^\s*\\approx\s*", "", text).strip().rstrip(" .;,")
+    text = re.sub(r"^\s*\\approx\s*", "", ungrouped(text)).strip().rstrip(" .;,")
     if (value := number(text)) is not None:
         return value
     for choice in (_CHOICE, _CHOICE_POINT):
-        if (match := choice.fullmatch(text)) and not match[2].lstrip().startswith(
-            ("(", "^", "_", "+", "-", "/", "\\cdot", "=", ",")
-        ):
+        if (match := choice.fullmatch(text)) and not _GOES_ON.match(match[2]):
             rest = match[2].strip()
             return LetterChoice(tight(text), match[1], _read(rest) if rest else None)
+    if match := _THOUSANDS.fullmatch(text):
+        text = f"{match[1]}{match[2].replace(',', '')}{match[3]}"
     parts = [part for half in _AND_OR.split(text) for part in split(half, _COMMAS)] if _is_list(text) else [text]
     parts = [each for part in parts if part.strip() for each in _both_signs(part)]
     if len(parts) > 1:

@@ -63,6 +63,8 @@ def plain_number(text: str) -> Number | None:
 def number(text: str) -> Number | None:
     """The rational number that ``text`` is, in any of its ways of writing; None if it is none."""
     written = unwrapped(text)
+    if "," in written and "(" in text:
+        return None  # a point, not thousands
     value: Fraction | None = None
     is_decimal, percent = False, ""
     if match := _DECIMAL.fullmatch(written):

@@ -14,7 +14,7 @@ NUMBER = (
 )
 # What follows a number and makes it another one, or one of several: 18e3, 18/7, 18-9, 18 99, 18 or 19, 18 million, 18k.
 GOES_ON = (
-    r"(?:[ \t]*+(?:\*\*)?[ \t]*+"
+    r"(?:[ \t]*+(?:\*\*|__?|`)?[ \t]*+"
     r"(?:(?:[-+*/^:\u00d7\u00f7x~]|\\[a-z]+|,?(?:or|and|to|by|over|times|minus|plus|point))[ \t]*+[({]*+)?"
     r"[ \t]*+[-+$]*+\.?[0-9]"
     r"|[eE][-+]?[0-9]|[kKMB](?![A-Za-z])|[ \t]*+\\?(?:frac|times|cdot|div)(?![a-z])"
@@ -22,7 +22,7 @@ GOES_ON = (
 )
 _NUMBER = re.compile(NUMBER)
 _GOES_ON = re.compile(GOES_ON)
-_WHOLE = re.compile(rf"\s*+({NUMBER})\s*+[.%]?+\s*+")
+_WHOLE = re.compile(rf"\s*+(?P<marks>\*\*|__|[*_`]|)({NUMBER})\s*+[.%]?+(?P=marks)[.%]?+\s*+")
 
 
 def number_value(written: str) -> Decimal:
@@ -38,9 +38,9 @@ def plain(value: Decimal) -> str:
 
 
 def as_number(text: str) -> Decimal | None:
-    """The value of ``text`` if it is one number, with space, a period or a percent sign at most; else None."""
+    """The value of ``text`` if it is one number, perhaps with a period, a percent sign or Markdown's marks."""
     match = _WHOLE.fullmatch(text)
-    return None if match is None else number_value(match[1])
+    return None if match is None else number_value(match[2])
 
 
 def last_number(text: str) -> Decimal | None:

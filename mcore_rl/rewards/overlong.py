@@ -12,6 +12,8 @@ def overlong_penalty(num_tokens: int, max_tokens: int, config: OverlongConfig) -
     there.
     num_tokens: length of the response.  max_tokens: its limit.
     """
-    exceeded = num_tokens - (max_tokens - config.length)
-    share = min(max(exceeded / config.length, 0.0), 1.0)
-    return -config.penalty_factor * share if config.enable else 0.0
+    if not config.enable:
+        return 0.0
+    length = config.tokens(max_tokens)
+    exceeded = num_tokens - (max_tokens - length)
+    return -config.penalty_factor * min(max(exceeded / length, 0.0), 1.0)

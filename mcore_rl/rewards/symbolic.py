@@ -11,9 +11,11 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+import mpmath
 import sympy
 from latex2sympy2_extended.latex2sympy2 import latex2sympy
 from latex2sympy2_extended.logic import And
@@ -26,7 +28,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of its limi
 PLACES = 5e-7  # a decimal answer for 1/3 or \pi is right if it is right in six decimals
 RELATIVE = 1e-5  # and in about as many digits, for small numbers
 NOISE = 1e-12  # relative, of what a floating point computation leaves: 0.30000000000000004
-POINTS = (0.3719, 1.8317, 2.5391, 0.7713, 3.1237, 1.2931)
+LONGEST_DECIMAL = 10**12  # a whole number above it is no decimal's: 15 digits do not tell it from the next one
+LEAST_DIGITS = 60  # in which exact constants agree that are equal, beside the digits that they are written with
+SPARE_DIGITS = 20  # of a computation, for what rounding takes
+POINT_DIGITS = 400  # beside them where symbols have values, whose powers and exponentials may cancel
+POINT_NOISE = 1e-8  # relative, of expressions with decimals at a point
+POINTS = tuple(Fraction(each, 10_000) for each in (3719, 18317, 25391, 7713, 31237, 12931))
+SCALES = (Fraction(1), Fraction(-1), Fraction(73, 10), Fraction(1013, 10), Fraction(-1013, 10))
 _LATEX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _ANGLE_OF = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 # Words of a sentence, which sympy would take for products of letters; xyz may be such a product.
@@ -76,7 +84,7 @@ def equal(gold_latex: str, answer_latex: str) -> bool:
         decided = _by_value(gold, answer)
         if decided is not None:
             return decided
-    return bool(verify([gold], [answer], timeout_seconds=None))
+    return bool(verify([gold], [answer], numeric_precision=_digits(gold, answer), timeout_seconds=None))
 
 
 def _same_equation(gold: Any, answer: Any) -> bool:
@@ -97,43 +105,58 @@ def _by_value(gold: Any, answer: Any) -> bool | None:
         return _same_number(gold, answer)
     if gold.free_symbols != answer.free_symbols and not (gold.has(sympy.Sum, sympy.Integral)):
         return None
+    if gold.has(sympy.Float) or answer.has(sympy.Float):
+        digits, tolerance = 30, mpmath.mpf(POINT_NOISE)
+    else:
+        digits = _digits(gold, answer) + POINT_DIGITS
+        tolerance = mpmath.mpf(10) ** -(digits // 2)
     functions = [_function(symbols, each) for each in (gold, answer)]
     num_same = 0
-    for scale in (1, -1, 7.3):
-        for shift in range(3):
-            point = [scale * (POINTS[(index + shift) % len(POINTS)] + index) for index in range(len(symbols))]
-            first, second = (_value(function, point) for function in functions)
-            if first is None or second is None:
-                continue
-            if abs(first - second) > 1e-8 * max(1e-30, abs(first), abs(second)):
-                return False
-            num_same += 1
+    with mpmath.workdps(digits):
+        for scale in SCALES:
+            for shift in range(3):
+                point = [scale * (POINTS[(index + shift) % len(POINTS)] + index) for index in range(len(symbols))]
+                first, second = (_value(function, point) for function in functions)
+                if first is None or second is None:
+                    continue
+                if abs(first - second) > tolerance * max(abs(first), abs(second), tolerance):
+                    return False
+                num_same += 1
     return True if num_same >= 3 else None
 
 
 def _function(symbols: Sequence[Any], of: Any) -> Callable[..., Any] | None:
     try:
-        function: Callable[..., Any] = sympy.lambdify(symbols, of.doit(), modules=["math"])
+        function: Callable[..., Any] = sympy.lambdify(symbols, of.doit(), modules=["mpmath"])
     except Exception:  # noqa: BLE001
         return None
     return function
 
 
-def _value(function: Callable[..., Any] | None, point: list[float]) -> float | None:
+def _value(function: Callable[..., Any] | None, point: Sequence[Fraction]) -> Any:
     """The real value at a point; None where there is none, so that both sides of a root count only where it is real."""
     if function is None:
         return None
     try:
-        value = function(*point)
-        return value if isinstance(value, float | int) and math.isfinite(value) else None
+        value = mpmath.mpmathify(function(*(mpmath.mpf(each.numerator) / each.denominator for each in point)))
+        return value if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
     except Exception:  # noqa: BLE001
         return None
 
 
 def _same_number(gold: Any, answer: Any) -> bool | None:
-    """Whether two constants are equal: to 40 digits if both are exact, else as far as a decimal goes."""
+    """Whether two constants are equal: exactly if both are exact, else as far as a decimal goes.
+
+    Roots, logarithms and kin are exact to more digits than the largest and the smallest number in them have.
+    """
     try:
-        first, second = (sympy.N(each.doit(), 50) for each in (gold, answer))
+        gold, answer = gold.doit(), answer.doit()
+        if gold == answer and gold.is_finite:
+            return True
+        if gold.is_Rational and answer.is_Rational:
+            return False
+        digits = _digits(gold, answer)
+        first, second = (sympy.N(each, digits) for each in (gold, answer))
         if (
             not (first.is_number and second.is_number)
             or first.has(sympy.nan, sympy.zoo)
@@ -144,14 +167,31 @@ def _same_number(gold: Any, answer: Any) -> bool | None:
             return bool(first == second)
         difference, size = abs(first - second), abs(first)
         if not (gold.has(sympy.Float) or answer.has(sympy.Float)):
-            return bool(difference <= sympy.Float("1e-40") * max(size, 1))
-        if gold.has(sympy.Float) and answer.has(sympy.Float):
-            return bool(difference <= NOISE * size)
-        if first.is_real and second.is_real:
-            return bool(difference <= NOISE * size) or close(float(first), float(second))
+            return bool(difference <= sympy.Float(10, digits) ** -(digits - SPARE_DIGITS) * max(size, 1))
+        if any(each.is_Integer and abs(each) > LONGEST_DECIMAL for each in (gold, answer)):
+            return False
+        if isinstance(gold, sympy.Float) or isinstance(answer, sympy.Float):
+            noise = bool(difference <= NOISE * size)
+            return noise or (first.is_real and second.is_real and close(float(first), float(second)))
         return bool(difference <= PLACES and difference <= RELATIVE * size)
     except Exception:  # noqa: BLE001
         return None
+
+
+def _digits(*expressions: Any) -> int:
+    """The decimal digits that tell apart any two numbers which are written with the numbers in ``expressions``."""
+    most = 0
+    for each in expressions:
+        for part in sympy.preorder_traversal(each):
+            if not getattr(part, "is_number", False) or part.has(sympy.oo, sympy.nan, sympy.zoo):
+                continue
+            if part.is_Rational:
+                most = max(most, part.p.bit_length(), part.q.bit_length())
+            elif part.is_Pow or part.is_Function:
+                size = abs(sympy.N(part, 5))
+                if size.is_finite and size > 0:
+                    most = max(most, abs(int(sympy.log(size, 2))))
+    return SPARE_DIGITS + LEAST_DIGITS + 2 * int(most * math.log10(2))
 
 
 def reads(latex: str) -> bool:

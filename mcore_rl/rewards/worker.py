@@ -36,7 +36,7 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
     Never raises: for an exception or a value that is not finite, the Score has an ``error`` and ``error_score``.
     """
     try:
-        score = (custom or grader_of(request.data_source))(request, config)
+        score = (custom or grader_of(request.data_source))(request if custom else _answer_part(request, config), config)
         value, parts = finite(score.value, "the score"), dict(score.parts)
     except NotANumberError as error:
         return failed("not_a_number", str(error), config)
@@ -47,6 +47,14 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
         parts["overlong"] = overlong_penalty(request.num_tokens, request.max_tokens, config.overlong)
         value += parts["overlong"]
     return replace(score, value=value, parts=parts, error=None)
+
+
+def _answer_part(request: RewardRequest, config: RewardConfig) -> RewardRequest:
+    """``request`` with what follows the thought, nothing if it has no end."""
+    if not config.answer_after:
+        return request
+    _, ended, answer = request.response.rpartition(config.answer_after)
+    return replace(request, response=answer if ended else "")
 
 
 def failed(kind: str, detail: str, config: RewardConfig) -> Score:

@@ -71,6 +71,14 @@ def _layer(rule: Rule) -> str:
     return rule.name.removesuffix(".weight")
 
 
+def published_form(lora: LoraConfig, form: PublishedLora, table: Table) -> PublishedLora:
+    """What engines hold of the adapters ``lora`` of the model of ``table``, as ``form`` asks for; never ``auto``."""
+    if form is not PublishedLora.auto:
+        return form
+    unfit = not lora.rank or any(published_violations(lora, table, ""))
+    return PublishedLora.merged if unfit else PublishedLora.adapter
+
+
 def published_violations(lora: LoraConfig, table: Table, prefix: str) -> Iterator[Violation]:
     """Why vLLM cannot apply the adapters ``lora`` of the model of ``table``.  prefix: of their keys, with its dot."""
     held, model = PublishedLora.adapter.value, table.model

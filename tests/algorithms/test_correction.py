@@ -259,3 +259,23 @@ def test_a_bound_that_a_message_names_rejects_little(reject: Rejection) -> None:
     bounded = replace(config, reject_upper=bound)
     result = correct(old_T, torch.zeros_like(old_T), everything, [200] * 100, bounded, weighs=False)
     assert correction_metrics(result.sums, bounded, weighs=False)["rollout/masked_share"] < 0.1
+
+
+@pytest.mark.parametrize("mode", list(CorrectionMode))
+@pytest.mark.parametrize("level", list(CorrectionLevel))
+def test_a_token_that_neither_policy_can_draw_has_the_ratio_1(level: CorrectionLevel, mode: CorrectionMode) -> None:
+    """-inf on both sides; a response of +inf and -inf has no ratio, and the weight 0."""
+    inf = math.inf
+    old = torch.tensor([-1.0, -inf, -2.0, -1.0, -inf, -1.5], dtype=torch.float64)
+    rollout = torch.tensor([-1.0, -inf, -2.0, -inf, -1.0, -1.5], dtype=torch.float64)
+    config = RolloutCorrectionConfig(level=level, mode=mode, upper=2.0, lower=0.5)
+    result = correct(old, rollout, Trained(torch.ones(6, dtype=torch.bool)), [3, 2, 1], config, weighs=True)
+    assert result.weights_T is not None
+    weights = result.weights_T.tolist()
+    assert weights[:3] == [1.0, 1.0, 1.0] and weights[5] == 1.0
+    if level is not CorrectionLevel.token:
+        assert weights[3:5] == [0.0, 0.0]
+    assert all(math.isfinite(weight) for weight in weights)
+    assert result.mask_T.tolist()[:3] == [True] * 3
+    for key in ("rollout/ratio_mean", "rollout/ratio_max", "rollout/ratio_min", "rollout/effective_sample_size"):
+        assert math.isfinite(correction_metrics(result.sums, config, weighs=True)[key]), key

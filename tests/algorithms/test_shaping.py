@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.estimation import estimate
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.shaping import has_signal, mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
@@ -66,24 +65,65 @@ def test_each_bound_is_by_itself_and_of_the_members_of_the_group() -> None:
         assert has_signal(scores, cut, config) is expected, (bounds, masks)
 
 
+def raft_trains(scores: tuple[float, ...], members: list[int], place: int) -> bool:
+    """RAFT trains every response whose score is positive, whatever its siblings have."""
+    return scores[place] > 0
+
+
+def best_of_n_trains(scores: tuple[float, ...], members: list[int], place: int) -> bool:
+    """Best of n trains the best of a group in which one is worse."""
+    compared = [scores[each] for each in members]
+    return scores[place] == max(compared) > min(compared)
+
+
+def pass_at_k_trains(scores: tuple[float, ...], members: list[int], place: int) -> bool:
+    """A response adds to the best of two where another member scores less."""
+    return any(scores[place] > scores[each] for each in members)
+
+
+def grpo_trains(scores: tuple[float, ...], members: list[int], place: int) -> bool:
+    """A group's mean is no member's score where any two differ by what these do."""
+    return len({scores[each] for each in members}) > 1
+
+
+TRAINS = {"raft": raft_trains, "best_of_n": best_of_n_trains, "pass_at_k": pass_at_k_trains, "grpo": grpo_trains}
+
+
 @pytest.mark.parametrize("in_baseline", [False, True])
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_group_has_a_signal_if_any_of_its_trained_advantages_is_not_0(masks: bool, in_baseline: bool) -> None:
-    """Every group of three, against the estimator itself."""
-    config = AlgorithmConfig(adv_estimator="grpo", mask_truncated=masks, masked_in_baseline=in_baseline)
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_group_has_a_signal_if_the_algorithm_trains_one_of_its_responses(
+    name: str, masks: bool, in_baseline: bool
+) -> None:
+    """Every group of three, against what each algorithm's paper says that it trains."""
+    config = AlgorithmConfig(adv_estimator=name, mask_truncated=masks, masked_in_baseline=in_baseline, pass_k=2)
     met = set()
     for scores in itertools.product([RIGHT, WRONG], repeat=3):
         for truncated in itertools.product([False, True], repeat=3):
-            trained_S = torch.tensor([not (cut and masks) for cut in truncated]).long()
-            members_S = torch.ones_like(trained_S) if in_baseline else trained_S
-            advantages_S = estimate(
-                torch.zeros(3), torch.tensor(scores), trained_S, None, config, members_S=members_S
-            ).advantages_S
-            assert advantages_S is not None
-            expected = bool((advantages_S * trained_S).any())
+            trained = [place for place in range(3) if not (truncated[place] and masks)]
+            members = list(range(3)) if in_baseline else trained
+            expected = any(TRAINS[name](scores, members, place) for place in trained)
             assert has_signal(scores, truncated, config) is expected, (scores, truncated)
             met.add(expected)
     assert met == {False, True}
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "pass_at_k", "best_of_n", "win_rate", "best_worst"]
+)
+def test_scores_that_differ_by_rounding_are_no_signal(name: str) -> None:
+    config = AlgorithmConfig(adv_estimator=name, pass_k=2)
+    assert not has_signal([0.1 + 0.2, 0.3, 0.1 + 0.1 + 0.1], [False] * 3, config)
+    assert not has_signal([1e6 + 0.1 + 0.2, 1e6 + 0.3], [False] * 2, config)
+    assert has_signal([0.3, 0.30001, 0.3], [False] * 3, config)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "gdpo", "softmean", "none"])
+def test_where_a_group_alone_says_nothing_the_scores_have_to_differ(name: str) -> None:
+    config = AlgorithmConfig(adv_estimator=name)
+    assert has_signal([RIGHT, WRONG], [False] * 2, config)
+    assert not has_signal([RIGHT, RIGHT], [False] * 2, config)
+    assert not has_signal([0.1 + 0.2, 0.3], [False] * 2, config)
 
 
 def test_truncated_responses_are_not_trained() -> None:

@@ -248,3 +248,14 @@ def test_adapters_without_a_partner_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"q_proj.weight have shapes \(4, .*\) and \(3, 4\)"):
         merge(base, directory, tmp_path / "merged", report=_quiet)
     assert not (tmp_path / "merged").exists()
+
+
+def test_adapters_of_another_rank_than_their_file_says_are_not_merged(tmp_path: Path) -> None:
+    """They would be merged with another scale, alpha / r, in silence."""
+    base, directory, given = _written("qwen2", tmp_path)
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps(config | {"r": 2 * config["r"]}))
+    said = rf"{len(given)} of {len(given)} tensors, the first \S+, have the rank {config['r']}, .* r={2 * config['r']}"
+    with pytest.raises(CheckpointError, match=said):
+        merge(base, directory, tmp_path / "merged", report=_quiet)
+    assert not (tmp_path / "merged").exists()

@@ -78,6 +78,19 @@ def test_an_algorithm_is_what_its_paper_says(name: str) -> None:
     )  # fmt: skip
 
 
+def test_only_dapo_has_a_dual_clip() -> None:
+    """The bound of arXiv:1912.09729 is in no other algorithm's paper; verl has 3.0 for all."""
+    assert {name: run_of(f"algorithm={name}").actor.clip_ratio_c for name in READ} == {
+        name: 10.0 if name == "dapo" else None for name in READ
+    }
+
+
+@pytest.mark.parametrize(("longest", "punished"), [(20480, 4096), (1024, 204)])
+def test_dapo_punishes_a_fifth_of_the_response_length(longest: int, punished: int) -> None:
+    run = run_of("algorithm=dapo", f"data.max_response_length={longest}")
+    assert run.reward.overlong.tokens(run.data.max_response_length) == punished
+
+
 def test_numbers_of_the_papers() -> None:
     ppo, dapo, gspo = (run_of(f"algorithm={name}") for name in ("ppo", "dapo", "gspo"))
     assert (ppo.algorithm.gamma, ppo.algorithm.lam, ppo.actor.clip_low, ppo.actor.clip_high) == (1.0, 0.95, 0.2, 0.2)

@@ -302,7 +302,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "reward.overlong.penalty_factor=-1.0: must not be negative",
         ),
         (
-            "reward.overlong.enable=true data.max_response_length=256",
+            "reward.overlong.enable=true reward.overlong.length=256 data.max_response_length=256",
             "reward.overlong.length=256: punishes every response, since data.max_response_length=256",
         ),
         ("trainer.nnodes=0", "trainer.nnodes=0: must be positive"),

@@ -50,7 +50,7 @@ ALWAYS = {
     "kl/reward", "kl/reward_per_token", "kl/loss", "kl/coef",
     "actor/loss", "actor/entropy", "actor/kl_k1", "actor/kl_k3", "actor/ratio_first",
     "actor/ratio_mean", "actor/ratio_max", "actor/ratio_min", "actor/grad_norm", "actor/lr",
-    "actor/skipped_updates", "actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual",
+    "actor/skipped_updates", "actor/clip_fraction_low", "actor/clip_fraction_high",
     "router/load_max", "router/load_min", "router/load_entropy",
     "perf/draw_s", "perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/memory_host_gib", "perf/balance",
     "perf/tflop_updates", "perf/tflop_logprobs", "perf/tflops_per_device", "perf/tflops_per_device_logprobs",

@@ -14,7 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mcore_rl.config.model import RopeType
 from mcore_rl.data.tiny_tokenizer import build_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.families.config_changes import ConfigChanges, add_change_options, changed_directory, changes_asked
+from mcore_rl.families.config_changes import (
+    ConfigChanges,
+    add_change_options,
+    changed_directory,
+    changes_asked,
+    merged,
+)
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from tests.support.published import TINY, class_config
@@ -119,3 +125,39 @@ def test_options_of_a_tool(checkpoint: Path) -> None:
         view = changed_directory(checkpoint, made, stack)
         assert read_config(view)["rope_theta"] == 1e6
     assert not view.exists() and (checkpoint / "config.json").exists()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("written", "changed", "expected"),
+    [
+        # transformers 5 has theta among the fields: it stays where it is not named
+        ({"rope_type": "default", "rope_theta": 1e6}, YARN, YARN | {"rope_theta": 1e6}),
+        ({"rope_type": "default", "rope_theta": 1e6}, YARN | {"rope_theta": 5e5}, YARN | {"rope_theta": 5e5}),
+        (YARN | {"rope_theta": 1e6}, {"factor": 8.0}, YARN | {"rope_theta": 1e6, "factor": 8.0}),
+        # what is of another type goes
+        (YARN | {"rope_theta": 1e6}, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 1e6}),
+    ],
+)
+def test_fields_of_a_field_that_are_not_named_keep_their_values(
+    written: dict[str, Any], changed: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = {name: value for name, value in TINY["llama"].items() if name not in ("rope_theta", "rope_scaling")}
+    config["rope_parameters"] = written
+    made = changes(rope_parameters=changed)
+    assert made.apply(config)["rope_parameters"] == expected
+    _, model = model_of(made.apply(config))
+    assert model.rotary_base == expected["rope_theta"]
+    assert json.dumps(written) in made.describe(config) and str(expected["rope_theta"]) in made.describe(config)
+
+
+def test_every_kind_of_layer_keeps_its_own_rotation() -> None:
+    local, whole = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "default", "rope_theta": 1e6}
+    config = {"rope_parameters": {"sliding_attention": local, "full_attention": whole}}
+    new = {"full_attention": {"rope_type": "linear", "factor": 8.0}}
+    assert merged(config["rope_parameters"], new) == {
+        "sliding_attention": local,
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }

@@ -65,7 +65,7 @@ class Row:
     entropy: float
     steps: int
     critic_lr: float | None = None
-    clip: tuple[float, float, float] = (0.2, 0.2, 3.0)
+    clip: tuple[float, float, float | None] = (0.2, 0.2, 3.0)
     weight_decay: float = 0.01
     warmup: int = 0
     aggregation: LossAggregation = LossAggregation.token_mean
@@ -84,6 +84,7 @@ ASYNC_OWN = {
 OWN = ("qwen3_30b_a3b_grpo_lora", "mixtral_8x22b_grpo_lora", "qwen25_7b_sft_lora")  # adapters that nobody published
 PRIME = ("qwen25_05b_prime", "eurus2_7b_prime")
 SEQUENCES = LossAggregation.seq_mean_token_sum
+NO_DUAL = (0.2, 0.2, None)  # a loss without the dual clip, or a run that nobody published
 DISTILLED = "qwen3_4b_distill_30b_a3b"  # nobody published it
 PUBLISHED = {
     "gemma2_2b_ppo": Row("gae", 512, 128, 1, (1024, 512), 1e-6, "reward", 0.001, 210, 1e-5),
@@ -95,13 +96,15 @@ PUBLISHED = {
     "deepseek_7b_grpo_mi300x": Row("grpo", 1024, 256, 5, (512, 1024), 1e-6, "loss", 0.001, 1120),
     "qwen2_7b_grpo": Row("grpo", 1024, 256, 5, (1024, 1024), 1e-6, "loss", 0.001, 210),
     "qwen25_7b_remax": Row("remax", 1024, 256, 4, (512, 1024), 1e-6, "reward", 0.001, 70),
-    "qwen25_7b_spin": Row("best_worst", 32, 8, 2, (1024, 1024), 1e-6, "", 0.0, 1165, aggregation=SEQUENCES),
+    "qwen25_7b_spin": Row(
+        "best_worst", 32, 8, 2, (1024, 1024), 1e-6, "", 0.0, 1165, clip=NO_DUAL, aggregation=SEQUENCES
+    ),
     "qwen25_7b_sppo": Row(
-        "softmean", 1024, 256, 1, (1024, 512), 1e-6, "", 0.0, 140, warmup=15 * 4, aggregation=SEQUENCES
+        "softmean", 1024, 256, 1, (1024, 512), 1e-6, "", 0.0, 140, clip=NO_DUAL, warmup=15 * 4, aggregation=SEQUENCES
     ),
     "mixtral_8x22b_rloo": Row("rloo", 128, 128, 4, (512, 4096), 1e-6, "reward and loss", 0.001, 870),
     "mixtral_8x7b_rloo": Row("rloo", 128, 128, 4, (512, 4096), 1e-6, "reward and loss", 0.001, 870),
-    "qwen2_7b_gpg": Row("gpg", 1024, 256, 5, (1024, 1024), 1e-6, "", 0.0, 105),
+    "qwen2_7b_gpg": Row("gpg", 1024, 256, 5, (1024, 1024), 1e-6, "", 0.0, 105, clip=NO_DUAL),
     "qwen25_math_7b_dapo": Row(
         "grpo", 512, 32, 16, (2048, 8192), 1e-6, "", 0.0, 200, clip=(0.2, 0.28, 10.0), weight_decay=0.1, warmup=160
     ),
@@ -116,7 +119,7 @@ PUBLISHED = {
     "qwen25_7b_dapo_interpreter": Row("grpo", 64, 16, 16, (2048, 16384), 1e-6, "", 0.0, 271, clip=(0.2, 0.28, 10.0)),
     "qwen25_3b_gsm8k_tool": Row("grpo", 256, 256, 16, (1024, 1024), 1e-6, "loss", 0.0, 435),
     "qwen25_3b_gsm8k_interaction": Row("grpo", 512, 512, 8, (1024, 3072), 1e-6, "loss", 0.0, 210),
-    "qwen3_30b_a3b_agent": Row("grpo", 64, 16, 16, (2048, 8192), 1e-6, "loss", 0.0, 271),  # nobody's
+    "qwen3_30b_a3b_agent": Row("grpo", 64, 16, 16, (2048, 8192), 1e-6, "loss", 0.0, 271, clip=NO_DUAL),  # nobody's
     **{name: Row("grpo", 64, 64, 5, (512, 1024), 3e-5, "loss", 0.001, 116) for name in ADAPTERS},
 }
 

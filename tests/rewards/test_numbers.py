@@ -22,6 +22,7 @@ from mcore_rl.rewards.numbers import as_number, last_number, plain
         (".5", "0.5"),
         ("007", "7"),
         ("50%", "50"),
+        *(("**5**", "5"), ("*5*.", "5"), ("`5`", "5"), ("__5.__", "5"), ("**5", None), ("*5_", None)),
         ("1.2.3", None),
         ("12 apples", None),
         ("3 4", None),

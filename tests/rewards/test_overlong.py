@@ -17,5 +17,15 @@ def test_the_line(num_tokens: int, penalty: float) -> None:
     assert overlong_penalty(num_tokens, 1000, config) == pytest.approx(penalty, abs=1e-15)
 
 
+@pytest.mark.parametrize(("limit", "begins"), [(20480, 16384), (1000, 800), (4, 3)])
+def test_a_fifth_of_the_limit_as_published(limit: int, begins: int) -> None:
+    """The paper expects 16,384 tokens and punishes 4,096 more."""
+    config = OverlongConfig(enable=True)
+    assert overlong_penalty(begins, limit, config) == 0.0
+    assert overlong_penalty(limit, limit, config) == -1.0
+    middle = (begins + limit) // 2
+    assert overlong_penalty(middle, limit, config) == pytest.approx(-(middle - begins) / (limit - begins))
+
+
 def test_off_by_default() -> None:
     assert overlong_penalty(1000, 1000, OverlongConfig()) == 0.0

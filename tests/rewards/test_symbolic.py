@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from random import Random
+
 import pytest
 
 from mcore_rl.rewards.symbolic import close, equal, last_statement, reads
@@ -35,6 +39,66 @@ def test_equal(gold: str, answer: str) -> None:
 )  # fmt: skip
 def test_not_equal(gold: str, answer: str) -> None:
     assert not equal(gold, answer)
+
+
+def drawn_number(random: Random) -> tuple[str, Fraction]:
+    """(LaTeX, its value by Python's own integers) of a number that floats do not tell from its neighbours."""
+    n = random.randint(30, 300)
+    k = random.randint(2, 9)
+    return random.choice(
+        [
+            (f"{k}^{{{n}}}", Fraction(k**n)),
+            (f"{n}!", Fraction(math.factorial(n))),
+            (f"\\binom{{{2 * n}}}{{{n}}}", Fraction(math.comb(2 * n, n))),
+            (f"\\frac{{1}}{{{n}!}}", Fraction(1, math.factorial(n))),
+            (f"\\frac{{{k}^{{{n}}}}}{{{k + 1}^{{{n}}}}}", Fraction(k**n, (k + 1) ** n)),
+            (f"{k}^{{-{n}}}", Fraction(1, k**n)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_numbers_are_compared_exactly(seed: int) -> None:
+    """Python's fractions say whether two numbers are equal; so does the grader, also with a root, pi or a letter."""
+    random = Random(seed)
+    first, value = drawn_number(random)
+    second, other = drawn_number(random)
+    written = [
+        (first, value),
+        (f"{first} - 1", value - 1),
+        (f"2 \\cdot {first} - {first}", value),
+        (f"{first} + {second}", value + other),
+        (f"\\frac{{2}}{{3}} \\cdot {first}", value * Fraction(2, 3)),
+    ]
+    for gold, of_gold in written:
+        for answer, of_answer in written:
+            same = of_gold == of_answer
+            assert equal(gold, answer) is same, (gold, answer)
+            assert equal(f"({gold}) \\pi", f"\\pi ({answer})") is same, (gold, answer)
+            assert equal(f"({gold}) n", f"n ({answer})") is same, (gold, answer)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("2^{2019}-1", "2^{2019}"),
+        ("100!", "100!+1"),
+        (r"\frac{1}{50!}", r"\frac{1}{51!}"),
+        (r"\frac{1}{50!}", "0"),
+        (r"n \cdot 2^{100} - 1", r"n \cdot 2^{100}"),
+        (r"\pi", r"\pi + 10^{-1000}"),
+        (r"\sqrt{100!}", r"\sqrt{100!+1}"),
+        (r"\log(2^{2019}-1)", r"\log(2^{2019})"),
+        ("x^{100}", "x^{100} + 10^{-60}"),
+        ("|x-100|", "100-x"),
+        (r"\begin{pmatrix}2^{99}\end{pmatrix}", r"\begin{pmatrix}2^{99}+1\end{pmatrix}"),
+        ("2^{2019}-1", "2.0^{2019}"),  # a decimal is no way to a whole number of 608 digits
+        ("2^{2019}", "2^{2019}+0.5"),
+    ],
+)
+def test_nearly_equal_is_not_equal(gold: str, answer: str) -> None:
+    assert not equal(gold, answer)
+    assert not equal(answer, gold)
 
 
 @pytest.mark.parametrize("latex", ["x^2", r"\frac{x}{2}", "y=2x", r"\sum_{n=0}^{\infty} x^n", "a_1", r"\theta"])

@@ -23,6 +23,24 @@ def test_the_penalty_is_added_to_any_grader() -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "whole", "after"),
+    [
+        (r"\boxed{18} is my guess, but let me", 1.0, 0.0),  # the thought never ended
+        (r"\boxed{7}, no. </think> It is \boxed{18}", 1.0, 1.0),
+        (r"It is \boxed{18}. </think> I do not know.", 1.0, 0.0),
+        (r"a </think> b </think> \boxed{18}", 1.0, 1.0),
+    ],
+)
+def test_an_answer_in_a_thought_counts_by_default_and_not_by_option(response: str, whole: float, after: float) -> None:
+    request = RewardRequest(("p", 0), "math", response, "18")
+    assert grade(request, RewardConfig()).value == whole
+    config = RewardConfig(answer_after="</think>")
+    assert grade(request, config).value == after
+    own = grade(request, config, lambda seen, _: Score(float(seen.response == response)))
+    assert own.value == 1.0, "a function of one's own sees all"
+
+
+@pytest.mark.parametrize(
     ("error", "text"),
     [
         (KeyError("x"), "raised: KeyError: 'x'"),

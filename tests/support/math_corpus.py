@@ -1,7 +1,8 @@
 r"""Answers of our own making, of every kind that mathematical data sets have, drawn from a seed.
 
-``cases_of`` spells each again in all ways of ``math_spellings.SPELLINGS``, which must be right, and changes it in all
-ways of ``math_spellings.CHANGES``, which must be wrong.
+``cases_of`` spells each again in all ways of ``math_spellings.SPELLINGS`` within a box and of
+``math_sentences.SENTENCES`` without one, which must be right, and changes it in all ways of
+``math_spellings.CHANGES`` and ``math_sentences.DENIALS``, which must be wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from math import gcd, pi
 from random import Random
 
+from tests.support.math_sentences import DENIALS, SENTENCES, in_sentence
 from tests.support.math_spellings import CHANGES, SPELLINGS
 
 _WORDS = ("Tuesday", "Quadrant III", "odd", "parabola", "increasing", "Brand Q", "isosceles triangle")
@@ -141,6 +143,14 @@ def cases_of(kind: str, gold: str) -> Iterator[Case]:
     yield Case(kind, "a box with a space", gold, f"\\boxed {{{gold}}}", True)
     yield Case(kind, "a corrected answer", gold, f"\\boxed{{-98.25}}, but I made an error. \\boxed{{{gold}}}", True)
     yield Case(kind, "a spoiled answer", gold, f"\\boxed{{{gold}}}. Wait, I made an error. \\boxed{{-98.25}}", False)
-    for way, change in CHANGES.items():
+    for way, write in SENTENCES.items():
+        if (said := write(gold)) is not None:
+            yield Case(kind, way, gold, said, True)
+    for way, write in DENIALS.items():
+        if (said := write(gold)) is not None:
+            yield Case(kind, way, gold, said, False)
+    for index, (way, change) in enumerate(CHANGES.items()):
         if (written := change(gold)) is not None and written != gold:
             yield Case(kind, way, gold, f"so it is $\\boxed{{{written}}}$", False)
+            if written and (said := in_sentence(written, index)) is not None:
+                yield Case(kind, way, gold, said, False)

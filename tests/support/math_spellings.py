@@ -160,6 +160,15 @@ SPELLINGS: dict[str, Edit] = {
     "thin thousands": _thousands("\\,"),
     "close commas": _thousands(",\\!"),
     "bold": _only(_NUMBER, lambda m: f"\\mathbf{{{m[0]}}}"),
+    "underlined": _only(_NUMBER, lambda m: f"\\underline{{{m[0]}}}"),
+    "underlined and bold": _only(_NUMBER, lambda m: f"\\underline{{\\mathbf{{{m[0]}}}}}"),
+    "coloured": lambda text: None if "$" in text else f"\\textcolor{{red}}{{{text}}}",
+    "a colour for the rest": lambda text: None if "$" in text else f"{{\\color{{blue}} {text}}}",
+    "a colour and its text": _only(_NUMBER, lambda m: f"\\color{{red}}{{{m[0]}}}"),
+    "a coloured box": _only(_NUMBER, lambda m: f"\\colorbox{{yellow}}{{${m[0]}$}}"),
+    "a large number": _only(_NUMBER, lambda m: f"\\Large {m[0]}"),
+    "a bold number of old TeX": _only(_NUMBER, lambda m: f"\\bf {m[0]}"),
+    "bold in Markdown": _only(_NUMBER, lambda m: f"**{m[0]}**"),
     "a word for a unit": _only(_NUMBER, lambda m: f"{m[0]} \\text{{ units}}"),
     "money": _only(_NUMBER, lambda m: None if m[0].startswith("-") else f"\\${m[0]}"),
     "the unit left out": _only(
@@ -326,5 +335,6 @@ CHANGES: dict[str, Edit] = {
         re.compile(r"-?\d+|-?\d*\\sqrt\{\d+\}|-?\\frac\{\d+\}\{\d+\}"),
         lambda m: f"{m[0]} t" if m[0].strip("-") != "0" else None,
     ),
+    "crossed out": _only(_NUMBER, lambda m: f"\\cancel{{{m[0]}}}"),
     "nothing": lambda text: "",
 }

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.lora import LoraConfig, PublishedLora
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.proofs.reshard_proof import reshard_failures
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.reshard import plan_reshard
-from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_violations
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_form, published_violations
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 from tests.support import models
@@ -75,6 +76,28 @@ def test_what_vllm_cannot_apply_is_refused_by_name(
     table = Table(FAMILIES[name], model)  # type: ignore[arg-type]
     (violation,) = published_violations(lora, table, "actor.lora.")
     assert problem in str(violation) and remedy in str(violation)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "lora", "expected"),
+    [
+        ("llama", models.dense(), LORA, PublishedLora.adapter),
+        ("mixtral", models.moe(), LoraConfig(rank=3, target_modules=ATTENTION), PublishedLora.adapter),
+        ("mixtral", models.moe(), LORA, PublishedLora.merged),
+        ("llama", models.dense(), WITH_HEAD, PublishedLora.merged),
+        ("llama", models.dense(), LoraConfig(rank=513), PublishedLora.merged),
+        ("llama", models.dense(), LoraConfig(rank=0), PublishedLora.merged),
+        ("deepseek_v2", models.deepseek_v2(), LORA, PublishedLora.merged),
+        ("qwen3_next", models.qwen3_next(), LORA, PublishedLora.merged),
+    ],
+)
+def test_by_default_engines_apply_what_vllm_can(
+    name: str, model: ModelConfig, lora: LoraConfig, expected: PublishedLora
+) -> None:
+    table = Table(FAMILIES[name], model)
+    assert published_form(lora, RolloutConfig().lora, table) is expected
+    for asked in (PublishedLora.adapter, PublishedLora.merged):
+        assert published_form(lora, asked, table) is asked, "what is asked for is refused elsewhere, never changed"
 
 
 def test_attention_of_a_mixture_is_applied() -> None:

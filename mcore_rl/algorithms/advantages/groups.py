@@ -13,6 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Scores of a group that are nearer than this share of its largest, some float32 roundings, are equal: 0.1 + 0.2 is 0.3.
+TIE = 8 * 2.0**-24
+
+
+def ranked(scores_N: Tensor, largest: float) -> Tensor:
+    """``scores_N`` where those that are equal up to rounding are the lowest of them.  largest: the size of a score."""
+    ascending_N, order_N = scores_N.sort()
+    begins_N = ascending_N.diff(prepend=ascending_N[:1] - 1) > TIE * largest
+    begins_N[:1] = True
+    lowest_N = ascending_N[begins_N][begins_N.cumsum(0) - 1]
+    return torch.empty_like(scores_N).index_copy_(0, order_N, lowest_N)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroups:
@@ -54,6 +66,15 @@ class PromptGroups:
             scores_S=scores_S, raw_S=raw_S, counts_S=counts_S, member_S=member_S, index_S=index_S, sizes_S=sizes_S,
             parts_SK=parts_SK,
         )  # fmt: skip
+
+    @property
+    def ranked_S(self) -> Tensor:
+        """``scores_S`` for comparisons: those that differ by rounding alone are equal, [S]."""
+        ranked_S = self.scores_S.clone()
+        for index in torch.unique(self.index_S[self.member_S]):
+            members = (self.member_S & (self.index_S == index)).nonzero().squeeze(1)
+            ranked_S[members] = ranked(self.scores_S[members], float(self.raw_S[members].abs().max()))
+        return ranked_S
 
     def by(self, scores_S: Tensor) -> PromptGroups:
         """The same groups with other scores."""

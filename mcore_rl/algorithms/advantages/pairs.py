@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from mcore_rl.algorithms.advantages.groups import ranked
+
 
 class Pair(NamedTuple):
     """Two answers to a prompt, by their places among its responses.  None: the row's own answer."""
@@ -16,11 +20,15 @@ class Pair(NamedTuple):
 def best_worst(scores: Sequence[float]) -> list[Pair]:
     """The response with the highest score and the one with the lowest, of equal ones the first; none if all are equal.
 
-    With two responses, the pair of arXiv:2402.04792, algorithm 1.
+    Scores that differ by rounding alone are equal, so that 0.1 + 0.2 is not preferred to 0.3.  With two responses, the
+    pair of arXiv:2402.04792, algorithm 1.
     """
+    if not scores:
+        return []
+    compared = ranked(torch.tensor(scores, dtype=torch.float64), max(abs(score) for score in scores)).tolist()
     places = range(len(scores))
-    best, worst = (chosen(places, key=scores.__getitem__, default=0) for chosen in (max, min))
-    return [Pair(best, worst)] if len(scores) and scores[best] > scores[worst] else []
+    best, worst = (chosen(places, key=compared.__getitem__) for chosen in (max, min))
+    return [Pair(best, worst)] if compared[best] > compared[worst] else []
 
 
 def true_answer(scores: Sequence[float]) -> list[Pair]:

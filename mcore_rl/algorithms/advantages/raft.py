@@ -23,9 +23,10 @@ def best_of_n(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     ties: how many members share the highest score, so that every prompt counts as one response.  The paper keeps one of
     them at random.  A group whose scores are all equal has no best response and gets 0.
     """
-    highest_G = torch.zeros_like(groups.scores_S)
-    highest_G.scatter_reduce_(0, groups.index_S, groups.scores_S, "amax")
+    ranked_S = groups.ranked_S
+    highest_G = torch.zeros_like(ranked_S)
+    highest_G.scatter_reduce_(0, groups.index_S, ranked_S, "amax")
     highest_S = highest_G[groups.index_S]
-    best_S = (highest_S > 0) & (groups.scores_S == highest_S)
+    best_S = (highest_S > 0) & (ranked_S == highest_S)
     ties_S = groups.sums(best_S.to(groups.scores_S.dtype))
     return torch.where(best_S, 1 / ties_S.clamp(min=1), 0)

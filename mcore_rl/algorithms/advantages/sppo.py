@@ -14,13 +14,15 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 def win_rate(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = eta (P - 1/2)``, P the share of the other members that score less; an equal score counts half.
 
+    Scores that differ by rounding alone are equal (``PromptGroups.ranked_S``).
+
     The paper's ``P(y > pi_t | x)`` (eq. 4.4) averages a preference model's probabilities over the samples of a prompt,
     the response itself included; here scores decide, and a response does not compete with itself.
     """
-    margins_S = torch.zeros_like(groups.scores_S)
+    margins_S, ranked_S = torch.zeros_like(groups.scores_S), groups.ranked_S
     for index in torch.unique(groups.index_S[groups.has_siblings_S]):
         members = (groups.member_S & (groups.index_S == index)).nonzero().squeeze(1)
-        scores_N = groups.scores_S[members]
+        scores_N = ranked_S[members]
         margins_S[members] = (scores_N[:, None] - scores_N[None, :]).sign().mean(1) / 2
     return config.sppo_eta * margins_S * groups.sizes_S / (groups.sizes_S - 1).clamp(min=1)
 

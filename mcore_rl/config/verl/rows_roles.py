@@ -80,7 +80,7 @@ def adapters(verl: str, ours: str) -> list[KeyRow]:
             f"{verl}.{{lora_rank,lora_alpha,target_modules,exclude_modules,lora_adapter_path}}",
             keys,
             "lora",
-            "PEFT's, as with verl's FSDP; engines get merged weights",
+            "PEFT's, as with verl's FSDP; engines apply them where vLLM can (rollout.lora)",
         ),
         absent(f"{verl}.lora.{{rank,adapter_path}}", LORA),
         gone(

@@ -32,7 +32,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.context import padded_lengths, rows_multiple
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, target_violations
-from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_violations
+from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_form, published_violations
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -68,12 +68,14 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
 def engine_adapters(config: RunConfig) -> EngineAdapters | None:
     """The adapters that the rollout engines apply; None: they hold whole weights."""
     lora, rollout = config.actor.lora, config.rollout
-    if not lora.rank or rollout.lora is PublishedLora.merged:
+    if not lora.rank:
         return None
     family, model = model_of(read_config(Path(config.model_directory)))
-    return RolloutAdapterTable(
-        RolloutTable(family, model, rollout.layout), AdapterTable(Table(family, model), lora)
-    ).engine_adapters
+    table = Table(family, model)
+    if published_form(lora, rollout.lora, table) is PublishedLora.merged:
+        return None
+    held = RolloutAdapterTable(RolloutTable(family, model, rollout.layout), AdapterTable(table, lora))
+    return held.engine_adapters
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:

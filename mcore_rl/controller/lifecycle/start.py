@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from mcore_rl.config.asynchrony import trains_stale
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
@@ -154,7 +155,8 @@ async def _connect(
     config = replace(config, rollout=replace(config.rollout, dp=layout.dp))
     transport = weight_transport(config, platform, places, store, f"weights/{attempt}")
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
-    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES, config.rollout.lora)
+    form = PublishedLora.merged if engine_adapters(config) is None else PublishedLora.adapter
+    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES, form)
 
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:

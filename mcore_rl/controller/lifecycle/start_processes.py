@@ -123,7 +123,7 @@ class Start:
         processes = ProcessMemory.of(cluster_at_hand(config.trainer, platform))
         room = serving(
             model, config.rollout, device_bytes=None, processes=processes, latent_attention=False,
-            lora=engine_lora(config),
+            lora=engine_lora(config, model),
         )  # fmt: skip
         per_rank = room.weights + room.adapters + room.working + room.cache + room.packed + processes.engine
         return Starting(

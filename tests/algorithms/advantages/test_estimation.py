@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from itertools import combinations
+from random import Random
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from mcore_rl.algorithms.advantages.estimation import estimate, estimate_advanta
 from mcore_rl.algorithms.advantages.gae import gae
 from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.advantages.pairs import best_worst
+from mcore_rl.algorithms.advantages.raft import best_of_n
+from mcore_rl.algorithms.advantages.sppo import win_rate
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimators
@@ -375,3 +380,28 @@ def test_a_response_that_is_masked_stays_in_the_baseline_or_leaves_it() -> None:
         else:
             assert (stayed.advantages_S[:2] > 0).all(), estimator
             assert stayed.spread.count == 2 and stayed.spread.low == stayed.spread.high == stayed.advantages_S[0]
+
+
+DECIMALS = ("0.1", "0.2", "0.3", "0.7", "-0.4", "1000.1", "1000.3")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_scores_that_differ_by_rounding_are_equal_where_they_are_ranked(seed: int) -> None:
+    """The parts of each score are added by Python's decimals, exactly, and by floats in another order."""
+    draw = Random(seed)
+    chosen = [[draw.choice(DECIMALS) for _ in range(3)] for _ in range(4)]
+    parts = [draw.sample(each, 3) for each in (*chosen, chosen[0], chosen[1])]
+    exact = [sum(map(Decimal, each)) for each in parts]
+    for dtype in (torch.float32, torch.float64):
+        scores_S = torch.stack([torch.tensor([float(part) for part in each], dtype=dtype).sum() for each in parts])
+        groups = PromptGroups.of(torch.zeros(6, dtype=torch.int64), scores_S, torch.ones(6, dtype=torch.int64))
+        ranked = groups.ranked_S.tolist()
+        assert [[a < b for a in ranked] for b in ranked] == [[a < b for a in exact] for b in exact]
+        won = win_rate(groups, AlgorithmConfig(sppo_eta=1.0))
+        expected = [sum((a > b) - (a < b) for b in exact) / 10 for a in exact]
+        assert won.tolist() == pytest.approx(expected, abs=1e-6)
+        best = best_of_n(groups, AlgorithmConfig())
+        top = [each == max(exact) for each in exact] if len(set(exact)) > 1 else [False] * 6
+        assert best.tolist() == pytest.approx([is_top / max(1, sum(top)) for is_top in top])
+        (pair,) = best_worst(scores_S.tolist()) or [None]
+        assert pair == (None if len(set(exact)) == 1 else (exact.index(max(exact)), exact.index(min(exact))))
