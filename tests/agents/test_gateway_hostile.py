@@ -117,17 +117,17 @@ async def test_half_requests_of_strangers_are_few_and_are_dropped(monkeypatch: p
 @awaited
 async def test_a_connection_is_a_strangers_again_when_its_episode_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "STRANGER_S", 0.2)
-    async with served(["a"]) as one:
-        async with (
-            one.gateway.opened(one.access.conversations, takes_reward=True) as other,
-            openai.AsyncOpenAI(base_url=one.url, api_key=other.key) as client,
-        ):
-            assert [each.id async for each in client.models.list()] == ["policy"]
-            await asyncio.sleep(0.5)
-            assert one.gateway.connections.count == 1
-            one.gateway.connections.forget(other)
-            await asyncio.sleep(0.5)
-            assert one.gateway.connections.count == 0
+    async with (
+        served(["a"]) as one,
+        one.gateway.opened(one.access.conversations, takes_reward=True) as other,
+        openai.AsyncOpenAI(base_url=one.url, api_key=other.key) as client,
+    ):
+        assert [each.id async for each in client.models.list()] == ["policy"]
+        await asyncio.sleep(0.5)
+        assert one.gateway.connections.count == 1
+        one.gateway.connections.forget(other)
+        await asyncio.sleep(0.5)
+        assert one.gateway.connections.count == 0
 
 
 @awaited
@@ -204,9 +204,7 @@ async def test_refused_conversations_leave_nothing() -> None:
 
 
 @awaited
-async def test_failures_of_ours_are_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_our_failures_are_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError
 

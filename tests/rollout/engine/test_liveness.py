@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mcore_rl.rollout.engine.liveness import words
@@ -13,7 +15,7 @@ class EngineGenerateError(Exception):
 
 def raised(*errors: Exception) -> Exception:
     """The last of ``errors``, each the cause of the next."""
-    for cause, error in zip(errors, errors[1:], strict=False):
+    for cause, error in itertools.pairwise(errors):
         error.__cause__ = cause
     return errors[-1]
 
