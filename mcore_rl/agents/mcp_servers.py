@@ -233,8 +233,8 @@ def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Ite
             violations += error.violations
         except GoneError as error:
             violations.append(Violation(KEY, path, f"server {name} {error}", "Correct it, or leave it out"))
-        except SchemaError as error:
-            problem = f"server {name}: the schema of a tool is none: {error.message}"
+        except (SchemaError, RecursionError) as error:
+            problem = f"server {name}: the schema of a tool is none: {str(error).splitlines()[0]}"
             violations.append(Violation(KEY, path, problem, "Correct the server, or name its other tools"))
     if violations:
         raise ConfigError(violations)
