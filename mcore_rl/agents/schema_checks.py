@@ -1,7 +1,7 @@
 """Checks the arguments of a call against the schema of its tool, which a stranger may have written (an MCP server).
 
 What a schema can ask for is limited: a regular expression has ``MAX_PATTERN`` characters at most, those of one
-check have ``MATCH_S`` together, a check takes at most ``MAX_STEPS`` keywords, and nothing is loaded that a schema refers to.
+check have ``MATCH_S`` together, a check takes at most ``MAX_STEPS`` keywords, and no reference is followed out of it.
 
 Invariant: a check ends within a second, whatever the schema and the arguments are.
 """

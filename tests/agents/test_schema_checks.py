@@ -23,7 +23,6 @@ def doubling(depth: int) -> dict[str, Any]:
     ("schema", "arguments"),
     [
         ({"properties": {"a": {"pattern": "^(a|aa)+$"}}}, {"a": "a" * 80 + "b"}),
-        ({"properties": {"a": {"pattern": "^(a|aa)+$"}}}, {"a": "a" * 80 + "b"}),
         ({"properties": {"a": {"pattern": "a" * 2000}}}, {"a": "b"}),
         ({"patternProperties": {"^(a|aa)+$": {}}}, {"a" * 80 + "b": 1}),
         ({"patternProperties": {"^(a|aa)+$": {}}, "additionalProperties": False}, {"a" * 80 + "b": 1}),
