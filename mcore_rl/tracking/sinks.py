@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +81,7 @@ class RunDirectorySink:
         try:
             self._finish_writing()
         finally:
-            self._writing = self._writer.submit(self._write_samples, [*self._unsent, (step, kind, rows)])
+            self._writing = self._writer.submit(self._write_samples, [*self._unsent[-MAX_UNSENT:], (step, kind, rows)])
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Does nothing: files hold steps, not progress."""
@@ -93,7 +93,8 @@ class RunDirectorySink:
                 closing.callback(file.close)
             self._writer.shutdown()
             try:
-                self._finish_writing()
+                with suppress(OSError):  # what it did not write is unsent
+                    self._finish_writing()
             finally:
                 self._write_samples(self._unsent)
 

@@ -222,6 +222,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, mutant: str) -> None:
 def test_other_records_are_compared(tmp_path: Path) -> None:
     steps = played(0)
     write(tmp_path, steps)
+    (tmp_path / "config.yaml").write_text("trainer: {save_rollouts: false}")  # from step 3 on
     (tmp_path / "rollouts").mkdir()
     ids = [group.id for group in steps[1].groups for _ in range(SAMPLES)]
     path = tmp_path / "rollouts" / "step_2.parquet"
