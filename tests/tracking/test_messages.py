@@ -13,7 +13,7 @@ from mcore_rl.tracking.messages import HarmlessFormatter, harmless
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("plain\ttext\nin lines, é 漢 🙂", "plain\ttext\nin lines, é 漢 🙂"),
+        ("plain text\nin lines, é 漢 🙂", "plain text\nin lines, é 漢 🙂"),
         ("\x1b[2J\x1b]0;owned\x07", "\\x1b[2J\\x1b]0;owned\\x07"),
         ("right\rwrong", "right\\rwrong"),
         ("\x9b31m", "\\x9b31m"),
