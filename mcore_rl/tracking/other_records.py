@@ -105,7 +105,8 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return found
 
     mode = value("trainer", "mode")
-    stale = value("async", "max_staleness")
+    group = "async" if "async" in config else "async_"  # the key, or its field
+    stale = value(group, "max_staleness")
     bound = stale if value("rollout", "partial") else {"sync": 0, "one_step_off": 1, "async": stale}.get(mode)
     return {"mode": mode, "batch": value("data", "train_batch_size"), "bound": bound}
 

@@ -103,6 +103,9 @@ HIDDEN = "kq-7f3a91d0c5e2"
         {"rollout": {"agent": {"program": {"command": ["solve", f"--api_key={HIDDEN}"]}}}},
         {"rollout": {"agent": {"program": {"command": ["env", f"OPENAI_API_KEY={HIDDEN}", "solve"]}}}},
         {"rollout": {"agent": {"program": {"command": ["sh", "-c", f"TOKEN={HIDDEN} solve --password '{HIDDEN}'"]}}}},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.api_key={HIDDEN}"]},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs={{api_key:{HIDDEN}}}"]},
+        {"command": ["mcore-rl", "train", f"rollout.agent.program.url=http://u:{HIDDEN}@host"]},
         {"megatron": {"x": {"secret": HIDDEN, "list": [{"access_token": HIDDEN}], "password": 123456789}}},
     ],
 )
