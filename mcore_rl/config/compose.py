@@ -102,9 +102,10 @@ def _front_violation(override: str) -> Violation | None:
     if key_of(key.lstrip("+~")) != key.lstrip("+~"):
         return Violation(key, value, "there is no such key", f"Did you mean {key_of(key.lstrip('+~'))}?")
     if len(key) > MAX_KEY:
-        return Violation(
-            f"{key[:80]}...", "", f"is a key of {len(key):,} characters", "mcore-rl train --cfg shows all keys"
-        )
+        problem = f"is a key of {len(key):,} characters"
+        return Violation(f"{key[:80]}...", "", problem, "mcore-rl train --cfg shows all keys")
+    if key.lstrip("+~") == "algorithm" and len(value) > MAX_KEY:
+        return Violation(key, f"{value[:80]}...", "there is none of that name", "mcore-rl train --help shows all")
     depth = max(override.count(bracket) for bracket in "[{(")
     if len(override) <= MAX_OVERRIDE and depth <= MAX_BRACKETS:
         return None

@@ -182,7 +182,9 @@ def test_one_item_is_a_list_of_it() -> None:
     assert compose(RunConfig, "train", ["algorithm.gdpo_reward_weights=null"]).algorithm.gdpo_reward_weights is None
 
 
-@pytest.mark.parametrize("override", ["x" * 5000 + "=1", "x" * 300 + "=1", "a." * 2000 + "b=1", "algorithm=" + "x" * 300])
+@pytest.mark.parametrize(
+    "override", ["x" * 5000 + "=1", "x" * 300 + "=1", "a." * 2000 + "b=1", "algorithm=" + "x" * 300]
+)
 def test_a_name_that_is_too_long_for_a_file_is_refused(override: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose(RunConfig, "train", [override])

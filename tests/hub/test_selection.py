@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.hub import selection
 from mcore_rl.hub.selection import SelectionError, folder_tables, tables_of
 
 AT = "ID:"
