@@ -7,6 +7,7 @@ of the user's is one message and exit code 2, without a traceback; ``--debug`` s
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,6 +17,7 @@ from mcore_rl import __version__
 from mcore_rl.config.options import check_options, spelt_as_options
 from mcore_rl.config.resources import PAGES
 from mcore_rl.errors import McoreRLError
+from mcore_rl.tracking.messages import HarmlessFormatter
 
 ABOUT = "Reinforcement learning for large language models, on Megatron-core: from the first plan to the report."
 PROGRAMS = ("train", "sft", "prefer", "reward", "generate", "evaluate")
@@ -95,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         top = overview()
         top.parse_args(words)
         top.error("the command comes first")
+    if logging.lastResort is not None:  # what prints warnings where nobody configured logging
+        logging.lastResort.setFormatter(HarmlessFormatter())
     asked = command(words[0])
     taken = parser(words[0], asked)
     options, more = taken.parse_known_args(words[1:])  # argparse takes no key=value after an option by itself
@@ -127,12 +131,10 @@ def _notes(error: BaseException) -> list[str]:
 
 def _tell(text: str, error: BaseException) -> None:
     """Shows ``text`` and the notes of ``error``, without secrets."""
-    from rich.console import Console
-
+    from mcore_rl.tracking.messages import say
     from mcore_rl.tracking.secrets import redacted
 
-    told = redacted("\n".join(filter(None, [text, *_notes(error)])))
-    Console(stderr=True, emoji=False).print(told, markup=False, highlight=False, soft_wrap=True)
+    say(redacted("\n".join(filter(None, [text, *_notes(error)]))))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ message of an ``McoreRLError`` alone and shows a traceback only under ``--debug`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_VALUE_SHOWN = 500  # characters
+_NUMBER = re.compile(r"\d+")
 
 
 class McoreRLError(Exception):
@@ -81,9 +83,13 @@ def refuse_if_any(violations: Sequence[Violation]) -> None:
 
 
 class _Problems(McoreRLError):
-    """Several problems of one place, each a sentence or more; the message shows the first ``MAX_SHOWN`` of them."""
+    """Several problems of one place, each a sentence or more.
 
-    MAX_SHOWN = 20
+    The message shows the first ``MAX_SHOWN`` of them; of more than ``MAX_ALIKE`` that differ in numbers alone, as of
+    rows with one fault, the first and their count.
+    """
+
+    MAX_SHOWN, MAX_ALIKE = 20, 3
 
     def __init__(self, place: str, problems: Sequence[str]) -> None:
         assert problems, f"a {type(self).__name__} needs at least one problem"
@@ -91,10 +97,24 @@ class _Problems(McoreRLError):
         self.problems = tuple(problems)
         count = len(self.problems)
         lines = [f"{place}: 1 problem:" if count == 1 else f"{place}: {count} problems:"]
-        lines += [f"  - {problem}" for problem in self.problems[: self.MAX_SHOWN]]
-        if count > self.MAX_SHOWN:
-            lines.append(f"  - and {count - self.MAX_SHOWN} more")
+        told = self._told()
+        lines += [f"  - {problem}" for problem, _ in told[: self.MAX_SHOWN]]
+        if left := sum(alike for _, alike in told[self.MAX_SHOWN :]):
+            lines.append(f"  - and {left} more")
         super().__init__("\n".join(lines))
+
+    def _told(self) -> list[tuple[str, int]]:
+        """(line, the problems that it stands for), in order."""
+        alike: dict[str, list[str]] = {}
+        for problem in self.problems:
+            alike.setdefault(_NUMBER.sub("#", problem), []).append(problem)
+        told = list[tuple[str, int]]()
+        for each in alike.values():
+            if len(each) > self.MAX_ALIKE:
+                told.append((f"{each[0]} (and {len(each) - 1:,} more with this fault)", len(each)))
+            else:
+                told += [(problem, 1) for problem in each]
+        return told
 
     def __reduce__(self) -> tuple[type[_Problems], tuple[str, tuple[str, ...]]]:
         return type(self), (self.place, self.problems)  # as ConfigError

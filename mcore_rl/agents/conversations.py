@@ -24,9 +24,10 @@ import numpy as np
 from mcore_rl.agents.openai_requests import ApiError, after, digested
 from mcore_rl.agents.rendering import TOOL
 from mcore_rl.agents.session import ABORTED, RESPONSE_TOKENS, TURNS, DrawnTurn, SessionParts, read_turn
+from mcore_rl.agents.text_lengths import TextLengths
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment
-from mcore_rl.errors import DataError
+from mcore_rl.errors import DataError, DeadEngineError, WeightsIncompleteError
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment
 
@@ -96,7 +97,8 @@ class Conversations:
     """Those of one run of a program.  Arguments as of ``Session``; max_prompt_tokens: of a conversation's prompt.
 
     limit: the name of the last limit that refused a turn; "" if none did.
-    failure: the engine's death, or an abort, which ends the run of the program.
+    failure: the engine's death, or an abort, which ends the run of the program; or that a request failed.
+    problem: what a request failed of, which loses the episode; "".
     """
 
     def __init__(
@@ -113,7 +115,8 @@ class Conversations:
         self._num_asked = self._num_drawing = self.num_calls = self.num_failed = 0
         self._since = self._drew_since = time.monotonic()
         self._drawing_s = 0.0
-        self.limit = ""
+        self._lengths = TextLengths(parts.tokenizer)
+        self.limit = self.problem = ""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure.add_done_callback(_read)
 
@@ -123,8 +126,14 @@ class Conversations:
         now = time.monotonic()
         return now - self._since - self._drawing_s - (now - self._drew_since if self._num_drawing else 0.0)
 
+    @property
+    def max_tokens(self) -> int:
+        """The most that a conversation may have."""
+        return self._max_prompt_tokens + self.sampling.max_tokens
+
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Context:
         """What a turn after ``messages`` is drawn after.  ApiError: it is too long, or the template refuses it."""
+        self._demand_turn()
         keys = [digested(list(tools))]
         for message in messages:
             keys.append(after(keys[-1], message))
@@ -133,24 +142,24 @@ class Conversations:
                 if (known := self._continued(turn, messages, length, keys[-1])) is not None:
                     return known
                 break
-        if keys[-1] not in self._prompts:
-            try:
-                tokens = self._parts.renderer.opening(messages, tools)
-            except DataError as error:
-                raise ApiError(400, "; ".join(error.problems), param="messages") from error
-            self._prompts[keys[-1]] = _prompt(tokens), self._beginning(keys, messages)
-        prompt, begins = self._prompts[keys[-1]]
-        return self._fitting(
+        known = self._prompts.get(keys[-1])
+        prompt, begins = known or (self._opened(messages, tools), self._beginning(keys, messages))
+        context = self._fitting(
             Context(
                 parent=None, before=prompt, tokens=tuple(prompt.tokens.tolist()), begins=begins,
                 messages=tuple(messages), key=keys[-1],
             )
         )  # fmt: skip
+        self._prompts[keys[-1]] = prompt, begins  # of those that fit alone: others may come without end
+        return context
 
     def completion(self, prompt: str | Sequence[int]) -> Context:
         """What a turn after a text, in which control tokens are what they spell, or after tokens is drawn after."""
+        self._demand_turn()
         if isinstance(prompt, str):
             return self._after_text(prompt)
+        if len(prompt) > self.max_tokens:
+            raise self._too_long(len(prompt))
         tokens = tuple(prompt)
         size = len(self._parts.tokenizer)
         if not all(0 <= each < size for each in tokens):
@@ -168,13 +177,11 @@ class Conversations:
         max_tokens: the most of it.  stop: strings that end it, besides those of the run.
         ApiError: the run of the program is at a limit, or over.
         """
-        config = self._parts.config
-        if self._num_asked >= config.max_turns:
-            raise self._refusal(TURNS, OVER, f"the episode has had its {config.max_turns} turns (max_turns)")
+        self._demand_turn()
         name = self.prompt_id if self._num_asked == 0 else f"{self.prompt_id}/turn{self._num_asked}"
         self._num_asked += 1
         room = self._room(context)
-        limit = min(room, config.max_turn_tokens or room, max_tokens or room)
+        limit = min(room, self._parts.config.max_turn_tokens or room, max_tokens or room)
         request = Request(prompt=Prompt(id=name, tokens=context.tokens), index=self.index)
         sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *stop))
         if self._num_drawing == 0:
@@ -182,9 +189,12 @@ class Conversations:
         self._num_drawing += 1
         try:
             (sample,) = [each async for each in self._source.generate([request], sampling)]
-        except Exception as error:
+        except (DeadEngineError, WeightsIncompleteError) as error:
             self._fail(error)
             raise ApiError(503, "the engines are gone, and the run of the program is over", code=OVER) from error
+        except Exception as error:
+            self._lose(f"a request failed: {error or type(error).__name__}")
+            raise ApiError(500, f"{self.problem}. The run of the program is over", code=OVER) from error
         finally:
             self._num_drawing -= 1
             if self._num_drawing == 0:
@@ -265,15 +275,32 @@ class Conversations:
         called = {call["id"]: call["function"]["name"] for call in calls}
         if any(each["role"] == "assistant" for each in messages):
             return None
+        text = "\n".join(each["content"] for each in messages)
+        if self._lengths.is_longer(text, self.sampling.max_tokens):
+            raise self._full()
         try:
             added = self._parts.renderer.appended(messages, turn.last, called)
         except DataError:
             return None
         author = Author.tool if messages[0]["role"] == TOOL else Author.user
-        text = "\n".join(each["content"] for each in messages)
         return self._fitting(replace(self._grown(turn, added, author, text), key=key))
 
+    def _opened(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Segment:
+        """The prompt that ``messages`` begin.  ApiError: it is too long, or the template refuses it."""
+
+        def judge(text: str) -> None:
+            if self._lengths.is_longer(text, self._max_prompt_tokens):
+                raise self._too_long()
+
+        judge("".join(each["content"] for each in messages if each["role"] != "assistant"))  # rendering takes time, too
+        try:
+            return _prompt(self._parts.renderer.opening(messages, tools, judge))
+        except DataError as error:
+            raise ApiError(400, "; ".join(error.problems), param="messages") from error
+
     def _after_text(self, text: str) -> Context:
+        if self._lengths.is_longer(text, self.max_tokens):
+            raise self._too_long()
         known = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
         turn = max(known, key=lambda each: len(each.text), default=None)
         if turn is None:
@@ -299,21 +326,35 @@ class Conversations:
         """``context``, after which there is room for a token.  ApiError: there is none."""
         prompt = context.before if context.parent is None else context.parent.prompt
         assert prompt is not None
-        limit = self._max_prompt_tokens
         if not len(prompt.tokens):
             raise ApiError(400, "the prompt has no token. Write some text", param="prompt")
-        if len(prompt.tokens) > limit:
-            said = f"the conversation begins with {len(prompt.tokens)} tokens, and data.max_prompt_length is {limit}"
-            raise self._refusal(RESPONSE_TOKENS, TOO_LONG, said)
+        if len(prompt.tokens) > self._max_prompt_tokens:
+            raise self._too_long(len(prompt.tokens))
         if self._room(context) < 1:
-            said = f"no token of another turn fits into data.max_response_length, {self.sampling.max_tokens}"
-            raise self._refusal(RESPONSE_TOKENS, TOO_LONG, said)
+            raise self._full()
         return context
 
     def _room(self, context: Context) -> int:
         prompt = context.before if context.parent is None else context.parent.prompt
         assert prompt is not None
         return self.sampling.max_tokens - (len(context.tokens) - len(prompt.tokens))
+
+    def _demand_turn(self) -> None:
+        """ApiError: the episode has had its turns."""
+        most = self._parts.config.max_turns
+        if self._num_asked >= most:
+            raise self._refusal(TURNS, OVER, f"the episode has had its {most} turns (max_turns)")
+
+    def _too_long(self, count: int | None = None) -> ApiError:
+        """The refusal of a prompt.  count: its tokens; None: more than fit."""
+        begins = f"more than {self._max_prompt_tokens}" if count is None else count
+        said = f"the conversation begins with {begins} tokens, and data.max_prompt_length is {self._max_prompt_tokens}"
+        return self._refusal(RESPONSE_TOKENS, TOO_LONG, said)
+
+    def _full(self) -> ApiError:
+        """The refusal of another turn."""
+        said = f"no token of another turn fits into data.max_response_length, {self.sampling.max_tokens}"
+        return self._refusal(RESPONSE_TOKENS, TOO_LONG, said)
 
     def _refusal(self, limit: str, code: str, message: str) -> ApiError:
         self.limit = limit
@@ -326,6 +367,12 @@ class Conversations:
                 self.failure.set_result(None)
             else:
                 self.failure.set_exception(error)
+
+    def _lose(self, problem: str) -> None:
+        """Ends the run of the program, and nothing else: a request of its own failed."""
+        if not self.failure.done():
+            self.problem = problem
+            self.failure.set_result(None)
 
     def _turn(self, context: Context, sample: Sample, room: int) -> ModelTurn:
         """room: that the conversation had."""

@@ -2,9 +2,10 @@
 
 Each run of a program has a secret of its own, which says whose conversations a request belongs to.  Nothing else opens
 it: without one, every path but the refusal is closed.  It listens at the loopback unless the configuration says
-otherwise, has no TLS, and unpickles nothing.
+otherwise, has no TLS, and unpickles nothing.  What nobody with a secret asks for is limited (``connections``).
 
-Invariant: a secret is good from ``opened`` to its end, and no longer; then whatever was under way for it is cancelled.
+Invariants: a secret is good from ``opened`` to its end, and no longer; then whatever was under way for it is cancelled.
+A request costs at most the episode that it belongs to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
+from mcore_rl.agents.connections import Connections, Watched
 from mcore_rl.agents.conversations import OVER, Context, Conversations, ModelTurn
 from mcore_rl.agents.openai_answers import Answer, AnswerWriter, message_of, models
 from mcore_rl.agents.openai_requests import (
@@ -38,7 +41,8 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.score import NotANumberError, finite
 from mcore_rl.rollout.tool_parsers import ReadCalls
 
-MAX_BODY = 32 << 20  # bytes of a request
+MAX_BODY = 32 << 20  # bytes of a request, however long conversations may be
+BODY, BODY_PER_TOKEN = 1 << 20, 64  # bytes of a request: for tools, and for each token that a conversation may have
 HEARTBEAT_S = 10.0  # between the comments that keep a stream open while nothing is said
 ReadCallsOf = Callable[[Sequence[Mapping[str, Any]], str], ReadCalls]  # (tools, the text of a turn)
 logger = logging.getLogger(__name__)
@@ -49,12 +53,14 @@ class Access:
     """What one run of a program may do.
 
     key: its secret.  conversations: what it made the model say.  takes_reward: it may say what it is worth.
+    max_body: bytes of a request.
     reward: what it said; the last word counts.  work: requests under way.
     """
 
     key: str
     conversations: Conversations
     takes_reward: bool
+    max_body: int = MAX_BODY
     reward: float | None = None
     work: set[asyncio.Task[Any]] = field(default_factory=set)
     ids: Any = field(default_factory=itertools.count)
@@ -71,6 +77,7 @@ class Gateway:
         self._host, self._port, self._parts, self._read_calls = host, port, parts, read_calls
         self._open: dict[str, Access] = {}  # by the public half of the key
         self._told = set[str]()
+        self.connections = Connections()
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
@@ -79,15 +86,18 @@ class Gateway:
         """Listens, if it does not yet; returns the URL.  ConfigError: it cannot listen there."""
         async with self._starting:
             if self._server is None:
-                app = web.Application(client_max_size=MAX_BODY, middlewares=[_json_errors])
+                app = web.Application(client_max_size=MAX_BODY, middlewares=[_json_errors()])
                 app.router.add_post("/v1/chat/completions", self._for_all(self._chat))
                 app.router.add_post("/v1/completions", self._for_all(self._completion))
                 app.router.add_post("/v1/episode/reward", self._for_all(self._reward))
                 app.router.add_get("/v1/models", self._for_all(self._models))
                 runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
                 await runner.setup()
-                assert runner.server is not None
-                listening = asyncio.get_running_loop().create_server(runner.server, self._host, self._port)
+                serve = runner.server
+                assert serve is not None
+                listening = asyncio.get_running_loop().create_server(
+                    lambda: Watched(self.connections, serve()), self._host, self._port
+                )
                 try:
                     self._server = await listening
                 except OSError as error:
@@ -105,13 +115,17 @@ class Gateway:
         """While open: a key is good for ``conversations``."""
         public = secrets.token_hex(8)
         access = Access(
-            key=f"mcore-rl-{public}-{secrets.token_urlsafe(32)}", conversations=conversations, takes_reward=takes_reward
+            key=f"mcore-rl-{public}-{secrets.token_urlsafe(32)}",
+            conversations=conversations,
+            takes_reward=takes_reward,
+            max_body=min(MAX_BODY, BODY + BODY_PER_TOKEN * conversations.max_tokens),
         )
         self._open[public] = access
         try:
             yield access
         finally:
             del self._open[public]
+            self.connections.forget(access)
             for task in access.work:
                 task.cancel()
             await asyncio.gather(*access.work, return_exceptions=True)
@@ -153,13 +167,16 @@ class Gateway:
         if access is None or not hmac.compare_digest(access.key.encode(), key.strip().encode()):
             said = "no such key, or its episode is over. Send the OPENAI_API_KEY of the program's environment"
             raise ApiError(401, said, code="invalid_api_key")
+        if not self.connections.know(request.transport, access):
+            said = "the episode has too many connections. Use one client for all of it, or close those that are done"
+            raise ApiError(429, said, code="too_many_connections")
         return access
 
     async def _models(self, request: web.Request, access: Access) -> web.StreamResponse:
         return web.json_response(models())
 
     async def _reward(self, request: web.Request, access: Access) -> web.StreamResponse:
-        body = parsed_body(await request.read())
+        body = parsed_body(await _body(request, access.max_body))
         if not access.takes_reward:
             said = "rollout.agent.program.reward=grader: the row's grader says what the episode is worth. Write program"
             raise ApiError(409, said, code="reward_not_taken")
@@ -173,7 +190,7 @@ class Gateway:
 
     async def _chat(self, request: web.Request, access: Access) -> web.StreamResponse:
         conversations = access.conversations
-        asked = chat_request(parsed_body(await request.read()), conversations.sampling)
+        asked = chat_request(parsed_body(await _body(request, access.max_body)), conversations.sampling)
         context = conversations.chat(asked.messages, asked.tools)
 
         def answer(turn: ModelTurn) -> Answer:
@@ -189,7 +206,7 @@ class Gateway:
 
     async def _completion(self, request: web.Request, access: Access) -> web.StreamResponse:
         conversations = access.conversations
-        asked, prompt = completion_request(parsed_body(await request.read()), conversations.sampling)
+        asked, prompt = completion_request(parsed_body(await _body(request, access.max_body)), conversations.sampling)
         context = conversations.completion(prompt)
 
         def answer(turn: ModelTurn) -> Answer:
@@ -247,6 +264,20 @@ class Gateway:
                 )  # fmt: skip
 
 
+async def _body(request: web.Request, most: int) -> bytes:
+    """The bytes of a request.  ApiError: there are more than ``most``, or they are not packed as it says."""
+    body = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > most:
+                remedy = "Say less: a conversation has at most data.max_prompt_length and data.max_response_length"
+                raise ApiError(413, f"the request has more than {most} bytes. {remedy}", code="too_large")
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise ApiError(400, f"the request cannot be read: {error}"[:200]) from error
+    return bytes(body)
+
+
 async def _fail_at_once(draws: Sequence[asyncio.Future[ModelTurn]]) -> bool:
     """Whether a draw fails before a stream has to be opened, so that its status can say so."""
     done, _ = await asyncio.wait(draws, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_EXCEPTION)
@@ -262,23 +293,37 @@ async def _kept_open(stream: web.StreamResponse, draws: Sequence[asyncio.Future[
         await stream.write(b": drawing\n\n")
 
 
-@web.middleware
-async def _json_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+def _json_errors() -> Any:
+    """The middleware that writes every refusal in OpenAI's form."""
+    told = set[type[Exception]]()
+
+    @web.middleware
+    async def answered(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        return await _refused(request, handler, told)
+
+    return answered
+
+
+async def _refused(
+    request: web.Request,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    told: set[type[Exception]],
 ) -> web.StreamResponse:
-    """Every refusal in OpenAI's form."""
+    """What ``handler`` answers, or its refusal.  told: kinds of our failures that were logged."""
     try:
         return await handler(request)
     except ApiError as error:
         refusal = error
-    except web.HTTPRequestEntityTooLarge:
-        refusal = ApiError(413, f"the request has more than {MAX_BODY >> 20} MiB", code="too_large")
     except web.HTTPException as error:
         refusal = ApiError(error.status, f"{request.method} {request.path[:80]}: {error.reason}", code="no_such_path")
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # noqa: BLE001  of whatever a request made us do; the program is told, and may go on
-        logger.warning("the gateway failed: %r", error)
+        if type(error) not in told:
+            told.add(type(error))
+            logger.warning("the gateway failed: %r. Others of this kind are not told", error)
         refusal = ApiError(500, f"{type(error).__name__}", code=OVER)
     with suppress(ConnectionError):
         return web.json_response(refusal.body, status=refusal.status)

@@ -10,7 +10,6 @@ Protocol: JSON lines over a socket.  {server} is answered with {tools} or {error
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import resource
@@ -21,7 +20,6 @@ import threading
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TextIO
 
-PR_SET_PDEATHSIG = 1
 MAX_TEXT = 1 << 20  # characters of a result
 MAX_TAIL = 2000  # bytes of what a server said last
 MAX_MEMORY = 4 << 30  # bytes of this process, once the server has been started, so that it is not the server's limit
@@ -47,13 +45,11 @@ class Tail:
             self._last = (self._last + part)[-MAX_TAIL:]
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serves the socket ``descriptor`` until the process ``parent`` closes it or dies, or the server is gone."""
+def main(descriptor: int) -> None:
+    """Serves the socket ``descriptor`` until it is closed or the server is gone; the guard above ends what is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # which ends the server, too
-    if os.getppid() == parent:
-        os.set_inheritable(descriptor, False)
-        asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    os.set_inheritable(descriptor, False)
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
 
 
 async def _serve(connection: socket.socket) -> None:
@@ -144,4 +140,4 @@ def _said(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -24,10 +24,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
+from mcore_rl.agents import program_guard
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.tracking.secrets import redacted, without_secrets
@@ -42,8 +42,8 @@ LINE = 16 << 20  # bytes
 MAX_ERROR = 500  # characters
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from mcore_rl.agents.mcp_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from mcore_rl.agents.mcp_process import main; main(int(sys.argv[1]))"
 )
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class McpServer:
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         self.name, self._given = name, dict(given)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Guarded | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -85,7 +85,7 @@ class McpServer:
         self.close()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _started(theirs)
+            self._process = _Guarded(theirs)
         self._socket = ours
         ours.settimeout(START_S)
         try:
@@ -190,7 +190,7 @@ class McpServer:
         writer, self._writer = self._writer, None
         reading, self._reading = self._reading, None
         if process is not None:
-            _kill_tree(process)
+            process.end()
         for waits in self._waiting.values():
             if not waits.done() and not waits.get_loop().is_closed():
                 waits.set_exception(GoneError(problem))
@@ -233,8 +233,8 @@ def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Ite
             violations += error.violations
         except GoneError as error:
             violations.append(Violation(KEY, path, f"server {name} {error}", "Correct it, or leave it out"))
-        except SchemaError as error:
-            problem = f"server {name}: the schema of a tool is none: {error.message}"
+        except (SchemaError, RecursionError) as error:
+            problem = f"server {name}: the schema of a tool is none: {str(error).splitlines()[0]}"
             violations.append(Violation(KEY, path, problem, "Correct the server, or name its other tools"))
     if violations:
         raise ConfigError(violations)
@@ -289,29 +289,36 @@ def _resolved(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **mapped, **arguments}
 
 
-def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path])]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        env=without_secrets(),
-        start_new_session=True,
-    )
+class _Guarded:
+    """The client of a server below a guard, which ends with all that they started, daemons too, and with this process.
 
+    theirs: the client's end of the socket.
+    """
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills ``process`` and all below it: a server has a session of its own."""
-    try:
-        below = psutil.Process(process.pid).children(recursive=True)
-    except psutil.Error:
-        below = []
-    for each in (process, *below):
-        with suppress(psutil.Error, OSError):
-            each.kill()
-    process.wait()
+    def __init__(self, theirs: socket.socket) -> None:
+        arguments = [str(theirs.fileno()), json.dumps([str(path) for path in sys.path])]
+        reading, self._alive = os.pipe()
+        try:
+            guard = [sys.executable, "-I", "-S", program_guard.__file__, str(reading)]
+            self._guard = subprocess.Popen(
+                [*guard, sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[reading, theirs.fileno()],
+                env=without_secrets(),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._alive)
+            raise
+        finally:
+            os.close(reading)
+
+    def end(self) -> None:
+        """Kills them all."""
+        os.close(self._alive)
+        self._guard.wait()
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -16,8 +16,10 @@ from typing import Any
 
 from mcore_rl.rollout.protocol import Sampling
 
-MAX_CHOICES, MAX_STOPS = 16, 16
+MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 16, 1000  # MAX_STOP: characters of a stop string
+MAX_DEPTH = 64  # of lists and objects within each other: what reads them may recurse
 ROLES = ("system", "developer", "user", "assistant", "tool")
+HALF = "half a character (a lone surrogate), of which there are no tokens. Cut texts between characters"
 # Fields that would change what is drawn, and what they are when they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
@@ -127,6 +129,8 @@ def completion_request(body: Mapping[str, Any], sampling: Sampling) -> tuple[Ask
     ids = isinstance(prompt, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in prompt)
     if not prompt or not (isinstance(prompt, str) or ids):
         raise ApiError(400, "prompt is no text and no list of tokens. Ask for one prompt at a time", param="prompt")
+    if isinstance(prompt, str) and not _is_text(prompt):
+        raise ApiError(400, f"prompt has {HALF}", param="prompt")
     more = [f"best_of={body['best_of']}"] if body.get("best_of") not in (None, 1, body.get("n")) else []
     asked = _asked(body, sampling, "max_tokens", logprobs=body.get("logprobs") is not None, more=more)
     return asked, prompt
@@ -143,6 +147,8 @@ def _asked(
     stops = [stop] if isinstance(stop, str) else ([] if stop is None else stop)
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ApiError(400, f"stop is no text and no list of up to {MAX_STOPS} texts", param="stop")
+    if not all(len(each) <= MAX_STOP and _is_text(each) for each in stops):
+        raise ApiError(400, f"stop has a text of more than {MAX_STOP} characters, or {HALF}", param="stop")
     own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     overridden = [
         f"{name}={_shown(body[name])}"
@@ -236,7 +242,29 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the request is no JSON: {error}"[:200]) from error
     if not isinstance(body, dict):
         raise ApiError(400, "the request is no JSON object")
+    if _is_deep(body):
+        raise ApiError(400, f"the request has more than {MAX_DEPTH} lists and objects within each other")
     return body
+
+
+def _is_deep(body: Any) -> bool:
+    """Whether ``body`` is nested deeper than ``MAX_DEPTH``."""
+    level = [body]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _is_text(text: str) -> bool:
+    """Whether ``text`` can be encoded: it has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _of_type(body: Mapping[str, Any], name: str, kind: Callable[..., Any], *, required: bool = False) -> Any:

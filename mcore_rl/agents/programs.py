@@ -107,6 +107,8 @@ class Programs:
         reason, end = ANSWERED, FinishReason.stop
         if limit == ABORTED:
             reason, end = ABORTED, FinishReason.abort
+        elif conversations.problem:
+            reason, end, problem = PROGRAM_FAILED, FinishReason.abort, conversations.problem
         elif ended is None:
             reason, end = PROGRAM_TIMEOUT, FinishReason.length
             problem = f"it ran longer than {self._config.timeout_s:g} s (rollout.agent.program.timeout_s)"
@@ -133,8 +135,11 @@ class Programs:
         told = json.dumps(row_told(row, access.conversations), default=str).encode()
         if self._config.url is not None:
             return await self._served(self._config.url, told, access, url)
-        async with self._started(access, url) as process:
-            return await process.talk(told)
+        try:
+            async with self._started(access, url) as process:
+                return await process.talk(told)
+        except OSError as error:  # as without descriptors or processes
+            return ProgramEnd(problem=f"it cannot be started: {error}")
 
     async def _served(self, service: str, told: bytes, access: Access, url: str) -> ProgramEnd:
         """What a service answers that is sent ``{row, base_url, api_key}``."""

@@ -10,7 +10,7 @@ Invariant: the tokens of an episode are a prefix of the tokens of the same episo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,11 +120,17 @@ class TurnRenderer:
             runs += [(content, False), (behind, True)]
         return self.encoder.encode(runs, after=last)
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def opening(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        judge: Callable[[str], None] = lambda text: None,
+    ) -> list[int]:
         """The tokens of a whole conversation that waits for the model.
 
         What the messages and tools spell makes no control token, but for those that are not special (<think>) where the
         assistant wrote them: templates read them there.  Without such text they are what the tokenizer makes of it all.
+        judge: is given the text before it is tokenized, and may refuse it.
         DataError: the template refuses the conversation.
         """
         marks = Marks(self.encoder)
@@ -134,6 +140,7 @@ class TurnRenderer:
             text = encodable(self._render(marked, open_turn=True, **more))
         except Exception as error:
             raise DataError(TITLE, [f"refuses the conversation: {error}. Mend the messages"]) from error
+        judge(text)
         if not marks.spelled:
             tokenizer: Any = self._tokenizer
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -15,8 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
+from mcore_rl.agents.schema_checks import wrong_arguments
 from mcore_rl.rewards.score import finite
 
 MAX_VALUE = 80  # characters of a wrong argument that the model is shown
@@ -128,7 +127,7 @@ class ToolSet:
         if not isinstance(arguments, dict):
             return f"The arguments of {call.name} are {_shown(arguments)}. Write a JSON object."
         parameters = self.tools[call.name].tool_schema["function"].get("parameters") or {}
-        wrong = sorted(Draft202012Validator(dict(parameters)).iter_errors(arguments), key=lambda error: error.json_path)
+        wrong = wrong_arguments(parameters, arguments)
         unknown = sorted(set(arguments) - set(parameters.get("properties") or arguments))
         problems = [_said(error) for error in wrong] + [f"there is no argument {name!r}" for name in unknown]
         return f"The arguments of {call.name} are wrong: {'; '.join(problems)}." if problems else ""

@@ -23,6 +23,7 @@ from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.config.names import field_of, key_of, value_at
 from mcore_rl.errors import Violation
 from mcore_rl.hub.names import DATASET, hub_name
+from mcore_rl.tracking.secrets import has_url_password, without_url_passwords
 
 T = TypeVar("T")
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e12  # where a range ends at inf
@@ -103,7 +104,7 @@ PositiveFloat = Annotated[float, Interval("(0, inf)")]
 NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
 Share = Annotated[float, Interval("[0, 1]")]
 PositiveShare = Annotated[float, Interval("(0, 1]")]
-Seconds = Annotated[float, Interval("(0, 31536000]")]  # a year
+Seconds = Annotated[float, Interval("[0.001, 31536000]")]  # a millisecond to a year
 SecondsOrZero = Annotated[float, Interval("[0, 31536000]")]
 Seed = Annotated[int, Interval("[0, 4294967295]")]  # what NumPy takes
 Ranks = Annotated[int, Interval("[1, 131072]")]  # no cluster has more
@@ -191,7 +192,8 @@ def bound_violations(config: Any, prefix: str = "") -> list[Violation]:
     violations = list[Violation]()
     for each, key, value in _values(config, prefix):
         if problem := value_problem(each, value):
-            violations.append(Violation(key, value, *problem))
+            shown = without_url_passwords(value) if isinstance(value, str) else value
+            violations.append(Violation(key, shown, *problem))
     return violations
 
 
@@ -240,6 +242,9 @@ def value_problem(each: Setting, value: Any) -> tuple[str, str] | None:
             return "must be a number", "Write one"
         problem = each.range.problem(value)
         return None if problem is None else (problem, each.range.advice(value))
+    if isinstance(value, str) and has_url_password(value):
+        remedy = "Hand it over in a variable of the environment: rollout.agent.program.env, custom_reward_function.env"
+        return "has a user or a password in a URL, which would be written into files", remedy
     return _text_problem(each, value) if each.kind is str else None
 
 

@@ -38,6 +38,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 T = TypeVar("T")
 OURS = "mcore_rl.conf"
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
+MAX_KEY = 200  # characters of a key, or of the name of a choice: hydra looks for files of these names
 MAX_OVERRIDE, MAX_BRACKETS = 65_536, 64  # hydra's parser takes seconds for more
 OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)  # of conf/generate.yaml
 
@@ -102,6 +103,11 @@ def _front_violation(override: str) -> Violation | None:
         return Violation(key, value, "there is no such key", "Leave it out: hydra composes, and runs nothing")
     if key_of(key.lstrip("+~")) != key.lstrip("+~"):
         return Violation(key, value, "there is no such key", f"Did you mean {key_of(key.lstrip('+~'))}?")
+    if len(key) > MAX_KEY:
+        problem = f"is a key of {len(key):,} characters"
+        return Violation(f"{key[:80]}...", "", problem, "mcore-rl train --cfg shows all keys")
+    if key.lstrip("+~") == "algorithm" and len(value) > MAX_KEY:
+        return Violation(key, f"{value[:80]}...", "there is none of that name", "mcore-rl train --help shows all")
     depth = max(override.count(bracket) for bracket in "[{(")
     if len(override) <= MAX_OVERRIDE and depth <= MAX_BRACKETS:
         return None

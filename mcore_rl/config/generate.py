@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.bounds import AnyData, CrossCheck, OutputFile, PositiveInt, Seed, check
@@ -135,6 +136,8 @@ def _length_violations(config: GenerateConfig) -> Iterator[Violation]:
 
 
 def _validation_violations(config: GenerateConfig) -> Iterator[Violation]:
+    if config.out and Path(config.out).suffix not in ("", ".parquet"):
+        yield Violation("out", config.out, "is written as parquet", "Write a name that ends in .parquet")
     if config.rollout.val_kwargs != ValidationConfig():
         problem = "says how training validates, and nothing is validated here"
         remedy = "Write rollout.n, rollout.temperature, rollout.top_p and rollout.top_k"

@@ -91,7 +91,7 @@ class CodeConfig:
     """
 
     timeout_s: Seconds = 6.0
-    memory_mib: PositiveInt = 512
+    memory_mib: Annotated[int, Interval("[32, 1048576]")] = 512
     output_kib: PositiveInt = 64
     continuous: bool = False
     first_cases: PositiveInt | None = None

@@ -191,7 +191,7 @@ class RolloutConfig(ServingConfig):
     val_kwargs: how validation samples.  agent: agent loops, tools, and what ends an episode.
     """
 
-    n: PositiveInt = 1
+    n: Annotated[int, Interval("[1, 16384]")] = 1
     temperature: NonNegativeFloat = 1.0
     top_p: PositiveShare = 1.0
     top_k: TopK = -1

@@ -111,7 +111,7 @@ class GuardConfig:
     """
 
     window: NonNegativeInt = 10
-    reward_drop: NonNegativeFloat = 0.5
+    reward_drop: Annotated[float, Interval("[0, 2]")] = 0.5
     entropy_share: Share = 0.1
     max_logprob_diff: NonNegativeFloat = 0.1
     max_kl: NonNegativeFloat | None = None

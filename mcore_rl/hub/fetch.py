@@ -6,6 +6,7 @@ on keeps the commits that it began with, unless its user names another.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,7 +81,7 @@ def local_paths(
     """
     name = hub_name(text, place.hub)
     try:
-        if name is None and place.hub == DATASET and text and Path(text).expanduser().is_dir():
+        if name is None and place.hub == DATASET and text and os.path.isdir(os.path.expanduser(text)):
             return [str(path) for path in folder_tables(Path(text).expanduser(), place.split)]
         if name is None:
             return [text]
@@ -93,6 +94,9 @@ def local_paths(
         )
     except (NotFetchedError, SelectionError) as error:
         raise ConfigError([Violation(key, text, error.problem, error.remedy)]) from error
+    except OSError as error:
+        remedy = "Write the path of a folder of tables that you can read"
+        raise ConfigError([Violation(key, text, f"cannot be read: {error.strerror}", remedy)]) from error
     said = f"  is {named(str(paths[0]))}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
     Console(stderr=True).print(said, markup=False, highlight=False, soft_wrap=True)
     return [str(path) for path in paths]

@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from mcore_rl.hub.names import TABLES, is_inside
 
+MAX_ENTRIES = 100_000  # files and folders in a folder of data
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # Beside the weights: as ``checkpoints/hf_sidecar_files.py``, but for code, which is not taken from the Hub.
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.bpe")
@@ -118,7 +120,11 @@ def folder_tables(folder: Path, split: str) -> list[Path]:
 
     Raises SelectionError as ``tables_of``.
     """
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    found = list(islice(folder.rglob("*"), MAX_ENTRIES + 1))
+    if len(found) > MAX_ENTRIES:
+        problem = f"holds more than {MAX_ENTRIES:,} files and folders, and so is no data set"
+        raise SelectionError(problem, "Write the folder of the data set, or its files")
+    names = [path.relative_to(folder).as_posix() for path in found if path.is_file()]
     saved = {name for name in names if PurePosixPath(name).name == STATE}
     written = [name for each in sorted(saved) for name in _arrow_files(folder / each, folder)]
     if not written:

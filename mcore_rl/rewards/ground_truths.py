@@ -8,6 +8,7 @@ How many those are is a warning.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from mcore_rl.errors import ConfigError, DataError
@@ -34,6 +35,9 @@ def check_ground_truths(rows: Iterable[tuple[str, str, object]], *, refuse: bool
             grader = grader_of(source)
         except ConfigError:
             continue  # refused elsewhere, once for all rows
+        if isinstance(truth, float) and math.isnan(truth):
+            problems.append(f"{row}: the ground truth is NaN. Write the answer, or leave the row out")
+            continue
         try:
             REQUIRES.get(grader, str)(str(truth))
         except ValueError as error:

@@ -89,7 +89,10 @@ class NotANumberError(ValueError):
 def finite(value: object, what: str) -> float:
     """``value`` as a float.  NotANumberError, which names ``what``, if it is not a number, is nan or is infinite."""
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            number = math.inf
         if math.isfinite(number):
             return number
     raise NotANumberError(f"{what} is {repr(value)[:80]}, not a finite number")

@@ -32,6 +32,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.rewards.code import WEAK, CodeRows, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 from mcore_rl.rewards.custom import import_refusal, trial_refusal
+from mcore_rl.rewards.prints import PRINTS
 from mcore_rl.rewards.registry import GRADERS, grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, refusal_of, unpacked
@@ -59,10 +60,15 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
                 pass_fds=[theirs.fileno()],
                 env=without_secrets(custom.env),
                 start_new_session=True,  # Ctrl-C does not reach it, and killpg also ends the processes that it starts
             )
+        assert self._process.stdout is not None
+        PRINTS.relay(self._process.stdout)
         self._connection = Connection(ours.detach())
         self._settings = (config, custom)
         self._is_ready = False

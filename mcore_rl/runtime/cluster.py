@@ -26,6 +26,7 @@ from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.runtime.ray_watch import children, joined_ray, own_ray
 from mcore_rl.runtime.scratch import scratch
+from mcore_rl.tracking.messages import warn
 from mcore_rl.tracking.secrets import secret_names
 
 LOOPBACK = "127.0.0.1"
@@ -65,8 +66,11 @@ def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begi
             yield
         finally:
             if config.timeline_json_file is not None:
-                Path(config.timeline_json_file).parent.mkdir(parents=True, exist_ok=True)
-                ray.timeline(config.timeline_json_file)
+                try:
+                    Path(config.timeline_json_file).parent.mkdir(parents=True, exist_ok=True)
+                    ray.timeline(config.timeline_json_file)
+                except OSError as error:  # the run itself has ended well
+                    warn(f"ray_init.timeline_json_file={config.timeline_json_file} cannot be written: {error}")
 
 
 def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:

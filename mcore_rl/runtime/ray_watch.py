@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from mcore_rl.runtime import ray_guard
 from mcore_rl.tracking.secrets import without_secrets
 
 VITAL = {"gcs_server": "Ray's head", "raylet": "Ray's raylet on this machine"}
+LOOK_S = 5.0  # between two looks whether a process is stopped
+STOPPED_S = 30.0  # a process that is stopped (SIGSTOP) for so long is as good as dead: nothing else notices it
 GUARD_S = 2 * ray_guard.GRACE_S  # the time limit for the guard to finish
 
 
@@ -118,20 +121,44 @@ def _guarded(held: Sequence[Held]) -> Iterator[None]:
         guard.wait(GUARD_S)
 
 
+def lost_of(vital: Sequence[Held], until: int) -> tuple[Held, str] | None:
+    """Waits until one of ``vital`` has ended or was stopped too long; returns it, and what became of it.
+
+    None: the descriptor ``until`` was closed before.
+    """
+    poller = select.poll()
+    for handle in (until, *(each.handle for each in vital)):
+        poller.register(handle, select.POLLIN)
+    since = dict[int, float]()  # by process, when it was first seen stopped
+    while True:
+        ended = {handle for handle, _ in poller.poll(1000 * LOOK_S)}
+        if until in ended:
+            return None
+        for each in vital:
+            if each.handle in ended:
+                return each, "died"
+            if not _is_stopped(each.pid):
+                since.pop(each.pid, None)
+            elif time.monotonic() - since.setdefault(each.pid, time.monotonic()) >= STOPPED_S:
+                return each, f"has been stopped (SIGSTOP) for {STOPPED_S:.0f} s"
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
 @contextmanager
 def _watched(vital: Sequence[Held], all_held: Sequence[Held], remedy: Callable[[], str]) -> Iterator[None]:
-    """While active: if one of ``vital`` ends, kills ``all_held`` and ends this program with a message."""
+    """While active: if one of ``vital`` ends or is stopped, kills ``all_held`` and ends this program with a message."""
     reading, writing = os.pipe()
 
     def watch() -> None:
-        poller = select.poll()
-        for handle in (reading, *(each.handle for each in vital)):
-            poller.register(handle, select.POLLIN)
-        ended = {handle for handle, _ in poller.poll()}
-        if reading not in ended:
-            lost = next(each for each in vital if each.handle in ended)
+        if (found := lost_of(vital, reading)) is not None:
+            lost, how = found
             Console(stderr=True).show_cursor()
-            message = f"\nerror: {VITAL[lost.name]} ({lost.name}, process {lost.pid}) died. {remedy()}\n"
+            message = f"\nerror: {VITAL[lost.name]} ({lost.name}, process {lost.pid}) {how}. {remedy()}\n"
             os.write(sys.stderr.fileno(), message.encode())
             for each in all_held:
                 each.kill()

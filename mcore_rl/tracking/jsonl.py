@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,47 +31,68 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     Each has "step", an int.  Incomplete lines, as a killed run may leave, are skipped; of several lines for one step
     the last one counts.
     """
-    if not path.is_file():
-        return []
-    rows: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows[row["step"]] = row
+    rows = {row["step"]: row for row in step_rows(path)}
     return [rows[step] for step in sorted(rows)]
 
 
+def step_rows(path: Path) -> list[dict[str, Any]]:
+    """As ``read_steps``, in the order of the file, and of several lines for one step all."""
+    if not path.is_file():
+        return []
+    rows = list[dict[str, Any]]()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool):
+            rows.append(row)
+    return rows
+
+
 class StepFile:
-    """Appends to ``path``, an object a step.  keep: existing lines of later steps are dropped."""
+    """Appends to ``path``, an object a step.  keep: existing lines of later steps are dropped.
+
+    A line that does not fit on the disk is kept, and written before the next one.
+    """
 
     def __init__(self, path: Path, keep: int) -> None:
         kept = [row for row in read_steps(path) if row["step"] <= keep]
         with replaced(path) as new:
             new.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-        self._torn = False
+        self._file = path.open("ab", buffering=0)
+        self._unsent = b""
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write and flush one line.  OSError: it did not fit on the disk."""
-        line = _line(row)
-        start, self._torn = "\n" if self._torn else "", True  # end a half line that an earlier failure left
-        self._file.write(start + line)
-        self._file.flush()
-        self._torn = False
+        """Write one line.  OSError: it does not fit on the disk now; the next call tries again."""
+        self._unsent += _line(row).encode()
+        self._send()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.  OSError: lines did not fit on the disk, and are lost."""
+        try:
+            self._send()
+        finally:
+            self._file.close()
+
+    def _send(self) -> None:
+        """Write all that is unsent, or nothing of it."""
+        size, rest = os.fstat(self._file.fileno()).st_size, self._unsent
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), size)
+            raise
+        self._unsent = b""
 
 
 class MetricsFile(StepFile):
     """Appends to a metrics.jsonl."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and flush the line of one step.  OSError: it did not fit on the disk."""
+        """Write the line of one step.  OSError: see ``append``."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self.append({"step": step} | finite)
 

@@ -1,8 +1,8 @@
 """The ledger of a run: every prompt is trained exactly once in each epoch, or dropped or lost for a reason with a name.
 
 ``audit`` proves it from schedule.jsonl, against the place in the data that each line states, and against what
-metrics.jsonl and the samples say.  It trusts no counter of the run but that place, and knows nothing of how prompts are
-drawn: it only counts.
+config.yaml, metrics.jsonl and the samples say (``other_records``).  It trusts no counter of the run but that place, and
+knows nothing of how prompts are drawn: it only counts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.tracking.jsonl import read_metrics
-from mcore_rl.tracking.samples import sample_files
+from mcore_rl.tracking.other_records import record_violations, unproven
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledDrop, ScheduledGroup, ScheduledStep, read_schedule
 
 REASONS = ("filter_groups", "surplus")  # for which a group that was drawn may be dropped
@@ -33,6 +29,7 @@ class Audit:
     steps: that the ledger has.  trained: groups.  untrained: groups that were dropped, lost or masked, by the reason.
     under_way: prompts that were drawn and that no step has.
     last_epoch: the epoch of the place after the last step.
+    unproven: what the records do not tell.
     """
 
     violations: tuple[str, ...]
@@ -41,6 +38,7 @@ class Audit:
     untrained: dict[str, int] = field(default_factory=dict)
     under_way: int = 0
     last_epoch: int = 0
+    unproven: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """The audit in words."""
@@ -52,6 +50,7 @@ class Audit:
         why = "".join(f"; {count:,} {reason}" for reason, count in sorted(self.untrained.items()))
         yield f"{self.steps:,} steps, {self.trained:,} groups trained{why}; {self.under_way:,} prompts under way"
         yield f"every prompt of {self.last_epoch} whole epochs and of the one that goes on is there exactly once"
+        yield from (f"not proven: {each}" for each in self.unproven)
 
 
 def audit(run_dir: Path) -> Audit:
@@ -64,7 +63,7 @@ def audit(run_dir: Path) -> Audit:
     if not steps and not wrong:
         problem = f"holds no {SCHEDULE}, or no step in it"
         raise ConfigError([Violation("run_dir", run_dir, problem, "Give trainer.default_local_dir of a run of train")])
-    violations += [*_step_violations(steps, wrong), *_prompt_violations(steps), *_other_records(run_dir, steps)]
+    violations += [*_step_violations(steps, wrong), *_prompt_violations(steps), *record_violations(run_dir, steps)]
     untrained = Counter(each.reason for step in steps for each in step.dropped)
     for group in (group for step in steps for group in step.groups):
         if group.trained == 0:
@@ -76,6 +75,7 @@ def audit(run_dir: Path) -> Audit:
         untrained=dict(untrained),
         under_way=len(steps[-1].again) if steps else 0,
         last_epoch=steps[-1].epoch if steps else 0,
+        unproven=tuple(unproven(run_dir, steps)),
     )
 
 
@@ -149,25 +149,3 @@ def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
 
 def _name(place: DataPlace, ids: dict[int, str]) -> str:
     return f"prompt {ids[place[1]]}" if place[1] in ids else f"prompt number {place[1]}"
-
-
-def _other_records(run_dir: Path, steps: Sequence[ScheduledStep]) -> Iterator[str]:
-    """Where metrics.jsonl or the samples tell of other steps or prompts than the ledger."""
-    known = {step.step: step for step in steps}
-    told = {row["step"] for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 0}
-    for step in sorted(each for each in told - known.keys() if each > max(known, default=0)):
-        yield f"step {step}: metrics.jsonl tells of it, and the ledger does not"
-    for step, path in sample_files(run_dir, "rollouts").items():
-        if step not in known:
-            continue
-        try:
-            names = pq.read_table(path, columns=["prompt_id"]).column("prompt_id").to_pylist()
-        except (OSError, pa.ArrowException, LookupError) as error:
-            yield f"step {step}: {path.relative_to(run_dir)} cannot be read: {type(error).__name__}"
-            continue
-        expected = Counter({group.id: 0 for group in known[step].groups})
-        for group in known[step].groups:
-            expected[group.id] += group.samples
-        if (counted := Counter(names)) != expected:
-            other = sorted(name for name in counted.keys() | expected.keys() if counted[name] != expected[name])
-            yield f"step {step}: {path.relative_to(run_dir)} has other responses than the ledger, of {other[0]}"

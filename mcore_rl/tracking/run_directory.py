@@ -39,7 +39,7 @@ import mcore_rl
 from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import sample_files
-from mcore_rl.tracking.secrets import redact, without_secrets
+from mcore_rl.tracking.secrets import redact_settings, without_secrets
 
 PACKAGES = (
     "torch",
@@ -102,7 +102,7 @@ def prepare(
         "hardware": _hardware() | plain(devices),
     }
     with replaced(run_dir / "environment.json") as new:
-        new.write_text(json.dumps(redact(environment), indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(redact_settings(environment), indent=2) + "\n", encoding="utf-8")
 
 
 def set_aside(paths: Sequence[Path], directory: Path) -> None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mcore_rl.tracking.jsonl import StepFile, read_steps
 
 SCHEDULE = "schedule.jsonl"
@@ -81,7 +83,7 @@ class ScheduleFile(StepFile):
     """Appends to a schedule.jsonl."""
 
     def write(self, step: ScheduledStep) -> None:
-        """Write and flush the line of one step.  OSError: it did not fit on the disk."""
+        """Write the line of one step.  OSError: see ``append``."""
         self.append(as_row(step))
 
 
@@ -99,16 +101,16 @@ def read_schedule(path: Path) -> tuple[list[ScheduledStep], list[int]]:
     for row in read_steps(path):
         try:
             steps.append(_step(row))
-        except (LookupError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
             wrong.append(row["step"])
     return steps, wrong
 
 
 def _step(row: Mapping[str, Any]) -> ScheduledStep:
-    groups = [ScheduledGroup(**each) for each in _rows(row["groups"])]
-    dropped = [ScheduledDrop(**each) for each in _rows(row["dropped"])]
-    again = [(int(epoch), int(number)) for epoch, number in row["again"]]
-    return ScheduledStep(**{**row, "groups": groups, "dropped": dropped, "again": again})
+    by_row = {**row, "groups": _rows(row["groups"]), "dropped": _rows(row["dropped"])}
+    if unknown := row.keys() - ScheduledStep.__dataclass_fields__.keys():
+        raise ValueError(f"unknown fields {unknown}")
+    return msgspec.convert(by_row, ScheduledStep)  # each field of its type: no text for a number
 
 
 def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:

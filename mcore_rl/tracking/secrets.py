@@ -4,15 +4,15 @@ Only the controller keeps them, for loggers and downloads that need a key.  Proc
 generate run without (``without_secrets``, ``secret_names``, ``forget_secrets``), so that nothing they write can hold a
 secret; the controller redacts what it writes into the run directory.
 
-A secret is recognised by the name of its variable, or as a password in a URL.  Values shorter than ``MIN_LENGTH`` are
-not searched for in text, because they may be ordinary words.
+A secret is recognised by the name of its variable or setting, or as a password in a URL.  Values shorter than
+``MIN_LENGTH`` are not searched for in text, because they may be ordinary words.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MASK = "***"
@@ -22,6 +22,23 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _NOT_SECRET = {"PWD"}  # the current folder
+# Settings that hold a secret, wherever they stand.  None of our own keys has such a name.
+_SETTING = (
+    r"(?:[a-z0-9]+[-_])*(?:api[-_]?keys?|(?:access|account|client|master|private|secret|shared|signing)[-_]?keys?"
+    r"|pass(?:word|wd|phrase)s?|secrets?|credentials?|authorization|cookies?|pat"
+    r"|(?:access|api|auth|bearer|bot|github|hf|hub|id|private|refresh|session|user|wandb)[-_]?tokens?|token)"
+)
+_SETTING_NAME = re.compile(_SETTING, re.IGNORECASE)
+_SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
+_WRITTEN = re.compile(
+    rf"(?<![\w-])((?:[\"']?{_SETTING}[\"']?\s*[:=]\s*|--?{_SETTING}(?:\s*=\s*|\s+)|--?u(?:ser)?[\s=]\s*[^\s:]+:)"
+    rf"[\"']?{_SCHEME})[^\s\"'&,;}}]+",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(rf"--?(?:{_SETTING}|u|user|H)", re.IGNORECASE)  # its value is the next word, if it is a secret
+_BEARER = re.compile(r"\b((?:bearer|basic)\s+)[^\s\"']{8,}", re.IGNORECASE)
+_URL_USER = re.compile(r"(://)[^/\s@]+@")
+_FREE = ("reward_kwargs", "env", "headers")  # groups whose names are not ours, and may hold a secret as variables do
 _URL_PASSWORD = re.compile(r"://[^/\s@]*:([^/\s@]+)@")
 
 
@@ -63,6 +80,53 @@ def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """``value`` with every text in its dicts and lists redacted; anything else is unchanged."""
     hidden = _values(environ)
     return _redact(value, hidden) if hidden else value
+
+
+def redact_settings(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Any:
+    """A configuration, redacted: values of secrets, what is written under the name of one, and passwords in URLs."""
+    return redact(_settings(values, free=False), environ)
+
+
+def has_url_password(text: str) -> bool:
+    """Whether a URL in ``text`` has a user or a password."""
+    return _URL_USER.search(text) is not None
+
+
+def without_url_passwords(text: str) -> str:
+    """``text`` with *** for users and passwords in URLs."""
+    return _URL_USER.sub(rf"\1{MASK}@", text)
+
+
+def _settings(value: Any, *, free: bool) -> Any:
+    """free: the names in ``value`` are not ours."""
+    if isinstance(value, Mapping):
+        return {key: _setting(str(key), each, free=free or key in _FREE) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return _words(value, free=free)
+    return _BEARER.sub(rf"\1{MASK}", without_url_passwords(value)) if isinstance(value, str) else value
+
+
+def _setting(name: str, value: Any, *, free: bool) -> Any:
+    held = isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", 0)
+    secret_name = _SETTING_NAME.fullmatch(name) or (free and isinstance(value, str) and is_secret(name, ""))
+    return MASK if held and secret_name else _settings(value, free=free)
+
+
+def _words(words: Sequence[Any], *, free: bool) -> list[Any]:
+    """A list, which may be a command line: ``--api-key=X``, ``--api-key X``, ``-u NAME:X``, ``-H 'Cookie: X'``."""
+    shown, option = list[Any](), ""
+    for word in words:
+        if not isinstance(word, str):
+            shown.append(_settings(word, free=free))
+            option = ""
+            continue
+        bare = option.lstrip("-")
+        if (option and _SETTING_NAME.fullmatch(bare)) or (bare in ("u", "user") and ":" in word):
+            shown.append(MASK)
+        else:
+            shown.append(_settings(_WRITTEN.sub(rf"\1{MASK}", word), free=free))
+        option = word if _OPTION.fullmatch(word) else ""
+    return shown
 
 
 def _redact(value: Any, hidden: list[str]) -> Any:

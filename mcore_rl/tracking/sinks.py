@@ -7,9 +7,9 @@ later, as a disk or a network may, causes one warning, because hours of training
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +24,16 @@ from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
 from mcore_rl.tracking.lanes import LANES, Lane, LanesFile, StepLanes
 from mcore_rl.tracking.loggers import LOGGERS, LoggerStart, Sink, absent_loggers
+from mcore_rl.tracking.messages import warn
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
-from mcore_rl.tracking.secrets import redact
+from mcore_rl.tracking.secrets import redact, redact_settings
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
+
+MAX_UNSENT = 8  # files of samples, which hold the responses of a step each
+Samples = tuple[int, Kind, Rows]
 
 
 class RunDirectorySink:
@@ -39,6 +43,9 @@ class RunDirectorySink:
 
     A thread makes and writes samples, because those of a large step take seconds.  It writes at most one file at a
     time; the next call raises its error.
+
+    What does not fit on the disk is kept and written with the next: all lines, and the last ``MAX_UNSENT`` files of
+    samples.
     """
 
     name = "run directory"
@@ -50,7 +57,8 @@ class RunDirectorySink:
         self._lanes = LanesFile(run_dir / LANES, keep)
         self._schedule = ScheduleFile(run_dir / SCHEDULE, keep)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        self._writing: Future[Path] | None = None
+        self._writing: Future[None] | None = None
+        self._unsent = list[Samples]()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl."""
@@ -58,9 +66,11 @@ class RunDirectorySink:
 
     def timeline(self, step: int, spans: Sequence[PhaseSpan], lanes: StepLanes | None) -> None:
         """Append a line to timeline.jsonl, and one to lanes.jsonl."""
-        self._timeline.write(step, spans)
-        if lanes is not None:
-            self._lanes.write(step, lanes)
+        try:
+            self._timeline.write(step, spans)
+        finally:
+            if lanes is not None:
+                self._lanes.write(step, lanes)
 
     def schedule(self, step: ScheduledStep) -> None:
         """Append a line to schedule.jsonl."""
@@ -71,19 +81,38 @@ class RunDirectorySink:
         try:
             self._finish_writing()
         finally:
-            self._writing = self._writer.submit(lambda: write_samples(self._run_dir, step, kind, rows()))
+            self._writing = self._writer.submit(self._write_samples, [*self._unsent[-MAX_UNSENT:], (step, kind, rows)])
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Does nothing: files hold steps, not progress."""
 
     def close(self) -> None:
-        """Wait until everything is written."""
-        self._metrics.close()
-        self._timeline.close()
-        self._lanes.close()
-        self._schedule.close()
-        self._writer.shutdown()
-        self._finish_writing()
+        """Wait until everything is written.  OSError: something was not, and is lost."""
+        with ExitStack() as closing:
+            for file in (self._metrics, self._timeline, self._lanes, self._schedule):
+                closing.callback(file.close)
+            self._writer.shutdown()
+            try:
+                with suppress(OSError):  # what it did not write is unsent
+                    self._finish_writing()
+            finally:
+                self._write_samples(self._unsent)
+
+    def _write_samples(self, files: Sequence[Samples]) -> None:
+        """Writes ``files``; those that the disk has no room for are unsent."""
+        left = [*files]
+        while left:
+            step, kind, rows = left[0]
+            try:
+                write_samples(self._run_dir, step, kind, rows())
+            except OSError:
+                self._unsent = left[-MAX_UNSENT:]
+                raise
+            except BaseException:
+                self._unsent = left[1:]
+                raise
+            left = left[1:]
+        self._unsent = []
 
     def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None
@@ -110,7 +139,7 @@ class Tracker:
         self, sinks: Sequence[Sink], last_step: int = -1, records: Callable[[], RunDirectorySink] | None = None
     ) -> None:
         self._sinks, self._records = tuple(sinks), records
-        self._warned: set[str] = set()
+        self._failed = set[str]()  # names of sinks
         self._last_step = last_step
 
     @classmethod
@@ -135,7 +164,7 @@ class Tracker:
         Raises ConfigError with every violation: the directory cannot be written, a logger cannot start.
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
-        values = redact(with_names(plain(config)))
+        values = redact_settings(with_names(plain(config)))
         opening = LoggerStart(run_dir, trainer, values, resumed_step)
         sinks: list[Sink] = []
         violations = absent_loggers(trainer.logger)
@@ -219,7 +248,7 @@ class Tracker:
     def close(self) -> None:
         """Close every sink, even if one fails; idempotent."""
         sinks, self._sinks = self._sinks, ()
-        self._tell(lambda sink: sink.close(), sinks[::-1])
+        self._tell(lambda sink: sink.close(), sinks[::-1], last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -229,16 +258,15 @@ class Tracker:
     ) -> None:
         self.close()
 
-    def _tell(self, what: Callable[[Sink], None], sinks: Sequence[Sink] | None = None) -> None:
+    def _tell(self, what: Callable[[Sink], None], sinks: Sequence[Sink] | None = None, *, last: bool = False) -> None:
+        """Does ``what`` with each sink.  last: there is no further try."""
         for sink in self._sinks if sinks is None else sinks:
             try:
                 what(sink)
             except Exception as error:  # noqa: BLE001 - third parties raise anything, and the run goes on
-                if sink.name not in self._warned:
-                    self._warned.add(sink.name)
-                    message = f"{type(error).__name__}: {error}"
-                    warnings.warn(
-                        f"{sink.name}: {message}. The run goes on without; this is said once",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
+                message = f"{type(error).__name__}: {error}"
+                if last:
+                    warn(f"{sink.name}: {message}. What it has not written is lost")
+                elif sink.name not in self._failed:
+                    self._failed.add(sink.name)
+                    warn(f"{sink.name}: {message}. The run goes on, and tries again; this is said once")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import uuid
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.messages import warn
 from mcore_rl.tracking.samples import Rows
 from mcore_rl.tracking.secrets import redact
 
@@ -58,7 +58,7 @@ class WandbSink:
                 raise
             why = redact(str(error).splitlines()[0])
             remedy = f"The run goes on offline; send it later: wandb sync {logs}/wandb/offline-run-*"
-            warnings.warn(f"wandb: its server does not answer ({why}). {remedy}", RuntimeWarning, stacklevel=2)
+            warn(f"wandb: its server does not answer ({why}). {remedy}")
             wandb.teardown()  # its service takes the id for used
             self._run = start(mode="offline")
 

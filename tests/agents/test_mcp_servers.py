@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -37,7 +38,12 @@ SERVERS: list[McpServer] = []
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    below = [each for server in SERVERS if server._process for each in psutil.Process(server._process.pid).children()]
+    below = [
+        each
+        for server in SERVERS
+        if server._process
+        for each in psutil.Process(server._process._guard.pid).children(recursive=True)
+    ]
     while SERVERS:
         SERVERS.pop().close()
     assert not psutil.wait_procs(below, timeout=5)[1]
@@ -100,6 +106,18 @@ async def test_a_server_that_dies_ends_its_calls_and_is_started_again(
     assert "the MCP server tests ended" in (await called(tools, "sleeps", seconds=1000)).text
     assert (await called(tools, "add", a=1, b=1)).text == "2"
     assert len(caplog.records) == 2 and "the next call starts it again" in caplog.text
+
+
+@awaited
+async def test_a_daemon_of_a_server_ends_with_it(tmp_path: Path) -> None:
+    tools = tools_of(tmp_path, tests=STDIO)
+    daemons = [int((await called(tools, "daemon", file=str(tmp_path / f"{number}"))).text) for number in range(2)]
+    assert all(psutil.pid_exists(each) for each in daemons)
+    await called(tools, "dies")
+    begun = time.monotonic()
+    while any(psutil.pid_exists(each) for each in daemons):
+        assert time.monotonic() < begun + 20
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.tier("full")

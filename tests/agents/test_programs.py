@@ -22,7 +22,7 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig, ProgramConfig, ProgramReward
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.episodes import Episode, FinishReason
-from mcore_rl.errors import ConfigError, DeadEngineError
+from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import Sampling
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style
@@ -65,6 +65,16 @@ def two(row):
 
 def nothing(row):
     say(row["prompt"])
+
+def huge(row):
+    say(row["prompt"])
+    return 10**400
+
+def hangs_after_errors(row):
+    try:
+        say(row["prompt"])
+    except Exception:
+        time.sleep(1000)
 
 def silent(row):
     return 1
@@ -316,6 +326,34 @@ async def test_the_death_of_an_engine_is_told_and_ends_the_program(own: Path) ->
 
     with pytest.raises(DeadEngineError, match="engine 0 died"):
         await run(runner(own, "loops"), die)
+
+
+@awaited
+async def test_a_request_that_fails_loses_its_episode_alone(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(turn: int) -> str:
+        raise RolloutError("engine 0 failed while generating 1 samples: UnicodeEncodeError: surrogates not allowed")
+
+    for name in ("solve", "loops", "hangs_after_errors"):
+        (episode,) = await run(runner(own, name), fail)
+        assert episode.lost and episode.agent is not None and episode.agent.reason == "program_failed"
+    assert all("surrogates not allowed" in each.getMessage() for each in caplog.records if "mcore_rl" in each.name)
+
+
+@awaited
+async def test_without_descriptors_an_episode_is_lost(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Any:
+        raise OSError(24, "Too many open files")
+
+    made = runner(own, "solve")
+    monkeypatch.setattr("mcore_rl.agents.programs.os.pipe", full)
+    (episode,) = await run(made)
+    assert episode.lost and episode.agent is not None and episode.agent.reason == "program_failed"
+
+
+@awaited
+async def test_a_reward_of_hundreds_of_digits_is_none(own: Path) -> None:
+    (episode,) = await run(runner(own, "huge"))
+    assert episode.lost and episode.agent is not None and episode.agent.reason == "program_no_reward"
 
 
 @awaited

@@ -179,7 +179,7 @@ def test_what_is_no_directory_is_refused_with_the_way_to_download(tmp_path: Path
 
 
 def test_long_lists_are_cut_in_the_message_and_kept_in_the_error() -> None:
-    error = CheckpointError("here", [f"problem {index}" for index in range(30)])
+    error = CheckpointError("here", [f"problem {'x' * index}" for index in range(30)])
     assert str(error).count("\n") == 21 and str(error).endswith("and 10 more") and len(error.problems) == 30
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is CheckpointError and str(again) == str(error)

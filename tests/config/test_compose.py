@@ -163,3 +163,12 @@ def test_one_item_is_a_list_of_it(whole_composing: None) -> None:
     assert run.trainer.profile_steps == [2] and set(run.written) == {each.partition("=")[0] for each in written}
     assert compose(RunConfig, "train", ["data.val_files='a b.parquet'"]).data.val_files == ["a b.parquet"]
     assert compose(RunConfig, "train", ["algorithm.gdpo_reward_weights=null"]).algorithm.gdpo_reward_weights is None
+
+
+@pytest.mark.parametrize(
+    "override", ["x" * 5000 + "=1", "x" * 300 + "=1", "a." * 2000 + "b=1", "algorithm=" + "x" * 300]
+)
+def test_a_name_that_is_too_long_for_a_file_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(RunConfig, "train", [override])
+    assert len(str(refused.value)) < 500

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.hub import selection
 from mcore_rl.hub.selection import SelectionError, folder_tables, tables_of
 
 AT = "ID:"
@@ -81,3 +82,11 @@ def test_a_folder_of_tables(tmp_path: Path) -> None:
     for name in ("train.parquet", "test.parquet", "state.json"):
         (tmp_path / name).write_bytes(b"{}")
     assert folder_tables(tmp_path, "train") == [tmp_path / "train.parquet"]
+
+
+def test_a_folder_of_very_many_files_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "MAX_ENTRIES", 10)
+    for number in range(11):
+        (tmp_path / f"{number}.parquet").touch()
+    with pytest.raises(SelectionError, match="holds more than 10 files and folders"):
+        folder_tables(tmp_path, "train")

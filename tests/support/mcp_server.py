@@ -79,6 +79,24 @@ def forks() -> str:
     return str(subprocess.Popen(["sleep", "1000"]).pid)
 
 
+@server.tool()
+def daemon(file: str) -> str:
+    """Starts a daemon: a process of a session of its own, whose parent is gone."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in range(3):
+                os.close(number)
+            with open(file, "w") as written:
+                written.write(str(os.getpid()))
+            time.sleep(1000)
+        os._exit(0)
+    while not (os.path.exists(file) and os.path.getsize(file)):
+        time.sleep(0.01)
+    with open(file) as written:
+        return written.read()
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))

@@ -14,7 +14,7 @@ NEVER_INT = ("nan", "inf", "1.5", "true", "1" + "0" * 26, "-1" + "0" * 26, "''",
 COUNT = (("0", "-1"), ("1", "7"))  # of at least one
 COUNT_OR_NONE = (("-1",), ("0", "1", "7"))
 SEED = (("-1", "1" + "0" * 20), ("0", "1", "4294967295"))
-SECONDS = (("0", "-1", "1e12"), ("0.5", "600", "86400"))
+SECONDS = (("0", "-1", "1e12", "1e-9"), ("0.5", "600", "86400"))
 SECONDS_OR_0 = (("-1", "1e12"), ("0", "0.5", "600"))
 SHARE = (("-0.1", "1.1"), ("0", "0.5", "1"))
 PART = (("-0.1", "0", "1.1"), ("0.5", "1"))  # not nothing
@@ -126,7 +126,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ray_init.num_cpus": COUNT,
     "recipe.published.score": (("-1", "101"), ("0", "43.5", "100")),
     "reward.code.first_cases": COUNT,
-    "reward.code.memory_mib": COUNT,
+    "reward.code.memory_mib": (("0", "-1", "1", "31"), ("32", "512")),
     "reward.code.output_kib": COUNT,
     "reward.code.timeout_s": SECONDS,
     "reward.error_score": ANY,
@@ -166,7 +166,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.agent.tool_timeout_s": SECONDS,
     "rollout.max_prompt_length": COUNT,
     "rollout.max_response_length": COUNT,
-    "rollout.n": COUNT,
+    "rollout.n": (("0", "-1", "100000"), ("1", "7", "4096")),
     "rollout.over_sampling": POSITIVE,
     "rollout.seed": SEED,
     "rollout.stop_token_ids": (("[-1]", "[1.5]", "[99999999999]"), ("[0,2]", "[]", "3")),
@@ -188,7 +188,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.guards.max_update_kl": COEFFICIENT,
     "trainer.guards.min_effective_sample_size": SHARE,
     "trainer.guards.max_logprob_diff": COEFFICIENT,
-    "trainer.guards.reward_drop": (("-0.1",), ("0", "0.5", "1.5")),
+    "trainer.guards.reward_drop": (("-0.1", "5"), ("0", "0.5", "1.5")),
     "trainer.guards.window": (("-1", "1"), ("0", "2", "10")),
     "trainer.keep_every": COUNT,
     "trainer.log_val_generations": COUNT_OR_NONE,

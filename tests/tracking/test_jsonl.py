@@ -82,23 +82,33 @@ def test_no_file_is_no_step_and_the_last_line_of_a_step_counts(tmp_path: Path) -
     assert read_metrics(path) == [{"step": 0, "a": 0}, {"step": 1, "a": 2}]
 
 
-def test_a_full_disk_costs_the_line_and_not_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("written", [0, 1, 8])
+def test_what_a_full_disk_has_no_room_for_is_written_with_the_next(
+    written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, -1)
     file.write(0, {})
     real = file._file
-    half = real
 
     class Full:
-        def write(self, text: str) -> None:
-            half.write(text[:8])
-            half.flush()
-            raise OSError(28, "No space left on device")
+        room = written
 
-    monkeypatch.setattr(file, "_file", Full())
-    with pytest.raises(OSError, match="No space"):
-        file.write(1, {})
+        def write(self, line: bytes) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            self.room, room = 0, self.room
+            return real.write(line[:room])
+
+        def fileno(self) -> int:
+            return real.fileno()
+
+    for step in (1, 2):
+        monkeypatch.setattr(file, "_file", Full())
+        with pytest.raises(OSError, match="No space"):
+            file.write(step, {})
+        assert path.read_text() == '{"step": 0}\n'  # no half line
     monkeypatch.setattr(file, "_file", real)
-    file.write(2, {})
+    file.write(3, {})
     file.close()
-    assert [row["step"] for row in read_metrics(path)] == [0, 2]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]

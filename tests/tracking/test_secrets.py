@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any
 
 import pytest
 
-from mcore_rl.tracking.secrets import forget_secrets, is_secret, redact, redacted, secret_names, without_secrets
+from mcore_rl.config.bounds import settings
+from mcore_rl.config.evaluate import EvaluateConfig
+from mcore_rl.config.generate import GenerateConfig
+from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.tracking.secrets import (
+    forget_secrets,
+    is_secret,
+    redact,
+    redact_settings,
+    redacted,
+    secret_names,
+    without_secrets,
+)
 
 SECRET = (
     "OPENAI_API_KEY WANDB_API_KEY API_KEY API_KEY_2 APIKEY openai_api_key SSH_PRIVATE_KEY SIGNING_KEYS "
@@ -64,3 +80,58 @@ def test_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_secrets()
     assert "SOME_API_KEY" not in os.environ
     assert "OMP_NUM_THREADS" in os.environ
+
+
+HIDDEN = "kq-7f3a91d0c5e2"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"custom_reward_function": {"reward_kwargs": {"api_key": HIDDEN}}},
+        {"custom_reward_function": {"reward_kwargs": {"judge": {"OPENAI_API_KEY": HIDDEN, "answer_key": HIDDEN}}}},
+        {"custom_reward_function": {"reward_kwargs": {"db": f"postgres://me:{HIDDEN}@host/db"}}},
+        {"custom_reward_function": {"reward_kwargs": {"headers": {"Authorization": f"Bearer {HIDDEN}"}}}},
+        {"custom_reward_function": {"reward_kwargs": {"headers": [f"Bearer {HIDDEN}"]}}},
+        {"rollout": {"agent": {"program": {"url": f"http://user:{HIDDEN}@host:8000/run"}}}},
+        {"rollout": {"agent": {"program": {"url": f"https://{HIDDEN}@host/run"}}}},
+        {"rollout": {"agent": {"program": {"command": ["curl", "-H", f"Authorization: Bearer {HIDDEN}"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["curl", "-H", f"X-API-Key: {HIDDEN}"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["curl", "-u", f"me:{HIDDEN}"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["curl", f"--user=me:{HIDDEN}"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["solve", "--api-key", HIDDEN]}}}},
+        {"rollout": {"agent": {"program": {"command": ["solve", f"--api_key={HIDDEN}"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["env", f"OPENAI_API_KEY={HIDDEN}", "solve"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["sh", "-c", f"TOKEN={HIDDEN} solve --password '{HIDDEN}'"]}}}},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.api_key={HIDDEN}"]},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs={{api_key:{HIDDEN}}}"]},
+        {"command": ["mcore-rl", "train", f"rollout.agent.program.url=http://u:{HIDDEN}@host"]},
+        {"megatron": {"x": {"secret": HIDDEN, "list": [{"access_token": HIDDEN}], "password": 123456789}}},
+    ],
+)
+def test_secrets_of_a_configuration_by_the_names_of_settings(values: dict[str, Any]) -> None:
+    shown = json.dumps(redact_settings(values, {}))
+    assert HIDDEN not in shown and "123456789" not in shown and "***" in shown
+
+
+def test_what_is_no_secret_of_a_configuration_stays() -> None:
+    values = {
+        "data": {"prompt_key": "prompt", "max_prompt_length": 512, "reward_fn_key": "source"},
+        "rollout": {"stop_token_ids": [1], "max_tokens": 5, "agent": {"program": {
+            "command": ["python", "solve.py", "--max-tokens", "100", "-u", "x", "--key-column=a", "tokenizer=b"],
+            "url": "http://localhost:8000/a@b", "env": ["OPENAI_API_KEY"]}}},
+        "reward": {"judge": {"api_key_env": "JUDGE_API_KEY"}},
+        "custom_reward_function": {"reward_kwargs": {"max_tokens": 5, "pattern": "a:b@c", "threshold": 0.5}},
+    }  # fmt: skip
+    assert redact_settings(values, {}) == values
+
+
+@pytest.mark.parametrize("schema", [RunConfig, SftConfig, PreferConfig, EvaluateConfig, GenerateConfig])
+def test_no_key_of_ours_has_the_name_of_a_secret(schema: Any) -> None:
+    def same(values: Any, shown: Any) -> bool:
+        if isinstance(values, dict):
+            return all(same(value, shown[key]) for key, value in values.items())
+        return bool(values == shown)
+
+    values = {each.key.rpartition(".")[2]: "a text" for each in settings(schema)}
+    assert same(values, redact_settings(values, {}))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-import warnings
 from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.tracking import sinks
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.sinks import Tracker
@@ -120,17 +121,17 @@ def test_unknown_names_and_steps_that_do_not_rise_are_our_mistakes(tmp_path: Pat
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [4]
 
 
-def test_a_logger_that_fails_later_is_warned_about_once(tmp_path: Path) -> None:
+def test_a_logger_that_fails_later_is_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
     failing, recording = Failing(), Recording()
     tracker = Tracker([failing, recording])
-    with pytest.warns(RuntimeWarning, match="wandb: ConnectionError: the network is gone"):
-        tracker.log(1, {"reward/mean": 1})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tracker.log(2, {})
-        tracker.samples(2, "rollouts", list)
-        tracker.close()
-        tracker.close()
+    tracker.log(1, {"reward/mean": 1})
+    said = "warning: wandb: ConnectionError: the network is gone. The run goes on, and tries again; this is said once\n"
+    assert capsys.readouterr().err == said
+    tracker.log(2, {})
+    tracker.samples(2, "rollouts", list)
+    tracker.close()
+    tracker.close()
+    assert capsys.readouterr().err.endswith("What it has not written is lost\n")
     assert failing.told == 2  # it may come back
     assert recording.heard == [(1, {"reward/mean": 1.0}), (2, {}), (2, "rollouts", []), "closed"]
 
@@ -161,17 +162,40 @@ def test_what_started_is_closed_where_another_logger_cannot(tmp_path: Path, monk
     assert recording.heard == ["closed"]
 
 
-def test_samples_that_cannot_be_written_are_warned_about_and_the_next_ones_are(tmp_path: Path) -> None:
+def test_samples_that_cannot_be_written_are_warned_about_and_written_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracker = open_tracker(tmp_path)
     (tmp_path / "rollouts").write_text("in the way")
     tracker.samples(1, "rollouts", lambda: [{"a": 1}])
-    with pytest.warns(RuntimeWarning, match="run directory: FileExistsError"):
-        tracker.samples(1, "validation", lambda: [{"a": 1}])
+    tracker.samples(1, "validation", lambda: [{"a": 1}])
+    assert "warning: run directory: FileExistsError" in capsys.readouterr().err
     (tmp_path / "rollouts").unlink()
     tracker.samples(2, "rollouts", lambda: [{"a": 2}])
     tracker.close()
-    assert list(sample_files(tmp_path, "rollouts")) == [2]
+    assert list(sample_files(tmp_path, "rollouts")) == [1, 2]
     assert list(sample_files(tmp_path, "validation")) == [1]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_full_disk_had_no_room_for_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, write = True, sinks.write_samples
+
+    def written(*given: Any) -> Path:
+        if full:
+            raise OSError(28, "No space left on device")
+        return write(*given)
+
+    monkeypatch.setattr(sinks, "write_samples", written)
+    with open_tracker(tmp_path) as tracker:
+        for step in range(1, 12):
+            tracker.samples(step, "rollouts", lambda step=step: [{"step": step}])
+        wait([tracker._sinks[0]._writing])  # type: ignore[attr-defined]
+        full = False
+    assert list(sample_files(tmp_path, "rollouts")) == [*range(12 - sinks.MAX_UNSENT, 12)]
+    assert capsys.readouterr().err.count("warning: ") == 1
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

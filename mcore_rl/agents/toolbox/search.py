@@ -83,7 +83,7 @@ def read_corpus(path: Path) -> tuple[list[str], list[str]]:
             for title, text in _documents(file):
                 titles.append(title)
                 texts.append(text)
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
             problem = f"{file.name}: {type(error).__name__}: {error}"
             raise ConfigError([Violation(KEY, str(path), problem, FORM)]) from error
     if not any(text.strip() for text in texts):

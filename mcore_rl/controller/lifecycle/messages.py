@@ -10,21 +10,19 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.controller.lifecycle.run_checkpoints import how_to_go_on
+from mcore_rl.tracking.messages import harmless, say, warn
 
-
-def warn(text: str) -> None:
-    """Shows a warning: something is wrong, but the run goes on."""
-    _say(f"warning: {text}", "bold yellow")
+__all__ = ["note", "outcome", "stop_explained", "warn"]
 
 
 def note(text: str) -> None:
     """Shows a note: nothing is wrong, but the user should know it."""
-    _say(f"note: {text}", "cyan")
+    say(f"note: {text}", "cyan")
 
 
 def outcome(text: str) -> None:
     """Shows the result of the run."""
-    Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(harmless(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -33,9 +31,5 @@ def stop_explained(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
-        _say(how_to_go_on(run_dir))
+        say(how_to_go_on(run_dir))
         raise
-
-
-def _say(text: str, style: str | None = None) -> None:
-    Console(stderr=True, emoji=False).print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,27 @@ from mcore_rl.checkpoints.manifest import sum_of
 from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import note
-from mcore_rl.controller.lifecycle.run_contents import ADAPTERS, TEMPLATE, TOKENIZER, Sums, contents_of
+from mcore_rl.controller.lifecycle.run_contents import (
+    ADAPTERS,
+    AGENT,
+    AGENT_FILES,
+    TEMPLATE,
+    TOKENIZER,
+    Sums,
+    contents_of,
+)
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.hub.names import with_names
 from mcore_rl.tracking.run_directory import plain
-from mcore_rl.tracking.secrets import redact
+from mcore_rl.tracking.secrets import redact_settings
 
 RUN = "run.json"
-# What may change where the user names the checkpoint: how results are judged, but not what was learned.
+# What may change where the user names the checkpoint: how results are judged and how episodes run.
 JUDGES = (
     *("custom_reward_function.path", "reward_model.model.path", "reward_model.model", "reward.judge.path"),
     "data.val_files",
+    *(f"{AGENT}{key}" for key in AGENT_FILES),
 )
 MEANT = ". If the change is meant, name the checkpoint: trainer.resume_mode=path trainer.resume_from_path="
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"
@@ -79,13 +88,16 @@ class Identity:
         sums = [(Path(name).name, sum_of(Path(name))) for name in values["data"]["train_files"]]
         data = [[name, file_sum.num_bytes, file_sum.checksum] for name, file_sum in sums]
         contents = contents_of(values, weights)
-        return cls(config=redact(with_names(values)), model=model, data=data, roles=list(roles), contents=contents)
+        return cls(
+            config=redact_settings(with_names(values)), model=model, data=data, roles=list(roles), contents=contents
+        )
 
     @classmethod
     def read(cls, checkpoint: Path) -> Identity:
         """The identity of the run that wrote ``checkpoint``.  CheckpointError: it cannot be read."""
         try:
-            return cls(**json.loads((checkpoint / RUN).read_text(encoding="utf-8")))
+            read = cls(**json.loads((checkpoint / RUN).read_text(encoding="utf-8")))
+            return replace(read, config=redact_settings(read.config))  # older versions redacted less
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 str(checkpoint), [f"{RUN} cannot be read: {error}. Resume from another step"]

@@ -1,4 +1,4 @@
-"""Checksums of the files that a resumed run depends on, besides its checkpoint: weights, tokenizer, rewards, data.
+"""Checksums of what a resumed run depends on, besides its checkpoint: weights, tokenizer, rewards, data, agents.
 
 Only content counts.  Where files are, what they are called and when they were written does not, so that models, data
 and whole runs can be copied elsewhere.
@@ -23,6 +23,12 @@ ADAPTERS = "actor.lora.path"
 # pieces at even distances.  Training changes nearly every element.
 WHOLE_BYTES, HEADER_BYTES = 64 << 20, 1 << 20
 PIECES, PIECE_BYTES = 64, 64 << 10
+# Keys of ``rollout.agent`` that name files, or FILE.py:NAME, or a list or mapping of those.
+AGENT = "rollout.agent."
+AGENT_FILES = (
+    *("tools", "loops", "tool_parser", "program.function", "program.command"),
+    *("tool_config_path", "mcp_config_path", "interaction_config_path", "search_corpus"),
+)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -70,7 +76,35 @@ def contents_of(values: Mapping[str, Any], weights: Mapping[str, Path]) -> dict[
     contents["custom_reward_function.path"] = _whole([Path(custom)] if custom else [])
     files = [Path(name) for name in values["data"].get("val_files") or []]
     contents["data.val_files"] = {f"file {number}": _sum(file) for number, file in enumerate(files, 1)}
+    contents |= _agents_files((values.get("rollout") or {}).get("agent") or {})
     return {key: sums for key, sums in contents.items() if sums}
+
+
+def _agents_files(agent: Mapping[str, Any]) -> dict[str, Sums]:
+    """The files that say how episodes run: tools, loops, programs and their data."""
+    contents = dict[str, Sums]()
+    for key in AGENT_FILES:
+        value: Any = agent
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        names = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
+        files = [file for name in names if name for file in _files_at(str(name))]
+        contents[f"{AGENT}{key}"] = {f"{file.name} ({number})": _sampled(file) for number, file in enumerate(files, 1)}
+    return contents
+
+
+def _files_at(place: str) -> list[Path]:
+    """The files at a path, in a folder, or of FILE.py:NAME; none where it names something else."""
+    for name in (place, place.rpartition(":")[0]):
+        path = Path(name).expanduser()
+        try:
+            if name and path.is_file():
+                return [path]
+            if name and path.is_dir() and name == place:
+                return sorted(file for file in path.rglob("*") if file.is_file())
+        except (OSError, ValueError):  # too long for a name, or not one at all
+            continue
+    return []
 
 
 def weights_of(directory: Path) -> Sums:

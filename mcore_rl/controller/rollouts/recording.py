@@ -40,16 +40,24 @@ def read_record(run_dir: Path, step: int, row_of: RowOf) -> tuple[RolloutBatch, 
     return batch_of(facts, groups), facts["place"]
 
 
+MAX_UNSENT = 4  # records that are kept because the disk is full; each holds the rollouts of a step
+
+
 class Recorder:
-    """Writes records in a thread while the step goes on.  warn: is told if one cannot be written; the run goes on."""
+    """Writes records in a thread while the step goes on.  warn: is told if one cannot be written; the run goes on.
+
+    One that does not fit on the disk is written with the next.
+    """
 
     def __init__(self, run_dir: Path, *, warn: Callable[[str], None]) -> None:
         self._run_dir, self._warn = run_dir, warn
         self._writing: asyncio.Task[None] | None = None
+        self._unsent = list[tuple[int, RolloutBatch, Mapping[str, Any]]]()
 
     def begin(self, step: int, batch: RolloutBatch, place: Mapping[str, Any]) -> None:
         """Begins to write the rollouts of ``step``, which do not change any more."""
-        self._writing = asyncio.create_task(asyncio.to_thread(write_record, self._run_dir, step, batch, place))
+        self._unsent = [*self._unsent, (step, batch, place)][-MAX_UNSENT:]
+        self._writing = asyncio.create_task(asyncio.to_thread(self._send))
 
     async def end(self, step: int) -> None:
         """Waits until they are written: the checkpoint of ``step`` must find them."""
@@ -58,13 +66,27 @@ class Recorder:
             try:
                 await writing
             except OSError as error:
-                self._warn(f"The rollouts of step {step} are not recorded, so that no replay gets beyond it: {error}")
+                first = self._unsent[0][0]
+                said = f"The rollouts of step {first} are not recorded, so that no replay gets beyond it: {error}"
+                self._warn(f"{said}. The next step tries again")
 
     async def close(self) -> None:
         """Waits for what is being written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await asyncio.wait([writing])
+        if self._unsent:
+            try:
+                await asyncio.to_thread(self._send)
+            except OSError as error:
+                steps = ", ".join(str(step) for step, _, _ in self._unsent)
+                self._warn(f"The rollouts of steps {steps} are not recorded: {error}")
+
+    def _send(self) -> None:
+        """Writes what is unsent, in the order of steps.  OSError: the disk is full, or fails."""
+        while self._unsent:
+            write_record(self._run_dir, *self._unsent[0])
+            self._unsent = self._unsent[1:]
 
 
 def scheduled_step(

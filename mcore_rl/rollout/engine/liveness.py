@@ -106,6 +106,11 @@ def start_error(name: str, directory: Path, log: Path | None, error: Exception) 
 
 
 def words(error: Exception) -> str:
-    """One line for an exception of vLLM's; if it has many lines, the one that names the first exception."""
+    """One line for an exception of vLLM's; if it has many lines, the one that names the first exception.
+
+    vLLM raises an EngineGenerateError without words for whatever a request failed of, which is its cause.
+    """
+    while not str(error) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     text = f"{type(error).__name__}: {error}"
     return first_exception(str(error)) or (text if "\n" not in text else " ".join(text.split())[:600])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,9 +40,39 @@ def config(tmp_path: Path) -> dict[str, Any]:
             "seed": 1,
         },
         "custom_reward_function": {"path": str(tmp_path / "reward.py")},
+        "rollout": {"agent": agent(tmp_path)},
         "actor": {"optim": {"lr": 1e-6}, "parallel": {"tp": 1}},
         "algorithm": {"adv_estimator": "rloo"},
         "trainer": {"default_local_dir": "runs/a", "resume_mode": "auto", "save_freq": 10},
+    }
+
+
+AGENT_FILES = {
+    "tools": "tool.py",
+    "loops": "loop.py",
+    "tool_parser": "parser.py",
+    "program.function": "program.py",
+    "program.command": "solve.sh",
+    "tool_config_path": "tools.yaml",
+    "mcp_config_path": "mcp.yaml",
+    "interaction_config_path": "interactions.yaml",
+    "search_corpus": "corpus/b.jsonl",
+}
+
+
+def agent(place: Path) -> dict[str, Any]:
+    """``rollout.agent`` with a file of each kind."""
+    (place / "corpus").mkdir()
+    (place / "corpus" / "a.jsonl").write_text("a")
+    for name in AGENT_FILES.values():
+        (place / name).write_text("before")
+    return {
+        "tools": ["calculator", f"{place}/tool.py:search"],
+        "loops": {"own": f"{place}/loop.py:Loop"},
+        "tool_parser": f"{place}/parser.py:read",
+        "program": {"function": f"{place}/program.py:solve", "command": ["bash", f"{place}/solve.sh"]},
+        "search_corpus": f"{place}/corpus",
+        **{key: f"{place}/{AGENT_FILES[key]}" for key in AGENT_FILES if key.endswith("config_path")},
     }
 
 
@@ -210,6 +241,29 @@ def test_other_content_at_the_same_place_is_refused(
     else:
         with pytest.raises(ConfigError, match="differs"):
             identity_of(config).check(checkpoint)
+
+
+@pytest.mark.parametrize("key", AGENT_FILES)
+def test_files_of_agents_that_changed_are_refused_and_may_be_meant(
+    key: str, config: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / AGENT_FILES[key]).write_text("after")
+    with pytest.raises(ConfigError, match=r"differs from .*If the change is meant, name the checkpoint") as refused:
+        identity_of(config).check(checkpoint)
+    (violation,) = refused.value.violations
+    assert violation.key == f"rollout.agent.{key}" and Path(AGENT_FILES[key]).name in violation.problem
+    config["trainer"]["resume_mode"] = "path"
+    (told,) = identity_of(config).check(checkpoint)
+    assert told.startswith(f"rollout.agent.{key}: ")
+
+
+def test_files_of_agents_that_moved_are_the_same(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    for name in AGENT_FILES.values():
+        if "corpus" not in name:
+            (tmp_path / name).rename(tmp_path / f"moved_{name}")
+    moved = json.loads(re.sub(r"/([a-z]+\.(?:py|sh|yaml))", r"/moved_\1", json.dumps(config["rollout"])))
+    config["rollout"] = moved
+    assert all(each.startswith("rollout.agent.") and " now " in each for each in identity_of(config).check(checkpoint))
 
 
 def test_all_contents_are_told_at_once(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Checks the arguments of a call against the schema of its tool, which a stranger may have written (an MCP server).
+
+What a schema can ask for is limited: a regular expression has ``MAX_PATTERN`` characters at most, those of one
+check have ``MATCH_S`` together, a check takes at most ``MAX_STEPS`` keywords, and no reference is followed out of it.
+
+Invariant: a check ends within a second, whatever the schema and the arguments are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import regex
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+from jsonschema.validators import extend
+from referencing import Registry
+
+MATCH_S = 0.05
+MAX_PATTERN = 1000
+MAX_STEPS = 10_000
+
+
+class TooDearError(Exception):
+    """A check would take too long; the message says what of it."""
+
+
+def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[ValidationError]:
+    """What is wrong with ``arguments``.  TooDearError, and whatever jsonschema raises of a schema that is none."""
+    check = _Check()
+    kind = extend(Draft202012Validator, {name: check.counted(each) for name, each in check.keywords.items()})
+    validator = kind(dict(schema), registry=Registry())  # an own registry: jsonschema's default asks the network
+    return sorted(validator.iter_errors(arguments), key=lambda error: error.json_path)
+
+
+class _Check:
+    """One check, and what it may still cost."""
+
+    def __init__(self) -> None:
+        self._steps, self._seconds = MAX_STEPS, MATCH_S
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What checks each keyword of a schema: jsonschema's own, but for those that match."""
+        return {
+            **Draft202012Validator.VALIDATORS,
+            "pattern": self._pattern,
+            "patternProperties": self._pattern_properties,
+            "additionalProperties": self._additional_properties,
+            "unevaluatedProperties": self._unevaluated_properties,
+        }
+
+    def counted(self, check: Any) -> Any:
+        """``check``, which counts as a step."""
+
+        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+            self._steps -= 1
+            if self._steps < 0:
+                raise TooDearError(f"the schema asks for more than {MAX_STEPS} checks")
+            return check(validator, value, instance, schema)
+
+        return checked
+
+    def _matches(self, pattern: str, text: str) -> bool:
+        if len(pattern) > MAX_PATTERN:
+            raise TooDearError(f"a pattern of the schema has more than {MAX_PATTERN} characters")
+        begun = time.monotonic()
+        try:
+            if self._seconds > 0:
+                return regex.search(pattern, text, timeout=self._seconds) is not None
+        except TimeoutError:
+            pass
+        finally:
+            self._seconds -= time.monotonic() - begun
+        raise TooDearError(f"patterns of the schema take longer than {MATCH_S} s, as {pattern[:80]!r}")
+
+    def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if validator.is_type(instance, "string") and not self._matches(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    def _pattern_properties(
+        self, validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any
+    ) -> Iterator[ValidationError]:
+        if validator.is_type(instance, "object"):
+            for pattern, inner in patterns.items():
+                for name, value in instance.items():
+                    if self._matches(pattern, name):
+                        yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+    def _additional_properties(self, validator: Any, inner: Any, instance: Any, schema: Any) -> Any:
+        if not validator.is_type(instance, "object"):
+            return None
+        named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        others = {
+            name: value
+            for name, value in instance.items()
+            if name not in named and not any(self._matches(pattern, name) for pattern in patterns)
+        }
+        return Draft202012Validator.VALIDATORS["additionalProperties"](validator, inner, others, {})
+
+    def _unevaluated_properties(self, validator: Any, inner: Any, instance: Any, schema: Any) -> Any:
+        raise TooDearError("the schema has unevaluatedProperties, which is not checked. Write additionalProperties")

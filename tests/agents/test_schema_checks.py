@@ -1,0 +1,89 @@
+"""Schemas of strangers: what they say of arguments, and what they may cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mcore_rl.agents.schema_checks import MATCH_S, TooDearError, wrong_arguments
+from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolSchema, ToolSet
+
+
+def doubling(depth: int) -> dict[str, Any]:
+    """A schema of which each part asks twice for the next."""
+    parts = {f"a{n}": {"allOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(depth)}
+    return {"$ref": "#/$defs/a0", "$defs": {**parts, f"a{depth}": {"required": ["x"]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"a": {"pattern": "^(a|aa)+$"}}}, {"a": "a" * 80 + "b"}),
+        ({"properties": {"a": {"pattern": "a" * 2000}}}, {"a": "b"}),
+        ({"patternProperties": {"^(a|aa)+$": {}}}, {"a" * 80 + "b": 1}),
+        ({"patternProperties": {"^(a|aa)+$": {}}, "additionalProperties": False}, {"a" * 80 + "b": 1}),
+        ({"additionalProperties": {"pattern": "^(a|aa)+$"}}, {"x": "a" * 80 + "b"}),
+        ({"patternProperties": {"^(a|aa)+$": {}}, "unevaluatedProperties": False}, {"a" * 80 + "b": 1}),
+        ({"propertyNames": {"pattern": "^(a|aa)+$"}}, {"a" * 80 + "b": 1}),
+        ({"properties": {"a": {"contains": {"not": {"pattern": "^(a|aa)+$"}}}}}, {"a": ["a" * 80 + "b"]}),
+        ({"patternProperties": {f"^(a|aa)+{n}?$": {} for n in range(1000)}}, {"a" * 28 + "b": 1}),
+        (doubling(40), {"x": 1}),
+    ],
+)
+def test_a_check_that_is_dear_is_ended(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    begun = time.process_time()
+    with pytest.raises(TooDearError):
+        wrong_arguments(schema, arguments)
+    assert time.process_time() - begun < 20 * MATCH_S
+
+
+def test_nothing_that_a_schema_refers_to_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("urllib.request.urlopen", load)
+    for address in ("http://127.0.0.1:9/schema.json", "file:///etc/passwd"):
+        with pytest.raises(Exception, match="Unresolvable"):
+            wrong_arguments({"properties": {"a": {"$ref": address}}}, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "^[0-9]{3}-[a-z]+$"}}},
+        {"patternProperties": {"^a": {"type": "integer"}, "x$": {"minimum": 3}}},
+        {"properties": {"a": {}}, "patternProperties": {"^x": {"type": "string"}}, "additionalProperties": False},
+        {"patternProperties": {"^x": {}}, "additionalProperties": {"type": "string"}},
+        {"additionalProperties": False},
+        {"required": ["a"], "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}},
+         "$defs": {"n": {"type": "array", "items": {"pattern": "b"}}}},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"a": "123-abc"},
+        {"a": "x"},
+        {"a": None},
+        {"a": ["b", "c"]},
+        {"ax": 1},
+        {"x1": "y", "b": 2},
+        {"a": 1, "x": 2},
+    ],
+)
+def test_errors_are_those_of_jsonschema(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    expected = {(each.json_path, each.validator) for each in Draft202012Validator(schema).iter_errors(arguments)}
+    assert {(each.json_path, each.validator) for each in wrong_arguments(schema, arguments)} == expected
+
+
+def test_a_call_of_a_tool_with_such_a_schema_is_refused_and_the_model_is_told() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a|aa)+$"}}}
+    tool = EpisodeTool({}, ToolSchema({"type": "function", "function": {"name": "t", "parameters": parameters}}))
+    call = ToolCall(name="t", arguments=json.dumps({"a": "a" * 80 + "b"}))
+    with pytest.raises(TooDearError, match="take longer"):
+        ToolSet({"t": tool}).problem_of(call)
