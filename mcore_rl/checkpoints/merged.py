@@ -102,11 +102,11 @@ def read_adapters(directory: Path) -> dict[str, Tensor]:
     rank = lora_of(read_adapter_config(directory)).rank
     with open_adapters(directory) as checkpoint:
         of_rank = {name: _rank(name, checkpoint.tensors[name].shape) for name in checkpoint.tensors}
-        wrong = {name: found for name, found in of_rank.items() if found not in (None, rank)}
+        wrong = {name: other for name, other in of_rank.items() if other not in (None, rank)}
         if wrong:
-            name, found = next(iter(wrong.items()))
+            name, other = next(iter(wrong.items()))
             problem = (
-                f"{len(wrong)} of {len(of_rank)} tensors, the first {name}, have the rank {found}, and {CONFIG} says"
+                f"{len(wrong)} of {len(of_rank)} tensors, the first {name}, have the rank {other}, and {CONFIG} says"
             )
             problem += f" r={rank}: their scale would be wrong. Write the r and lora_alpha that they were trained with"
             raise CheckpointError(str(directory), [problem])

@@ -51,7 +51,7 @@ _DENIED = re.compile(  # the answer is not 5; 5 is not the answer
 )
 _SENTENCES = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
 _BOUND = re.compile(r"(?:at (?:least|most)|(?:more|less|fewer|greater) than|between|over|under|up to|above|below)\b")
-_SUM = re.compile(r"(?!.*(?<![A-Za-z\\])[A-Za-z].*=)(?=.*\d\s*=).*=\s*", re.DOTALL)  # 5 + 3 = 8 says 8
+_SUM = re.compile(r"\A(?!.*(?<![A-Za-z\\])[A-Za-z].*=)(?=.*\d\s*=).*=\s*", re.DOTALL)  # 5 + 3 = 8 says 8
 # What a sentence says about an answer instead of one.
 _REMARK = re.compile(
     r"(?:in)?correct|right|wrong|clear|obvious|unique|obtained|found|given|known|below|above|reasonable|consistent|valid"

@@ -183,7 +183,7 @@ def _digits(*expressions: Any) -> int:
     most = 0
     for each in expressions:
         for part in sympy.preorder_traversal(each):
-            if not getattr(part, "is_number", False) or part.has(sympy.oo, sympy.nan, sympy.zoo):
+            if not isinstance(part, sympy.Expr) or not part.is_number or part.has(sympy.oo, sympy.nan, sympy.zoo):
                 continue
             if part.is_Rational:
                 most = max(most, part.p.bit_length(), part.q.bit_length())

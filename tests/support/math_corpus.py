@@ -111,6 +111,7 @@ KINDS: dict[str, Callable[[Random], str]] = {
     "words": lambda r: f"\\text{{{r.choice(_WORDS)}}}",
     "letter": lambda r: f"\\text{{({r.choice('ABCDE')})}}",
     "equation": lambda r: f"y = {r.randint(2, 9)}x + {r.randint(1, 20)}",
+    "equation of a line": lambda r: f"{r.randint(2, 9)}x {r.choice('+-')} y + {r.randint(1, 9)} = 0",
     "value of a letter": lambda r: f"x = {_number(r)}",
     "function": lambda r: f"f(x) = {_polynomial(r)}",
     "sentence": lambda r: f"The slope is {r.randint(2, 9)}, so the line rises by {r.randint(10, 99)} when x grows by 4",
