@@ -57,9 +57,9 @@ class Interval:
         largest = LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
         if (low or high) and self.most <= 1:
             return f"must lie in {self.text}"
-        if low and self.text.startswith("[0"):
+        if low and self.text[0] == "[" and self.least == 0:
             return "must not be negative"
-        if low and (self.text.startswith("(0") or (self.text.startswith("[1") and isinstance(value, int))):
+        if low and (self.text.startswith("(0") or (self.least == 1 and isinstance(value, int))):
             return "must be positive"
         if low:
             return f"must {'exceed' if self.text[0] == '(' else 'be at least'} {self.least:g}"

@@ -28,7 +28,7 @@ def test_a_path_is_enough() -> None:
         ("reward.overlong.enable=true", "reward.overlong.enable=True: how long a response is too long"),
         ("reward_model.enable=true reward_model.max_length=9", "reward_model.model.path=: is not set"),
         ("reward_model.enable=true reward_model.model.path=m", "reward_model.max_length=None: is not set"),
-        ("reward.timeout_s=0", "reward.timeout_s=0.0: must be"),
+        ("reward.timeout_s=0", "reward.timeout_s=0.0: must be at least 0.001"),
     ],
 )
 def test_what_cannot_be_is_refused(override: str, said: str) -> None:

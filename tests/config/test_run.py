@@ -296,7 +296,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "actor.optim.warmup_ratio=0.1: and actor.optim.lr_warmup_steps=5 both say how long warm-up is",
         ),
         # rewards and the run
-        ("reward.timeout_s=0", "reward.timeout_s=0.0: must be"),
+        ("reward.timeout_s=0", "reward.timeout_s=0.0: must be at least 0.001"),
         (
             "reward.overlong.enable=true reward.overlong.penalty_factor=-1",
             "reward.overlong.penalty_factor=-1.0: must not be negative",
