@@ -142,8 +142,8 @@ class Conversations:
                 if (known := self._continued(turn, messages, length, keys[-1])) is not None:
                     return known
                 break
-        known = self._prompts.get(keys[-1])
-        prompt, begins = known or (self._opened(messages, tools), self._beginning(keys, messages))
+        rendered = self._prompts.get(keys[-1])
+        prompt, begins = rendered or (self._opened(messages, tools), self._beginning(keys, messages))
         context = self._fitting(
             Context(
                 parent=None, before=prompt, tokens=tuple(prompt.tokens.tolist()), begins=begins,
