@@ -178,7 +178,8 @@ class TurnRenderer:
             closing = [
                 each for each in self.encoder.encode([(frame.closing, True)]) if each in self.encoder.control_ids
             ]
-            ends |= {*closing[-1:], self._opener(frame)} - {None}
+            opener = self._opener(frame)
+            ends |= {*closing[-1:], *(() if opener is None else (opener,))}
         return frozenset(ends)
 
     def _opener(self, frame: TurnFrame) -> int | None:

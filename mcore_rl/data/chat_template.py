@@ -94,11 +94,12 @@ def _writes(template: str, content: Mapping[str, Any], texts: bool) -> bool:
     call = {"id": "call00000", "type": "function", "function": function}
     conversation = [{"role": "user", "content": "asked"}, {"role": "assistant", **content, "tool_calls": [call]}]
     try:
-        (text,), _ = render_jinja_template(
+        written: Any = render_jinja_template(
             conversations=[conversation], chat_template=template, bos_token="", eos_token=""
         )
     except Exception:  # noqa: BLE001 - a template is a program of the user's and may raise anything
         return False
+    text = str(written[0][0])
     as_python, in_quotes = f"'{KEY}'" in text, f'\\"{KEY}\\"' in text
     return KEY in text and VALUE in text and not as_python and not in_quotes
 
