@@ -13,7 +13,7 @@ from mcore_rl.algorithms.advantages.groups import TIE, PromptGroups
 from mcore_rl.algorithms.advantages.pairs import best_worst
 from mcore_rl.algorithms.ragged import at_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
-from mcore_rl.config.algorithm_object import NO_REWARD, Scope
+from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimator
 
 
@@ -38,7 +38,7 @@ def has_signal(scores: Sequence[float], truncated: Sequence[bool], config: Algor
         return False
     if chosen.scope is Scope.pair:
         return chosen.answers or bool(chosen.load()(compared))
-    if chosen.scope is Scope.token or chosen.parts or chosen.over_step or chosen.name == NO_REWARD:
+    if not chosen.tells_signal:
         return bool(best_worst(compared))
     groups = PromptGroups.of(
         torch.zeros(len(scores), dtype=torch.int64), torch.tensor(scores), torch.tensor(members).long()

@@ -91,6 +91,11 @@ class Estimator:
         """Whether the scores of other responses are in the baseline of one."""
         return self.scope is not Scope.pair and (self.min_group > 1 or self.over_step)
 
+    @property
+    def tells_signal(self) -> bool:
+        """Whether the scores of one group say which of its responses are trained: nothing else is needed."""
+        return self.scope is Scope.sequence and not (self.parts or self.over_step or self.name == NO_REWARD)
+
     def load(self) -> Callable[..., Any]:
         """Imports ``function`` if it is a name, and returns it."""
         return _load(self.function)

@@ -216,6 +216,17 @@ SWITCHES = (
         "algorithm.filter_groups.enable=true",
     ),
     Switch(
+        ("algorithm.masked_in_baseline",),
+        lambda run: (
+            estimator(run.algorithm.adv_estimator).compares
+            or not estimator(run.algorithm.adv_estimator).tells_signal
+            or run.algorithm.filter_groups.lower is not None
+            or run.algorithm.filter_groups.upper is not None
+        ),
+        "each response is trained by its own score, and no mean of a group is bounded",
+        "algorithm.filter_groups.lower=0.6",
+    ),
+    Switch(
         ("algorithm.masked_in_baseline", "algorithm.whiten_advantages", "algorithm.distill."),
         lambda run: estimator(run.algorithm.adv_estimator).scope is not Scope.pair,
         "pairs have no baseline, and no advantages",

@@ -120,11 +120,11 @@ def folder_tables(folder: Path, split: str) -> list[Path]:
 
     Raises SelectionError as ``tables_of``.
     """
-    found = list(islice(folder.rglob("*"), MAX_ENTRIES + 1))
-    if len(found) > MAX_ENTRIES:
+    entries = list(islice(folder.rglob("*"), MAX_ENTRIES + 1))
+    if len(entries) > MAX_ENTRIES:
         problem = f"holds more than {MAX_ENTRIES:,} files and folders, and so is no data set"
         raise SelectionError(problem, "Write the folder of the data set, or its files")
-    names = [path.relative_to(folder).as_posix() for path in found if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in entries if path.is_file()]
     saved = {name for name in names if PurePosixPath(name).name == STATE}
     written = [name for each in sorted(saved) for name in _arrow_files(folder / each, folder)]
     if not written:

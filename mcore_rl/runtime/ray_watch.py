@@ -155,8 +155,8 @@ def _watched(vital: Sequence[Held], all_held: Sequence[Held], remedy: Callable[[
     reading, writing = os.pipe()
 
     def watch() -> None:
-        if (found := lost_of(vital, reading)) is not None:
-            lost, how = found
+        if (loss := lost_of(vital, reading)) is not None:
+            lost, how = loss
             Console(stderr=True).show_cursor()
             message = f"\nerror: {VITAL[lost.name]} ({lost.name}, process {lost.pid}) {how}. {remedy()}\n"
             os.write(sys.stderr.fileno(), message.encode())

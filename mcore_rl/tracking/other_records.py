@@ -99,10 +99,10 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Mode, batch and bound by the configuration; None where it does not say."""
 
     def value(*keys: str) -> Any:
-        found: Any = config
+        held: Any = config
         for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+            held = held.get(key) if isinstance(held, Mapping) else None
+        return held
 
     mode = value("trainer", "mode")
     group = "async" if "async" in config else "async_"  # the key, or its field

@@ -159,8 +159,8 @@ def numbers(run: RunConfig) -> list[list[float]]:
     for loss in losses:
         total = loss(whole(minibatch)).total
         made += [total.detach(), *minibatch.gradients(total)]
-    if run.algorithm.filter_groups.enable:  # the trained response of this group differs from one that was cut off
-        made.append(torch.tensor(has_signal([1.0, 0.0], [False, True], run.algorithm)))
+    if run.algorithm.filter_groups.enable:  # the trained response is better, or worse, than one that was cut off
+        made += [torch.tensor(has_signal(scores, [False, True], run.algorithm)) for scores in ([1.0, 0.0], [0.0, 1.0])]
     selection = policy_loss(run.actor.loss_mode).selection
     if selection is not None:
         keys_M = selection.load()(torch.linspace(-4, 4, 9), torch.linspace(0, 1, 9), run.actor)

@@ -82,6 +82,7 @@ def played(directory: Path, steps: int = 4) -> list[RolloutBatch]:
         spans = [replace(each, oldest=step - 1, newest=step - 1) for each in line.groups]  # scripted: version 3
         file.write(replace(line, groups=spans))
     file.close()
+    (directory / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
     assert not said
     return batches
 
