@@ -67,7 +67,7 @@ async def test_a_hostile_request_is_refused(path: str, body: Any, param: str | N
     ("packing", "packed"),
     [
         ("gzip", b"no gzip at all"),
-        ("gzip", gzip.compress(b'{"messages": []}')[:-9]),
+        ("gzip", gzip.compress(b'{"messages": []}', mtime=0)[:-9]),
         ("deflate", b"\xff" * 64),
     ],
 )
