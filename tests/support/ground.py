@@ -38,9 +38,8 @@ def stand() -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]
     os.environ |= OWN
-    sys.dont_write_bytecode = (
-        False  # else each process rewrites the asserts of all files of tests again: 10 s of a core
-    )
+    # Else each process rewrites the asserts of all files of tests again, in 10 s of a core.
+    sys.dont_write_bytecode = False
 
 
 stand()
