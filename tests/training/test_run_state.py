@@ -203,7 +203,7 @@ def test_a_save_is_as_large_as_it_says(ranks: list[Observed]) -> None:
         ("nothing", "rank_00000.safetensors is missing, and so are all others. Resume from another step"),
         ("other role", "holds the actor; give the directory of the critic"),
         ("fewer layers", "has shape (48,), and the model no such tensor. Give a checkpoint of this model"),
-        ("wider", "has shape (64, 48), and the model shape (32, 48). Give a checkpoint of this model"),
+        ("wider", "has shape (48, 64), and the model shape (48, 32). Give a checkpoint of this model (and 47 more"),
         ("cut off", "rank_00001.safetensors: truncated: expected"),
         ("empty", "rank_00001.safetensors: truncated"),
         ("no state", "rank_00001.safetensors: "),
