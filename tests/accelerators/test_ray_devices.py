@@ -77,7 +77,7 @@ def small_worker() -> type:
 
         def start(
             self, directory: Any, config: Any, cores: Any, device_ids: Sequence[str] | None, log: Any, awaits: Any,
-            node: EngineNode,
+            adapters: Any, node: EngineNode,
         ) -> None:  # fmt: skip
             self.told, self.node = device_ids, node
 
