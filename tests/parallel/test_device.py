@@ -87,9 +87,16 @@ class FakeAccelerators:
 
 
 def fake_torch(
-    monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace, cuda: str | None = None, hip: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *devices: SimpleNamespace,
+    cuda: str | None = None,
+    hip: str | None = None,
+    cpu_rung: bool = False,
 ) -> FakeAccelerators:
-    """Put a torch that is built for ``cuda`` or ``hip`` and sees ``devices`` under the module."""
+    """Put a torch that is built for ``cuda`` or ``hip`` and sees ``devices`` under the module.
+
+    cpu_rung: whether it is beside vLLM's CPU build, as here.
+    """
     accelerators = FakeAccelerators(list(devices))
     fake = SimpleNamespace(
         version=SimpleNamespace(cuda=cuda, hip=hip),
@@ -100,6 +107,8 @@ def fake_torch(
         __version__="2.13.0",
     )
     monkeypatch.setattr(under_test, "torch", fake)
+    if not cpu_rung:
+        monkeypatch.setattr(under_test, "is_cpu_rung", lambda: False)
     return accelerators
 
 
@@ -167,6 +176,13 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch, build: d
     assert (platform.num_devices, platform.supports_bf16, platform.supports_fp8) == (1, True, False)
     assert banner(platform).startswith(f"cpu: 1 x {platform.device_name} | ")
     assert "each" not in banner(platform)
+
+
+def test_the_cpu_rung_computes_on_the_cpu_where_torch_could_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engines could not; what is asked for is given."""
+    fake_torch(monkeypatch, H100, cuda="13.0", cpu_rung=True)
+    assert detect(Device.auto, {}).kind is Device.cpu
+    assert detect(Device.cuda, {}).kind is Device.cuda
 
 
 def test_the_cpu_can_be_asked_for_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
