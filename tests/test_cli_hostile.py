@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.cli import main
-from tests.support import prompt_files
 
 LONG = "x" * 5000
 DEEP = "[" * 100_000 + "]" * 100_000
