@@ -11,12 +11,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from mcore_rl import __version__
 from mcore_rl.config.options import check_options, spelt_as_options
 from mcore_rl.config.resources import PAGES
-from mcore_rl.errors import McoreRLError
+from mcore_rl.errors import McoreRLError, shortened
 from mcore_rl.tracking.messages import HarmlessFormatter
 
 ABOUT = "Reinforcement learning for large language models, on Megatron-core: from the first plan to the report."
@@ -72,7 +72,7 @@ def overview() -> argparse.ArgumentParser:
     """What is before the first command: ``--help`` and ``--version``."""
     table = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
     pages = f"mcore-rl COMMAND --help says more, and the pages in {PAGES} all."
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="mcore-rl", description=f"{ABOUT}\n\n{table}", epilog=pages,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def overview() -> argparse.ArgumentParser:
 
 def parser(name: str, asked: Command) -> argparse.ArgumentParser:
     """The options of the command ``asked``, which is called ``name``."""
-    made = argparse.ArgumentParser(prog=f"mcore-rl {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = _Parser(prog=f"mcore-rl {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
     made.set_defaults(spelt={})
     asked.add_arguments(made)
@@ -117,12 +117,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if options.debug or words[0] in PROGRAMS:  # there it may be a bug of ours, and the traceback tells
             raise
-        _tell(f"error: {error}", error)
+        _tell(f"error: {shortened(str(error))}", error)
         return WRONG
     except KeyboardInterrupt as interrupt:
         told = words[0] not in PROGRAMS and _notes(interrupt)  # what a command says of what it leaves
         _tell("" if told else "Stopped.", interrupt)
         return INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong without words that are longer than anybody reads."""
+
+    def error(self, message: str) -> NoReturn:
+        """See ``argparse.ArgumentParser``."""
+        super().error(shortened(message))
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_VALUE_SHOWN = 500  # characters
-_NUMBER = re.compile(r"\d+")
+_NUMBER, _LONG_WORD = re.compile(r"\d+"), re.compile(rf"\S{{{MAX_VALUE_SHOWN + 1},}}")
+
+
+def shortened(text: str) -> str:
+    """``text`` with the beginning of each word that has more than ``MAX_VALUE_SHOWN`` characters."""
+    return _LONG_WORD.sub(lambda word: f"{word[0][:MAX_VALUE_SHOWN]}...", text)
 
 
 class McoreRLError(Exception):

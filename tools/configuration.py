@@ -71,6 +71,14 @@ for it. A key that is written and [not read](algorithms.md#keys-that-are-not-rea
 
 """
 CLUSTER = "cluster"
+# Keys, or groups of keys, of a schema that a command shares with others and refuses, whatever else is written.
+REFUSED = {
+    "sft": ("trainer.critic_warmup", "trainer.mode", "trainer.record_rollouts", "trainer.replay"),
+    "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs", "rollout.return_routed_experts"),
+    "evaluate": ("reward.judge.path",),
+}
+REFUSED["prefer"] = (*REFUSED["sft"], "data.step_labels_key")
+REFUSED["reward"] = (*REFUSED["sft"], "data.end_of_turn")
 PAGES = re.compile(r"\bdocs/(\w+)\.md\b")
 HEADS = ("key", "values", "default", "meaning", "read by")
 
@@ -194,6 +202,8 @@ def page() -> str:
     sections: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for command, schema in COMMANDS.items():
         for each in keys(command, schema):
+            if any(f"{each.setting.key}.".startswith(f"{one}.") for one in REFUSED.get(command, ())):
+                continue
             sections.setdefault(each.section, {}).setdefault(each.cells, []).append(command)
     titles = {name: f"`{name}`" if name else "Keys of no group" for name in sections}
     anchors = {name: title.strip("`").replace(".", "").replace(" ", "-").lower() for name, title in titles.items()}

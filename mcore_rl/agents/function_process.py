@@ -159,7 +159,7 @@ def describe(place: str, key: str) -> dict[str, Any]:
             file.flush()
             line = file.readline()
             answer: dict[str, Any] = json.loads(line) if line else {"error": "importing the file ended its process"}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         answer = {"error": f"importing the file took longer than {START_S:g} s ({error})"}
     finally:
         with suppress(ProcessLookupError):

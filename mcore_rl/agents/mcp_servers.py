@@ -96,7 +96,7 @@ class McpServer:
             answer: dict[str, Any] = json.loads(line) if line else {"error": "its client's process ended"}
         except TimeoutError:
             answer = {"error": f"it took longer than {START_S:g} s"}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             answer = {"error": f"it gave no answer ({error})"}
         if "tools" not in answer:
             self.close()
@@ -176,7 +176,7 @@ class McpServer:
                     break
                 if (waits := self._waiting.get(answer["id"])) is not None and not waits.done():
                     waits.set_result(answer)
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, RecursionError, LookupError) as error:
             problem = f"gave no answer ({error})"
         self._warn_and_end(problem)
 

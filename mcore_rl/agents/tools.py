@@ -122,7 +122,7 @@ class ToolSet:
             return f"There is no tool {call.name!r}. The tools are: {', '.join(self.tools) or 'none'}."
         try:
             arguments = json.loads(call.arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"The arguments of {call.name} are no JSON: {error}."
         if not isinstance(arguments, dict):
             return f"The arguments of {call.name} are {_shown(arguments)}. Write a JSON object."

@@ -131,7 +131,7 @@ def _read_index(path: Path) -> tuple[dict[str, set[str] | None], list[str]]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         return {}, [f"{path.name}: cannot be read: {error.strerror}. Check that it may be read"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, [f"{path.name}: is not JSON ({error}). {again}"]
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -78,7 +78,7 @@ def damage(directory: Path, *, only: str = "") -> list[str]:
         files = read_manifest(directory)
     except OSError:
         return [f"{MANIFEST} is missing: it was never finished, or another version wrote it"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [f"{MANIFEST} is damaged: {error}"]
     files = {name: each for name, each in files.items() if name.startswith(f"{only}/" if only else "")}
     present = {str(path.relative_to(directory)) for path in _files(directory / only)} - {MANIFEST}

@@ -76,7 +76,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     """``adapter_config.json``.  Raises CheckpointError: it is missing, unreadable, or of adapters of another kind."""
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = f"{CONFIG} cannot be read: {error}. Give a directory that PEFT saved"
         raise CheckpointError(str(directory), [problem]) from error
     if not isinstance(config, dict):

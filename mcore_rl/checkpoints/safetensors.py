@@ -133,7 +133,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
             header = json.loads(file.read(length), object_pairs_hook=_Pairs)
     except OSError as error:
         return {}, [f"{path.name}: cannot be read: {error.strerror}. Check that it exists and may be read"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, [f"{path.name}: its header is not JSON ({error}). {again}"]
     if not isinstance(header, _Pairs):
         return {}, [f"{path.name}: its header is no JSON object. {again}"]

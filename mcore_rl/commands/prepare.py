@@ -32,18 +32,21 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.config.bounds import InputDirectory, OutputDirectory, PositiveInt, Seed
+from mcore_rl.config.bounds import InputDirectory, Interval, OutputDirectory, PositiveInt, Seed
 from mcore_rl.config.options import typed
 from mcore_rl.data.arithmetic import LEVELS
 from mcore_rl.data.datasets import DATASETS, DatasetRow, arithmetic_rows, product_rows, published_rows, write_rows
 from mcore_rl.data.tiny_model import SIZES, write_tiny_model
+from mcore_rl.data.tiny_tokenizer import MIN_VOCAB_SIZE
 
 TINY_MODEL, PRODUCTS = "tiny-model", "products"
+VocabSize = Annotated[int, Interval(f"[{MIN_VOCAB_SIZE}, 1048576]")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiny = commands.add_parser(TINY_MODEL, parents=[shared], help="a Hugging Face checkpoint with random weights")
     tiny.add_argument("--data", type=typed(InputDirectory), required=True, help="of parquet files, for the tokenizer")
     tiny.add_argument("--family", default="mixtral", help="see mcore-rl models (default %(default)s)")
-    tiny.add_argument("--vocab-size", type=typed(PositiveInt), default=512, help="at most (default %(default)s)")
+    tiny.add_argument("--vocab-size", type=typed(VocabSize), default=512, help="at most (default %(default)s)")
     tiny.add_argument("--max-length", type=typed(PositiveInt), default=1024, help="in tokens (default %(default)s)")
     tiny.add_argument("--seed", type=typed(Seed), default=1, help="of the weights (default %(default)s)")
 

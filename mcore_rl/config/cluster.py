@@ -165,8 +165,23 @@ class ClusterConfig:
 def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
     """Every violation within ``cluster``, not looking at other groups."""
     return check(
-        cluster, [_memory_violations, _image_violations, _time_violations, _environment_violations, _stage_violations]
+        cluster,
+        [
+            _device_violations,
+            _memory_violations,
+            _image_violations,
+            _time_violations,
+            _environment_violations,
+            _stage_violations,
+        ],
     )
+
+
+def _device_violations(cluster: ClusterConfig) -> list[Violation]:
+    if cluster.gpus_per_node or cluster.device not in (Device.cuda, Device.rocm):
+        return []
+    problem = f"leaves a run without a device, with device={cluster.device.value}"
+    return [Violation("gpus_per_node", 0, problem, "Write the devices of a node, or take cluster=cpu")]
 
 
 def _memory_violations(cluster: ClusterConfig) -> list[Violation]:

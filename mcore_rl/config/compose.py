@@ -216,6 +216,11 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
         known = [key_of(each) for each in all_keys(_structured(schema))]  # type: ignore[arg-type]  # a class is hashable
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
+        if "LexerNoViableAlt" in cause:
+            problem = "has a character that hydra reads only in quotes"
+            return Violation(key, value, problem, f"""Write it in quotes, which the shell leaves: "{key}='...'\"""")
+        if any(each.startswith(f"{key}.") for each in known):
+            return Violation(key, value, "is a group of keys", f"Write one of them: {key}.KEY=VALUE")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
         return Violation(key, value, "there is no such key", _instead(key, value, known, schema))

@@ -1,9 +1,14 @@
-"""Whether a path can be read or written, without opening it: what is no regular file may block whoever opens it."""
+"""Whether a path can be read or written, without opening it: what is no regular file may block whoever opens it.
+
+Where something is to be made in a folder, a nameless file is made there first, or an empty folder that is removed at
+once: permissions say nothing of /proc, of a full quota or of a file system that was mounted for reading.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 PathProblem = tuple[str, str]  # what is wrong, what to write instead
@@ -51,16 +56,31 @@ def output_problem(path: str | Path, kind: str = "file") -> PathProblem | None:
                 return problem, f"Write the path of a {kind}, in it if it is a directory"
             if not os.access(place, os.W_OK):
                 return "may not be written by you", "Write another path"
-        if kind == "file" or not place.exists():
-            above = next(each for each in place.parents if each.exists())
-            if not above.is_dir():
-                return f"{above} is no directory", "Write another path"
-            if not os.access(above, os.W_OK | os.X_OK):
-                return f"{above} may not be written by you", "Write another path"
+            if kind == "file":
+                return None
+        above = next(each for each in (place, *place.parents) if each.exists())
+        if not above.is_dir():
+            return f"{above} is no directory", "Write another path"
+        if not os.access(above, os.W_OK | os.X_OK):
+            return f"{above} may not be written by you", "Write another path"
+        if problem := _making_problem(above):
+            return f"nothing can be made in {above}: {problem}", "Write another path"
     except OSError as error:
         return f"cannot be written: {error.strerror}", "Write another path"
     except (RuntimeError, ValueError) as error:
         return f"cannot be written: {error}", "Write another path"
+    return None
+
+
+def _making_problem(folder: Path) -> str | None:
+    """Why nothing can be made in ``folder``; None if something can."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600))
+    except OSError:  # of many file systems, as NFS, which have no nameless files
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=folder))
+        except OSError as error:
+            return error.strerror
     return None
 
 

@@ -7,6 +7,7 @@ by a path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,9 @@ SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
     "reward": RewardTrainingConfig,
 }
 
+MAX_NAME = 255  # bytes of a file's name, in all usual file systems
+PREFIX = "cluster."  # of a cluster's keys on a command line
+
 
 def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[str], list[str], list[Violation]]:
     """Sorts the ``key=value`` texts after a command.
@@ -49,8 +53,8 @@ def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[
             wrong.append(Violation(text, "", "is no override", "Write key=value; lists as key=[a,b]"))
         elif key in names:
             named[key] = value
-        elif key.startswith("cluster."):
-            of_cluster.append(text.removeprefix("cluster."))
+        elif key.startswith(PREFIX):
+            of_cluster.append(text.removeprefix(PREFIX))
         else:
             of_run.append(text)
     return named, of_cluster, of_run, wrong
@@ -119,7 +123,7 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     path = cluster_path(name)
     refuse_if_any(list(_file_violations(path, ClusterConfig)))
     written = _dotlist(overrides)
-    refuse_if_any(list(_leaf_violations("", written, ClusterConfig)))
+    refuse_if_any(list(_leaf_violations(PREFIX, written, ClusterConfig)))
     composed = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.create(read_yaml(path)))
     for key, value in written:
         OmegaConf.update(composed, key, value)
@@ -128,7 +132,10 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     cluster.name = cluster.name or path.stem
     if cluster.measured:
         take_measured(cluster)
-    refuse_if_any(cluster_violations(cluster))
+    keys = {key for key, _ in written}
+    refuse_if_any(
+        [replace(each, key=f"{PREFIX}{each.key}") if each.key in keys else each for each in cluster_violations(cluster)]
+    )
     return cluster
 
 
@@ -199,6 +206,8 @@ def _program_of(path: Path, above: frozenset[str]) -> str:
 
 def _path(kind: str, name: str, directory: Path) -> Path:
     asked = Path(name)
+    if any(len(os.fsencode(part)) > MAX_NAME - len(".yaml") for part in asked.parts) or "\0" in name:
+        raise ConfigError([Violation(kind, name, "can be no file", "Write a name or the path of a yaml file")])
     if asked.suffix == ".yaml" or len(asked.parts) > 1:
         path = asked.with_suffix(".yaml")
         if path.is_file():

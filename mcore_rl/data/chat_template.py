@@ -3,7 +3,8 @@
 Data spells the arguments of a call as an object or as JSON text.  Most templates read objects, and write a text as a
 quoted one or refuse it; a few join texts, and refuse an object or write it as Python does.  ``readable`` gives each
 template what it reads.  What a message says and the template has no place for (a call, a thought, a tool's result) is
-refused: dropped, it would be trained or answered as if the row did not say it.
+refused: dropped, it would be trained or answered as if the row did not say it.  So is a role that nobody has: many
+templates write any role, and the model would read a misspelt one as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 # Fields of messages that say something, which no template reads that does not name them.
 SAYING = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+)  # others are a template's own, which names them
+MAX_ROLE = 80  # characters of a role in a message
 KEY, VALUE = "mcorerlkey", "mcorerlvalue"  # plain words that no template changes
 
 
@@ -44,9 +54,17 @@ def readable(
 ) -> list[dict[str, Any]]:
     """``messages`` as the chat template reads them.  tools: as it is given them, which may choose the template.
 
-    ValueError, with the remedy: a call's arguments are no JSON object, or the template has no place for what is said.
+    ValueError, with the remedy: a role is none of ``ROLES`` and none that the template names, a call's arguments are no
+    JSON object, or the template has no place for what is said.
     """
     read = [dict(message) for message in messages]
+    for place, message in enumerate(read):
+        role = str(message["role"])
+        if role not in ROLES and not re.search(
+            rf"""['"]{re.escape(role)}['"]""", tokenizer.get_chat_template(tools=tools)
+        ):
+            said = f"message {place} has the role {role[:MAX_ROLE]!r}, which the chat template does not name"
+            raise ValueError(f"{said}. Write {', '.join(ROLES[:-1])} or {ROLES[-1]}")
     if not any(message.get(key) for message in read for key in SAYING):
         return read
     template = tokenizer.get_chat_template(tools=tools)

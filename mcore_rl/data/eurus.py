@@ -59,7 +59,7 @@ def _check_cases(truth: str) -> None:
     """ValueError: ``truth`` is not JSON of as many inputs as outputs, at least one."""
     try:
         cases = json.loads(truth)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"reward_model.ground_truth is no JSON: {error}. {REMEDY}") from error
     lists = [cases.get(name) if isinstance(cases, dict) else None for name in ("inputs", "outputs")]
     sizes = {len(each) if isinstance(each, list) else 0 for each in lists}

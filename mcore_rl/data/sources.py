@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.data.tables import BATCH
 from mcore_rl.errors import DataError
+from mcore_rl.hub.selection import MAX_ENTRIES
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -50,7 +52,10 @@ def read_splits(source: str, splits: Sequence[str], folder: str = "") -> dict[st
     if folder and (root / folder).is_dir():
         root = root / folder
     problems: list[str] = []
-    files = {split: list(_files_of(root, split, splits)) for split in splits}
+    try:
+        files = {split: list(_files_of(root, split, splits)) for split in splits}
+    except OSError as error:
+        raise DataError(source, [f"cannot be read: {error}. Give the folder of the data set"]) from error
     if root.is_file():
         files = {split: paths for split, paths in files.items() if paths}
     for split in [split for split, paths in files.items() if not paths]:
@@ -70,7 +75,11 @@ def _files_of(root: Path, split: str, splits: Sequence[str]) -> Iterator[Path]:
         if split == (named or splits)[0]:
             yield root
         return
-    paths = [path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()]
+    found = list(islice(root.rglob("*"), MAX_ENTRIES + 1))
+    if len(found) > MAX_ENTRIES:
+        problem = f"it holds more than {MAX_ENTRIES:,} files and folders, and so is no data set"
+        raise DataError(str(root), [f"{problem}. Give the folder of the data set"])
+    paths = [path for path in found if path.suffix in SUFFIXES and path.is_file()]
     for path in sorted(paths, key=lambda path: [(len(part), part) for part in re.split(r"(\d+)", str(path))]):
         parts = path.relative_to(root).parts
         hidden = any(part.startswith(".") for part in parts)
@@ -91,7 +100,7 @@ def _records(path: Path, problems: list[str]) -> Iterator[Record]:
                 yield from _object(f"{path.name}:{row}", fields, problems)
         else:
             yield from _lines(path, problems)
-    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: broken JSON, no UTF-8
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:  # broken JSON, no UTF-8
         problems.append(f"{path.name}: cannot be read: {error}. Download it again")
 
 
@@ -102,7 +111,7 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Record]:
                 continue
             try:
                 fields = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problems.append(f"{path.name} line {number}: is no JSON: {error}. Download the file again")
                 continue
             yield from _object(f"{path.name} line {number}", fields, problems)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 ROLES = ("system", "user", "assistant")
 NUM_BYTES = 256
+MIN_VOCAB_SIZE = NUM_BYTES + 3 + len(ROLES)  # every byte, the three tokens below, and one of each role
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -37,7 +38,7 @@ def build_tokenizer(texts: Iterable[str], directory: str | Path, vocab_size: int
     from transformers import PreTrainedTokenizerFast
 
     specials = [PAD, BOS, EOS, *(f"<|{role}|>" for role in ROLES)]
-    assert vocab_size >= NUM_BYTES + len(specials), f"vocab_size={vocab_size} holds not every byte"
+    assert vocab_size >= MIN_VOCAB_SIZE == NUM_BYTES + len(specials), f"vocab_size={vocab_size} holds not every byte"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

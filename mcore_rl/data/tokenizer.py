@@ -94,7 +94,7 @@ def _values(path: Path) -> dict[str, Any]:
     """The values of a json file; {} where there is none, or none that can be read, which transformers says."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -173,7 +173,7 @@ def changes_asked(arguments: argparse.Namespace) -> ConfigChanges:
             violations.append(Violation("--config-override", written, problem, remedy))
         try:
             overrides[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             overrides[name] = value
     refuse_if_any(violations)
     return ConfigChanges(

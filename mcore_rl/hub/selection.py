@@ -60,7 +60,7 @@ def weight_files(names: Sequence[str], index: Path) -> list[str]:
         try:
             shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             absent = [each for each in shards if each not in names or "/" in each]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise SelectionError(f"its {INDEX} cannot be read ({error})", "Name another model or revision") from error
         if absent:
             said = f"its {INDEX} names {_few(map(str, absent))}, which is no file beside it"
@@ -138,7 +138,7 @@ def _arrow_files(state: Path, folder: Path) -> list[str]:
     """The files that a ``state.json`` of ``datasets`` names, relative to ``folder``; none where it is another's."""
     try:
         files = [each["filename"] for each in json.loads(state.read_bytes())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return []
     if odd := [each for each in files if not (isinstance(each, str) and is_inside(each))]:
         raise SelectionError(f"its {STATE} names {_few(map(str, odd))}", "Write the data set again")

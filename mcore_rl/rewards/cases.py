@@ -142,7 +142,7 @@ def read_cases(ground_truth: object) -> list[Case]:
     if isinstance(ground_truth, str):
         try:
             ground_truth = json.loads(ground_truth)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"ground truth is not JSON: {error}. {_FORMS}") from error
     if isinstance(ground_truth, Mapping):
         for key in ("assert_case", "test_list"):

@@ -90,7 +90,7 @@ def refusal_of(message: bytes) -> ConfigError | None:
     try:
         words = json.loads(message)
         return ConfigError.of_plain([str(word) for word in words]) if words else None
-    except (ValueError, TypeError, AssertionError) as error:
+    except (ValueError, RecursionError, TypeError, AssertionError) as error:
         raise OSError(f"the grading process began with {message[:80]!r}") from error
 
 

@@ -110,7 +110,7 @@ def conversation(prompt: Any) -> str:
     if isinstance(prompt, str):
         try:
             messages = json.loads(prompt) if prompt.startswith("[{") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             messages = None
     else:
         messages = prompt

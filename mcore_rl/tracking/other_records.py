@@ -171,7 +171,7 @@ def _versions(row: Mapping[str, Any]) -> list[int]:
     try:
         spans = json.loads(row["versions"])
         return [span["version"] for span in spans]
-    except (LookupError, ValueError, TypeError):
+    except (LookupError, ValueError, RecursionError, TypeError):
         return []
 
 

@@ -123,7 +123,7 @@ def _object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if there is none."""
     try:
         value = json.loads(_text(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

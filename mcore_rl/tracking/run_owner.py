@@ -249,7 +249,7 @@ def read_owner(path: Path) -> Owner | None:
     """The owner that the file names; None if there is none, or it cannot be read."""
     try:
         return Owner(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, RecursionError, TypeError):
         return None
 
 

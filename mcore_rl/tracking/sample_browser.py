@@ -155,5 +155,5 @@ def _turns(segments: object) -> list[list[Any]] | None:
             ]
             for each in read[1:]
         ]  # fmt: skip
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError, OverflowError):
         return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mcore_rl.agents import episode_calls
 from mcore_rl.agents.episode_calls import CUT, EpisodeCalls, cut
 from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolSchema, ToolSet
 from mcore_rl.config.agent import AgentConfig, CutSide
@@ -203,9 +205,32 @@ async def test_time_in_which_calls_wait_for_a_place_is_not_counted() -> None:
 
 @awaited
 async def test_seconds_are_those_in_which_a_call_ran() -> None:
-    calls = calls_of(Recording(), max_parallel_calls=2)
-    await calls.run([call('{"sleep": 0.2}'), call('{"sleep": 0.1}'), call('{"sleep": 0.05}')])
-    assert 0.19 < calls.seconds < 0.3, "side by side counts once"
+    """By a clock that this test moves: two calls side by side, and a third when one of them has ended."""
+    clock, begun = SimpleNamespace(now=100.0), list[int]()
+    gates = [asyncio.Event() for _ in range(3)]
+
+    class Gated(Recording):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            begun.append(parameters["gate"])
+            await gates[parameters["gate"]].wait()
+            return "done", None, {}
+
+    async def until(num_begun: int) -> None:
+        while len(begun) < num_begun:
+            await asyncio.sleep(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(episode_calls, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        calls = calls_of(Gated(), max_parallel_calls=2)
+        running = asyncio.create_task(calls.run([call(f'{{"gate": {each}}}') for each in range(3)]))
+        for gate, now in enumerate((102.0, 103.0, 103.5)):
+            await until(min(3, gate + 2))
+            clock.now = now
+            gates[gate].set()
+        await running
+        assert calls.seconds == 3.5, "side by side counts once"
+        clock.now = 200.0
+        assert calls.seconds == 3.5, "no call runs"
 
 
 @awaited

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from omegaconf import OmegaConf
 
+from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config.algorithm_object import Estimator
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.config.bounds import PositiveInt, settings
@@ -43,8 +44,29 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_key_of_a_command_is_in_the_section_of_its_group(command: str) -> None:
     prefix = "cluster." if command == "cluster" else ""
     for each in settings(tool.COMMANDS[command]):
+        if any(f"{each.key}.".startswith(f"{one}.") for one in tool.REFUSED.get(command, ())):
+            continue
         cells = row(f"{prefix}{each.key}", command)
         assert len(cells) == 5 and cells[1] and cells[3], cells
+
+
+WRITTEN = {  # a value of each key that a command refuses: sound in itself, and not its default
+    "trainer.critic_warmup": "2", "trainer.mode": "async", "trainer.record_rollouts": "true", "trainer.replay": "run",
+    "data.step_labels_key": "steps", "data.end_of_turn": "x", "rollout.partial": "true",
+    "rollout.over_sampling": "0.25",
+    "rollout.val_kwargs": "{n: 2}", "rollout.return_routed_experts": "true", "reward.judge.path": "judge",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "key"), [(name, key) for name, keys in tool.REFUSED.items() for key in keys])
+def test_a_key_is_not_listed_for_a_command_that_refuses_it(command: str, key: str) -> None:
+    value, program = WRITTEN[key], PROGRAMS[command]
+    override = f"{key}.n=2" if value.startswith("{") else f"{key}={value}"
+    config = program.composed([override])
+    assert any(f"{each.key}.".startswith(f"{key}.") for each in program.violations(config))
+    for cells in rows():
+        if f"`{key}" in cells[0]:
+            assert command not in re.split(r", |<br>", cells[4])
 
 
 def test_every_key_has_one_anchor_and_every_section_is_in_the_list() -> None:

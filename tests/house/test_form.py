@@ -72,6 +72,35 @@ def getattr_with_default(path: str, text: str) -> list[str]:
     ]
 
 
+def shallow_json(path: str, text: str) -> list[str]:
+    """Whoever expects broken JSON must expect JSON that nests too deep, which Python refuses with another error."""
+    if "json.load" not in text:
+        return []
+    return [
+        f"{path}:{node.lineno}: JSON that nests too deep is a RecursionError. Catch it beside ValueError"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Try)
+        and any(_reads_json(each) for line in node.body for each in ast.walk(line))
+        and (caught := {name for handler in node.handlers for name in _caught(handler)})
+        & {"ValueError", "JSONDecodeError"}
+        and not caught & {"RecursionError", "RuntimeError", "Exception", "BaseException"}
+    ]
+
+
+def _reads_json(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr in ("load", "loads") and _name(node.func.value) == "json"
+
+
+def _caught(handler: ast.ExceptHandler) -> list[str]:
+    """The names of the errors that ``handler`` catches."""
+    if handler.type is None:
+        return ["BaseException"]
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return [each.attr if isinstance(each, ast.Attribute) else _name(each) for each in types]
+
+
 def environment_use(path: str, text: str) -> list[str]:
     if path in READS_ENVIRONMENT or not any(word in text for word in ENVIRONMENT):
         return []
@@ -137,6 +166,7 @@ FUNCTION_OF_61_LINES = "def f():\n    '''Two\n    lines.'''\n" + "    x = 1\n" *
         (getattr_with_default, CODE),
         (environment_use, CODE),
         (patched_module, PACKAGE),
+        (shallow_json, PACKAGE),
     ],
 )
 def test_the_house_keeps_the_rule(rule: Rule, folders: tuple[str, ...]) -> None:
@@ -157,6 +187,8 @@ def test_the_house_keeps_the_rule(rule: Rule, folders: tuple[str, ...]) -> None:
         (environment_use, "mcore_rl/x.py", "import os\ny = os.getenv('DEBUG')"),
         (environment_use, "mcore_rl/x.py", "from os import environ"),
         (patched_module, "mcore_rl/x.py", "import torch\ntorch.Tensor.cpu = None"),
+        (shallow_json, "mcore_rl/x.py", "try:\n    y = f(json.loads(x))\nexcept (OSError, ValueError):\n    pass"),
+        (shallow_json, "mcore_rl/x.py", "try:\n    y = json.load(x)\nexcept json.JSONDecodeError:\n    pass"),
         (patched_module, "mcore_rl/x.py", "from megatron.core import parallel_state as mpu\nsetattr(mpu, 'x', 1)"),
     ],
 )
@@ -175,6 +207,8 @@ def test_the_rule_refuses(rule: Rule, path: str, bad: str) -> None:
         (environment_use, "mcore_rl/x.py", "def f(environ): return environ['RANK']"),
         (patched_module, "mcore_rl/x.py", "import torch\nx = torch.nn.Linear(1, 1)\nx.weight.tag = 1\nself.y = torch"),
         (patched_module, "mcore_rl/parallel/cpu.py", "import torch\ntorch.Tensor.cpu = None"),
+        (shallow_json, "mcore_rl/x.py", "try:\n    y = json.loads(x)\nexcept (RecursionError, ValueError):\n    pass"),
+        (shallow_json, "mcore_rl/x.py", "y = json.loads(x)"),
     ],
 )
 def test_the_rule_allows(rule: Rule, path: str, good: str) -> None:

@@ -198,6 +198,7 @@ class Updated:
         self.name, self.arrival_s = name, arrival_s
         self.version, self.refuses, self.frozen = 0, False, False
         self.ended: set[tuple[str, int]] = set()
+        self.drawing = set[tuple[str, int]]()  # samples that have a token
         self.running: set[tuple[str, int]] = set()
         self.seen: list[Request] = []
         self.dead: asyncio.Event = asyncio.Event()
@@ -231,6 +232,7 @@ class Updated:
             await asyncio.sleep(TICK_S)
             if not self.frozen:
                 versions.append(self.version)
+                self.drawing.add(request.key)
         aborted = request.key in self.ended
         self.ended.discard(request.key)
         self.running.discard(request.key)
@@ -253,7 +255,8 @@ class Updated:
         self.refuses = self.frozen = True
         for _ in range(failures):
             await self.abort()
-            await asyncio.sleep(10 * TICK_S)
+            while self.running:
+                await asyncio.sleep(TICK_S)
         await asyncio.sleep(10 * TICK_S)
         self.version, self.refuses, self.frozen = version, False, False
 
@@ -329,7 +332,8 @@ def test_samples_under_way_go_on_after_an_update_and_after_one_that_failed_first
         engine = Updated()
         pool = EnginePool([engine], 16)  # type: ignore[list-item]
         drawing = asyncio.create_task(drawn(pool))
-        await asyncio.sleep(10 * TICK_S)
+        while len(engine.drawing) < len(FEW):  # each has a token, and none has all
+            await asyncio.sleep(0)
         async with pool.held():
             await engine.update(1, failures=failures)
         samples = await drawing

@@ -98,7 +98,7 @@ class Identity:
         try:
             read = cls(**json.loads((checkpoint / RUN).read_text(encoding="utf-8")))
             return replace(read, config=redact_settings(read.config))  # older versions redacted less
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, RecursionError, TypeError) as error:
             raise CheckpointError(
                 str(checkpoint), [f"{RUN} cannot be read: {error}. Resume from another step"]
             ) from error

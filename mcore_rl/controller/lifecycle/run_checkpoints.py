@@ -98,7 +98,7 @@ def read_progress(checkpoint: Path) -> Progress:
     """The progress that ``begin`` wrote.  CheckpointError: it cannot be read."""
     try:
         return Progress(**json.loads((checkpoint / STATE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, TypeError) as error:
         problem = f"{STATE} cannot be read: {error}. Resume from another step"
         raise CheckpointError(str(checkpoint), [problem]) from error
 

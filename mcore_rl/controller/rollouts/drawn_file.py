@@ -124,7 +124,7 @@ def read_drawn(path: Path, row_of: RowOf) -> tuple[dict[str, Any], list[DrawnGro
         raise DrawnFileError("is missing") from error
     except (OSError, pa.ArrowException) as error:
         raise DrawnFileError(f"cannot be read: {_line(error)}") from error
-    except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError, AttributeError, AssertionError) as error:
         raise DrawnFileError(f"is no file of rollouts: {type(error).__name__}: {_line(error)}") from error
 
 
