@@ -1,6 +1,6 @@
 """Adapters in PEFT's directories: ``adapter_config.json`` and ``adapter_model.safetensors``, out and in.
 
-``peft_tensors.py`` says how PEFT has the adapters of experts.
+``peft_tensors.py`` says how PEFT has the adapters of experts, ``peft_checkpoint.py`` reads what it saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.export import export_stream
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.peft_tensors import PeftCheckpoint, peft_tensors, target_fields
+from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
+from mcore_rl.checkpoints.peft_tensors import peft_tensors, target_fields
 from mcore_rl.checkpoints.safetensors import read_header
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
@@ -111,7 +112,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         problems.append(f"{CONFIG}: peft_type={config.get('peft_type')}: only LORA is read")
     for name in ("r", "lora_alpha"):
         value, types = config.get(name), (int,) if name == "r" else (int, float)
-        if type(value) not in types or value <= 0:
+        if value is None or type(value) not in types or value <= 0:
             problems.append(f"{CONFIG}: {name}={value}: is no number over 0. Give a directory that PEFT saved")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(OF_ANOTHER_BASE):
@@ -133,13 +134,13 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 def lora_of(config: Mapping[str, Any]) -> LoraConfig:
     """The adapters that ``config`` (``read_adapter_config``) describes."""
-    targets = config.get("target_modules") or []
+    targets, excluded = config.get("target_modules") or [], config.get("exclude_modules") or []
     return LoraConfig(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
         use_rslora=bool(config.get("use_rslora")),
         target_modules=[targets] if isinstance(targets, str) else list(targets),
-        exclude_modules=list(config.get("exclude_modules") or []),
+        exclude_modules=[excluded] if isinstance(excluded, str) else list(excluded),
     )
 
 

@@ -13,7 +13,7 @@ modules at full size (``verify.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
@@ -97,8 +97,8 @@ class NumberGrid:
         return self.T
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        made = {np.split: _split, np.concatenate: joined}.get(function)
-        return NotImplemented if made is None else made(*args, **kwargs)
+        known: dict[Any, Callable[..., Any]] = {np.split: _split, np.concatenate: joined}
+        return known[function](*args, **kwargs) if function in known else NotImplemented
 
 
 def _split(grid: NumberGrid, sections: Any, axis: int = 0) -> list[NumberGrid]:
@@ -189,7 +189,7 @@ def full_size_failures(
 
 def _shards(table: Table) -> list[tuple[int, LocalTensor]]:
     """(rank, tensor): the first and the last tensor of each shard of each rule."""
-    found: dict[tuple[int, int, int], list[tuple[int, LocalTensor]]] = {}
+    shards: dict[tuple[int, int, int], list[tuple[int, LocalTensor]]] = {}
     places: dict[tuple[int, ...], int] = {}
     for rank in range(table.layout.world_size):
         at = table.layout.coords(rank)
@@ -197,8 +197,8 @@ def _shards(table: Table) -> list[tuple[int, LocalTensor]]:
     for rank in places.values():
         for local in table.tensors(rank):
             key = (id(local.rule), local.num_shards, local.index)
-            found[key] = [*found.get(key, [])[:1], (rank, local)]
-    return [each for both in found.values() for each in both]
+            shards[key] = [*shards.get(key, [])[:1], (rank, local)]
+    return [each for both in shards.values() for each in both]
 
 
 def _said(table: Table, local: LocalTensor, files: NumberedFiles, parts: Mapping[str, Any]) -> NumberGrid:

@@ -196,7 +196,7 @@ def test_vllms_tables_cut_wide_tensors_as_narrow_ones(name: str) -> None:
         count, failures = width_failures(family, facts, layout)
         assert count and failures == []
     tp = parse_rollout_layout("tp=2")
-    table, found = RolloutTable(family, model, tp), 0
+    table, num_wrong = RolloutTable(family, model, tp), 0
     narrow = model_of(narrow_config(facts, 2))[1]
     for rule in table.rules:
         for size, (measure, bound) in SIZES.items():
@@ -210,9 +210,9 @@ def test_vllms_tables_cut_wide_tensors_as_narrow_ones(name: str) -> None:
                 count = table.num_shards(rule)
                 if rule.shard(model, count, 0) == wrong.shard(model, count, 0):
                     continue
-                found += 1
+                num_wrong += 1
                 assert width_failures(replace(family, rollout=(wrong,)), facts, tp)[1], (rule.name, size, change)
-    assert found > 5
+    assert num_wrong > 5
 
 
 def test_a_grid_is_what_numpy_makes_of_the_whole_array() -> None:
