@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import changed_base, open_peft
+from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
 from mcore_rl.config.algorithm_object import ACTOR
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
@@ -63,12 +64,15 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
             yield from wrong
             if of_role.lora.path and not wrong:
                 directory = Path(of_role.lora.path)
-                with (
-                    open_peft(directory, AdapterTable(table, of_role.lora)) as adapters,
-                    HfCheckpoint.open(config.weights_of(role)) as base,
-                ):
-                    if problems := changed_base(adapters, base):
-                        raise CheckpointError(str(directory), problems)
+                with open_peft(directory, AdapterTable(table, of_role.lora)) as adapters:
+                    if adapters.base_copies:
+                        _demand_own_base(adapters, Path(config.weights_of(role)))
+
+
+def _demand_own_base(adapters: PeftCheckpoint, base: Path) -> None:
+    with HfCheckpoint.open(base) as checkpoint:
+        if problems := changed_base(adapters, checkpoint):
+            raise CheckpointError(str(adapters.directory), problems)
 
 
 def engine_adapters(config: RunConfig) -> EngineAdapters | None:
