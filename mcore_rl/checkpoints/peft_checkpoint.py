@@ -45,8 +45,9 @@ def number_for(module: str, patterns: Mapping[str, Any] | None, default: Any) ->
 class _Half:
     """Where one half of an adapter is.
 
-    info: the stored tensor, of ``experts`` experts (0: of a linear alone).  part: which expert and which of its
-    outputs.  block: (first, last) of its ranks in the stored tensor, where each part has its own.
+    info: the stored tensor, of ``experts`` experts (0: of a linear alone).  factor: of its numbers.  part: which expert
+    and which of its outputs.  block: (first, last, exclusive) of its ranks in the stored tensor, where each part has
+    its own.
     """
 
     info: TensorInfo
@@ -60,10 +61,10 @@ class _Half:
 class PeftCheckpoint(HfCheckpoint):
     """The adapters of a directory that PEFT saved, by the names of the tables: A and B of each Hugging Face linear.
 
-    All have one scale, ``lora.scale``: where a pattern gives another, B is multiplied.  ``pad``: all have the rank
-    ``lora.rank``, too, with zeros in A and B, which no step of training moves.  ``base_copies``: (stored name, name in
-    the model) of tensors that PEFT saved of the model itself.  ``problems``: tensors that are not of the rank that
-    ``config`` says, or of no layer.
+    All have one scale, ``scale``: where a pattern gives another, B is multiplied.  After ``pad`` all have the rank
+    ``lora.rank``, too.  ``lora``: the rank, alpha and use_rslora that a run must have to train them.  ``base_copies``:
+    (stored name, name in the model) of tensors of the model itself that PEFT saved.  ``problems``: what is wrong with
+    the tensors' ranks or with the names of experts' parameters; empty: they can be read.
     """
 
     def __init__(
@@ -221,6 +222,8 @@ class PeftCheckpoint(HfCheckpoint):
 
     def pad(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Give every adapter the rank ``lora.rank``, and zeros to those of ``wanted`` that PEFT left out by layer.
+
+        Zeros in both A and B have no gradient, so that no step of training moves them.
 
         wanted: shapes by name.  Left out are those of layers that ``layers_to_transform`` does not name.  Where one of
         gate and up is wanted, and B of the other is 0, this is no adapter.
