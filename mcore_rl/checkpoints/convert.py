@@ -27,12 +27,12 @@ from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
-from mcore_rl.checkpoints.merged import MergedWeights, read_adapters
+from mcore_rl.checkpoints.merged import MergedWeights
 from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
-from mcore_rl.checkpoints.peft import lora_of, read_adapter_config, write_peft
+from mcore_rl.checkpoints.peft import changed_base, lora_of, open_adapters, read_adapter_config, write_peft
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
@@ -219,10 +219,16 @@ def merge(
 ) -> Converted:
     """Write the Hugging Face checkpoint ``hf``, merged with PEFT's directory ``adapter``, into the new ``out``.
 
-    Raises as ``open_hf``, ``read_adapter_config`` and ``MergedWeights`` do, and as ``to_hf``.
+    Raises as ``open_hf``, ``open_adapters`` and ``MergedWeights`` do, and as ``to_hf``; CheckpointError: the directory
+    has tensors of the model itself that are not those of ``hf``.
     """
-    scale = lora_of(read_adapter_config(adapter)).scale
-    return _write_hf(MergedWeights(*open_hf(hf), read_adapters(adapter), scale), hf, out, dtype=dtype, report=report)
+    checkpoint, table = open_hf(hf)
+    with open_adapters(adapter, table) as adapters:
+        if problems := changed_base(adapters, checkpoint):
+            raise CheckpointError(str(adapter), problems)
+        tensors = {name: adapters.read(name) for name in adapters.tensors}
+        scale = adapters.scale
+    return _write_hf(MergedWeights(checkpoint, table, tensors, scale), hf, out, dtype=dtype, report=report)
 
 
 def to_hf(

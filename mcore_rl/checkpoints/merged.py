@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.peft import CONFIG, lora_of, open_adapters, read_adapter_config
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.adapter_table import PEFT
@@ -92,29 +91,3 @@ class MergedWeights:
 
 def _name(weight: str, which: str) -> str:
     return f"{PEFT}{weight.removesuffix('.weight')}.lora_{which}.weight"
-
-
-def read_adapters(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory that PEFT saved.
-
-    Raises CheckpointError where they are not of the rank ``r`` of its adapter_config.json, whose scale would be wrong.
-    """
-    rank = lora_of(read_adapter_config(directory)).rank
-    with open_adapters(directory) as checkpoint:
-        of_rank = {name: _rank(name, checkpoint.tensors[name].shape) for name in checkpoint.tensors}
-        wrong = {name: other for name, other in of_rank.items() if other not in (None, rank)}
-        if wrong:
-            name, other = next(iter(wrong.items()))
-            problem = (
-                f"{len(wrong)} of {len(of_rank)} tensors, the first {name}, have the rank {other}, and {CONFIG} says"
-            )
-            problem += f" r={rank}: their scale would be wrong. Write the r and lora_alpha that they were trained with"
-            raise CheckpointError(str(directory), [problem])
-        return {name: checkpoint.read(name) for name in checkpoint.tensors}
-
-
-def _rank(name: str, shape: Sequence[int]) -> int | None:
-    """The rank of the adapter of which ``name`` is one half; None if it is no half."""
-    if name.endswith(".lora_A.weight"):
-        return shape[0]
-    return shape[1] if name.endswith(".lora_B.weight") else None

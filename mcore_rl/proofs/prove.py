@@ -1,9 +1,10 @@
 """The whole proof of one model, one training layout and one rollout layout: what ``mcore-rl verify`` says.
 
 At full size: names and shapes by Megatron's modules and transformers' model class, exact cover, the reshard plan
-(``verify.py``).  At reduced size, in the same layouts: where every single element is, by oracles that share nothing
-with the tables (``placement.py``), and the plan followed element by element (``tracer.py``).  The rules are the same
-functions of sizes at both; the reduced model keeps what decides how they cut (``reduced_config``).
+(``verify.py``), and which rows and columns a training rank holds, by the statement (``full_size.py``).  At reduced
+size, in the same layouts: where every single element is, by oracles that share nothing with the tables
+(``placement.py``), and the plan followed element by element (``tracer.py``).  The reduced model keeps what decides how
+rules cut (``reduced_config``).
 
 Whatever is wrong becomes a failure of a check; nothing is raised but ConfigError, for what the user wrote.
 """
@@ -24,6 +25,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.adapter_mutation import LORA, VllmAdapters, adapter_case, rollout_adapter_case
+from mcore_rl.proofs.full_size import full_size_failures, width_failures
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutation import OracleCase, case_failures
 from mcore_rl.proofs.placement import (
@@ -51,6 +53,8 @@ MAX_LOADED = 64  # ranks of an engine that are loaded: each takes a quarter of a
 
 READABLE = "every rule: can be read"
 NAMED = "every tensor of transformers' model: taken, on both sides"
+STATED_FULL = "every row and column, at full size: on the ranks that the statement says"
+WIDE = "every rollout rule, at full size: cuts wide tensors as it cuts narrow ones"
 STATED = "every element, reduced: on the ranks that the statement says"
 LOADED = "every element, reduced: on the ranks where vLLM's load puts it"
 TRACED = "every element, reduced: the plan moves it there"
@@ -102,9 +106,11 @@ def prove(
     full = verify(table, rollout, modules, checkpoint=checkpoint, notice=notice)
     rest: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
         NAMED: lambda: _named(subject, table, rollout),
+        STATED_FULL: lambda: _stated_full(subject, table),
         STATED: lambda: _stated(subject),
     }
     if subject.rollout is not None:
+        rest[WIDE] = partial(_wide, subject, subject.rollout)
         rest[LOADED] = lambda: _loaded(subject)
         rest[TRACED] = lambda: _traced(subject)
     if subject.adapted:
@@ -142,6 +148,19 @@ def _named(subject: ProofSubject, table: Table, rollout: RolloutTable | None) ->
     """At full size.  What a family lists as ignored is no part of transformers' model."""
     tensors = hf_shapes(subject.config, subject.family.model_type)
     return f"{len(tensors):,} tensors", list(name_failures(table, rollout, tensors))
+
+
+def _stated_full(subject: ProofSubject, table: Table) -> tuple[str, list[str]]:
+    if subject.family.name not in STATEMENTS:
+        return "", [NO_STATEMENT.format(family=subject.family.name)]
+    shapes = hf_shapes(subject.config, subject.family.model_type)
+    count, failures = full_size_failures(table, STATEMENTS[subject.family.name], subject.config, shapes)
+    return f"{count:,} shards", failures
+
+
+def _wide(subject: ProofSubject, rollout: RolloutLayout) -> tuple[str, list[str]]:
+    count, failures = width_failures(subject.family, subject.config, rollout)
+    return f"{count:,} shards", failures
 
 
 def _stated(subject: ProofSubject) -> tuple[str, list[str]]:

@@ -45,9 +45,8 @@ def reduced_config(
 ) -> dict[str, Any]:
     """A Hugging Face ``config`` of the same family, as small as the layouts let it be; every axis still divides.
 
-    Ratios that decide how tensors are cut stay: whether a key/value head has several query heads, whether there are
-    fewer key/value heads than ranks on either side, whether a rank has several of them, dense layers before those with
-    experts.
+    What decides how tensors are cut stays: how many query heads a key/value head has, whether there are fewer key/value
+    heads than ranks on either side, whether a rank has several of them, dense layers before those with experts.
     """
     both = lcm(parallel.tp, rollout.tp)
     given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
@@ -55,8 +54,12 @@ def reduced_config(
     groups = lcm(*(tp for tp in (parallel.tp, rollout.tp) if tp <= given))
     if 2 * groups <= given:  # several on each rank: their order differs between layouts
         groups *= 2
-    one_to_one = given == config["num_attention_heads"]
-    heads = groups if one_to_one else 2 * lcm(groups, both)
+    sharing = config["num_attention_heads"] // given
+    if sharing > 1 and groups * sharing % both:
+        groups = given
+    heads = groups * sharing if sharing == 1 else lcm(groups * sharing, both)
+    wide = config.get("head_dim") is not None  # the hidden size is no product then
+    widths = groups if sharing == 1 else (2 * lcm(groups, both) if wide else heads)
     # The rows of one key/value head are shared by as many ranks, evenly.
     head_dim = lcm(head_dim, parallel.tp // gcd(parallel.tp, 2 * groups))
     small = dict(config)
@@ -65,7 +68,7 @@ def reduced_config(
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        "hidden_size": heads * head_dim,
+        "hidden_size": widths * head_dim,
         "head_dim": head_dim,
         "vocab_size": 64 * both - 3,  # padded for both, by Megatron to the ranks and by vLLM to 64
         "num_nextn_predict_layers": 0,

@@ -156,7 +156,7 @@ def test_a_wrong_table_is_not_proven(vllm: VllmProcess, case: str) -> None:
 def test_the_right_table_is_proven(vllm: VllmProcess) -> None:
     report = proven(vllm, FAMILIES["llama"])
     assert report.proven, [each.failures for each in report.checks]
-    assert len(report.checks) == 9
+    assert len(report.checks) == 11
 
 
 LOADS: dict[str, dict[int, dict]] = {}

@@ -56,6 +56,8 @@ def test_a_reduced_model_is_cut_like_the_whole_one(name: str) -> None:
     assert small.num_layers == 4
     assert (small.num_query_groups < 4) == (whole.num_query_groups < 4)
     assert (small.num_query_groups < small.num_attention_heads) == (whole.num_query_groups < whole.num_attention_heads)
+    if whole.num_attention_heads % rollout.tp == 0:  # else no such layout
+        assert whole.num_attention_heads * small.num_query_groups == small.num_attention_heads * whole.num_query_groups
     for field in ("tie_output", "qkv_bias", "qk_norm", "joint_qk_norm", "sandwich_norm"):
         assert getattr(small, field) == getattr(whole, field)
     assert (small.mla is None, small.moe is None) == (whole.mla is None, whole.moe is None)

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
-from mcore_rl.checkpoints.peft import open_peft
+from mcore_rl.checkpoints.peft import changed_base, open_peft
+from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
 from mcore_rl.config.algorithm_object import ACTOR
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
@@ -26,7 +27,7 @@ from mcore_rl.config.teachers import BY_SOURCE, Teachers
 from mcore_rl.data.packing import budget_violations, padded_length
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
-from mcore_rl.errors import DataError, Violation
+from mcore_rl.errors import CheckpointError, DataError, Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.context import padded_lengths, rows_multiple
@@ -49,7 +50,8 @@ def demand_weights(directory: Path, head: Head) -> None:
 def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]:
     """Adapters of layers that the models of the roles do not have.
 
-    Raises CheckpointError as ``open_peft`` does for the adapters that a role begins with.
+    Raises CheckpointError for the adapters that a role begins with, as ``open_peft`` does, and where they bring tensors
+    of the model itself that are not its.
     """
     for role in config.group_rows:
         of_role = config.role_config(role)
@@ -61,8 +63,16 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
                 wrong += published_violations(of_role.lora, table, prefix)
             yield from wrong
             if of_role.lora.path and not wrong:
-                with open_peft(Path(of_role.lora.path), AdapterTable(table, of_role.lora)):
-                    pass
+                directory = Path(of_role.lora.path)
+                with open_peft(directory, AdapterTable(table, of_role.lora)) as adapters:
+                    if adapters.base_copies:
+                        _demand_own_base(adapters, Path(config.weights_of(role)))
+
+
+def _demand_own_base(adapters: PeftCheckpoint, base: Path) -> None:
+    with HfCheckpoint.open(base) as checkpoint:
+        if problems := changed_base(adapters, checkpoint):
+            raise CheckpointError(str(adapters.directory), problems)
 
 
 def engine_adapters(config: RunConfig) -> EngineAdapters | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.data import SftDataConfig
@@ -24,7 +25,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
     model_run_violations,
     vocabulary_violations,
 )
-from mcore_rl.errors import Violation
+from mcore_rl.errors import CheckpointError, Violation
 from tests.support import models, prompt_files, tiny_models
 
 
@@ -148,6 +149,21 @@ def test_adapters_of_layers_that_the_model_lacks_are_refused(tmp_path: Path) -> 
     sft = SftConfig(model=settings.model)
     sft.actor.lora = LoraConfig(rank=4, exclude_modules=["w1"])
     assert keys(list(adapter_violations(sft))) == ["actor.lora.exclude_modules"]
+
+
+def test_adapters_of_a_changed_output_projection_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    """PEFT saves the projection beside its adapters."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    tiny_models.save("mixtral", base)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(str(saved))
+    settings = run(2)
+    settings.model.path = str(base)
+    settings.actor.lora = LoraConfig(rank=4, alpha=8.0, target_modules=["lm_head"], path=str(saved))
+    assert list(adapter_violations(settings)) == []
+    tiny_models.save("mixtral", base, seed=1)
+    with pytest.raises(CheckpointError, match=r"is not lm_head.weight of .* Merge them with PEFT"):
+        list(adapter_violations(settings))
 
 
 @pytest.mark.parametrize("divergence", [Divergence.drawn, Divergence.forward_kl])
