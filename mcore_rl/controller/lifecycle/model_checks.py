@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import open_peft
+from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.algorithm_object import ACTOR
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
@@ -42,7 +42,7 @@ def demand_weights(directory: Path, head: Head) -> None:
     family, model = model_of(read_config(directory))
     if head is Head.hidden:  # the role does without the output projection, and the policy's processes read it
         head = Head.lm
-    with HfCheckpoint.open(directory) as checkpoint:
+    with open_weights(directory) as checkpoint:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
 
 
