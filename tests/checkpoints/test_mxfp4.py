@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mcore_rl.checkpoints import mxfp4
 from mcore_rl.checkpoints.convert import dequantise, open_hf, to_hf, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
@@ -98,6 +100,24 @@ def test_a_conversion_makes_the_plain_checkpoint_of_it(
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     with HfCheckpoint.open(tmp_path / "hf") as files:
         check_checkpoint(files, table)
+
+
+@pytest.mark.parametrize("way", [to_megatron, dequantise])
+def test_a_slab_is_dequantised_once_to_write_and_once_to_verify(
+    way: Any, published: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, plain = published
+    made = list[int]()
+
+    def counted(blocks: Tensor, scales: Tensor) -> Tensor:
+        made.append(blocks.numel() * 2)
+        return dequantised(blocks, scales)
+
+    monkeypatch.setattr(mxfp4, "dequantised", counted)
+    way(directory, tmp_path / "out", report=_quiet)
+    of_experts = sum(tensor.numel() for name, tensor in plain.items() if name.endswith("_up_proj"))
+    of_experts += sum(tensor.numel() for name, tensor in plain.items() if name.endswith("down_proj"))
+    assert sum(made) == 2 * of_experts
 
 
 def test_one_pass_writes_the_plain_checkpoint(published: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
