@@ -389,3 +389,15 @@ def test_true_is_not_one() -> None:
     fields = Fields({"x": True})
     fields.demand("x", 1, because="differs")
     assert [violation.value for violation in fields.violations] == ["true"]
+
+
+def test_other_names_of_a_length_and_empty_parts_change_nothing() -> None:
+    nothing = {
+        "seq_length": 4096,
+        "model_max_length": 4096,
+        "text_config": None,
+        "vision_config": {},
+        "audio_config": None,
+    }
+    for name in ("llama", "qwen3_moe", "gpt_oss"):
+        assert model_of({**TINY[name], **nothing}) == model_of(TINY[name])
