@@ -1,9 +1,9 @@
 """Reading a checkpoint whose matrices are FP8 with one scale per block, as DeepSeek-V3 publishes its own.
 
-Beside a matrix ``NAME`` of dtype F8_E4M3 stands ``NAME_scale_inv``, float32, one number per block of ``block`` rows and
-columns (``quantization_config.weight_block_size`` in config.json, 128 by 128); blocks at the edges may be cut off.  The
-weight is ``float32(NAME) * scale`` (``weight_dequant`` in DeepSeek-V3's inference/kernel.py).  Tensors of other dtypes
-are read unchanged.
+Beside a matrix ``NAME`` of dtype F8_E4M3 stands ``NAME_scale_inv``, float32 or (Qwen3) bfloat16, one number per block
+of ``block`` rows and columns (``quantization_config.weight_block_size`` in config.json, 128 by 128); blocks at the
+edges may be cut off.  The weight is ``float32(NAME) * float32(scale)`` (``weight_dequant`` in DeepSeek-V3's
+inference/kernel.py).  Tensors of other dtypes are read unchanged.
 """
 
 from __future__ import annotations
@@ -95,10 +95,12 @@ class BlockFp8Checkpoint(HfCheckpoint):
             return [f"{where} is quantised and has shape {info.shape}; only matrices have blocks. {again}"]
         scale = self._scales.get(info.name + SCALE_SUFFIX)
         expected = tuple(-(-size // block) for size, block in zip(info.shape, self._block, strict=True))
-        needed = f"needs scales of dtype torch.float32 and shape {expected} for blocks of {self._block}"
+        needed = (
+            f"needs scales of dtype torch.float32 or torch.bfloat16 and shape {expected} for blocks of {self._block}"
+        )
         if scale is None:
             return [f"{where} is {info.dtype} and {needed}; {info.name}{SCALE_SUFFIX} is not there. {again}"]
-        if scale.shape != expected or scale.dtype != torch.float32:
+        if scale.shape != expected or scale.dtype not in (torch.float32, torch.bfloat16):
             return [
                 f"{where} {needed}; found {scale.dtype} and {scale.shape}. {again}, or compare "
                 "quantization_config.weight_block_size in config.json"

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.block_fp8 import BlockFp8Checkpoint
 from mcore_rl.checkpoints.distcp import DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import ARCHIVE_BYTES, DistcpWriter
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
@@ -28,11 +27,11 @@ from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
 from mcore_rl.checkpoints.merged import MergedWeights
-from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from mcore_rl.checkpoints.peft import changed_base, lora_of, open_adapters, read_adapter_config, write_peft
+from mcore_rl.checkpoints.published import FP8, open_weights
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
@@ -50,7 +49,6 @@ from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 
 HF = "hf"  # where a Megatron checkpoint of ours keeps config.json, tokenizer and kin
-QUANTISED = {torch.float8_e4m3fn, torch.float8_e5m2}
 ProgressCallback = Callable[[str, int, int], None]  # (what is being done, bytes just done, bytes that it takes in all)
 
 
@@ -78,17 +76,10 @@ def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
 
     FP8 and mxfp4 are dequantised on reading.
 
-    Raises as ``read_model``, ``HfCheckpoint.open`` and ``check_checkpoint`` do.
+    Raises as ``open_weights`` and ``check_checkpoint`` do.
     """
-    if not directory.is_dir():
-        HfCheckpoint.open(directory)  # says what is wrong and what to do
-    config, family, model = read_model(directory)
-    checkpoint = HfCheckpoint.open(directory)
-    quantisation = config.get("quantization_config")
-    if quantisation is not None and quantisation["quant_method"] == "mxfp4":
-        checkpoint = Mxfp4Checkpoint(checkpoint)
-    elif quantisation is not None:
-        checkpoint = BlockFp8Checkpoint(checkpoint, tuple(quantisation["weight_block_size"]))
+    checkpoint = open_weights(directory)
+    _, family, model = read_model(directory)
     table = Table(family, model)
     check_checkpoint(checkpoint, table)
     return unstacked(checkpoint, table), table
@@ -231,6 +222,19 @@ def merge(
     return _write_hf(MergedWeights(checkpoint, table, tensors, scale), hf, out, dtype=dtype, report=report)
 
 
+def dequantise(hf: Path, out: Path, *, dtype: torch.dtype | None = None, report: ProgressCallback) -> Converted:
+    """Write the quantised Hugging Face checkpoint ``hf`` with plain numbers into the new directory ``out``.
+
+    dtype: cast to it; None writes what was quantised in bfloat16 and keeps the dtype of the rest.
+
+    Raises as ``open_hf`` and ``to_hf`` do; CheckpointError if ``hf`` is not quantised.
+    """
+    checkpoint, table = open_hf(hf)
+    if not read_config(hf).get("quantization_config"):
+        raise CheckpointError(str(hf), ["is not quantised: config.json has no quantization_config. Use it as it is"])
+    return _write_hf(MergedWeights(checkpoint, table, {}, 1.0), hf, out, dtype=dtype, report=report)
+
+
 def to_hf(
     megatron: Path,
     out: Path,
@@ -289,7 +293,7 @@ def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype |
     dtypes = {}
     for name, kept in present.items():
         dictated = table.hf_tensors[name].dtype
-        wanted = dtype or (torch.bfloat16 if kept in QUANTISED else kept)
+        wanted = dtype or (torch.bfloat16 if kept in FP8 else kept)
         dtypes[name] = getattr(torch, dictated) if dictated and dtype else wanted
     return dtypes
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.mxfp4 import BLOCKS, SCALES
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
 from mcore_rl.checkpoints.stacked import stored_tensors, unstacked
@@ -29,10 +28,6 @@ from mcore_rl.weights.views import view_of
 OUTPUT = "lm_head.weight"
 # The rotary frequencies are computed, not learned; transformers before 4.32 saved them all the same.
 COMPUTED = (HF_LAYER + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
-CONVERT = (
-    "Convert the checkpoint to bfloat16 first: tools/convert_checkpoint.py to-megatron --hf DIR --out M, and then "
-    "to-hf --megatron M --out NEW"
-)
 MISMATCH = "The HF config does not match the tensors: give the config.json of these weights, or download both again"
 
 
@@ -102,9 +97,7 @@ def check_checkpoint(checkpoint: HfCheckpoint, table: Table) -> None:
 def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
     for name, wanted in stored_tensors(table).items():
         info = checkpoint.stored.get(name)
-        if info is None and name + BLOCKS in checkpoint.stored:
-            yield f"tensor {name} is in mxfp4. {CONVERT}"
-        elif info is None:
+        if info is None:
             if not wanted.absent_ok:
                 yield f"tensor {name} of shape {wanted.shape} is missing. {MISMATCH}"
         elif info.shape != wanted.shape:
@@ -120,8 +113,7 @@ def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
     may_stand = [re.compile(_pattern(name)) for name in (*table.family.ignored, *COMPUTED, *_other_heads(table))]
     layer = re.compile(_pattern(HF_LAYER) + ".+")
     for name, info in checkpoint.stored.items():
-        quantised = name.removesuffix(BLOCKS).removesuffix(SCALES) in known  # ``_missing_or_misshapen`` reports it
-        if name in known or quantised or any(pattern.fullmatch(name) for pattern in may_stand):
+        if name in known or any(pattern.fullmatch(name) for pattern in may_stand):
             continue
         if table.model.tie_output and name == OUTPUT:
             yield from _wrong_tie(checkpoint, info)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,27 +13,46 @@ REMEDY = "Choose another checkpoint of the run that wrote it, or download it aga
 
 
 class NanCheck:
-    """Collects the tensors that were read, in pieces, and says which hold NaN.  The pieces themselves are not kept.
+    """Looks at tensors as they are read, piece by piece, and says which hold NaN.
 
-    One pass over memory at its speed: a maximum is NaN if any element is.  On an accelerator nothing waits before
-    ``problems``.
+    A maximum is NaN if any element is, so one pass over memory is enough.  On a CPU the pass takes one thread: torch's
+    others would wait for the next piece by spinning, for longer than the pass itself takes, while the reader reads.
+    Neither a piece nor anything else of a sound tensor is kept there.  An accelerator keeps one number for each tensor,
+    and nothing waits for it before ``problems``.
     """
 
     def __init__(self) -> None:
-        self._maxima: dict[str, list[Tensor]] = {}
+        self._with_nan: dict[str, None] = {}  # an ordered set
+        self._maxima: dict[str, Tensor] = {}
 
     def see(self, name: str, piece: Tensor) -> None:
         """Look at ``piece`` of tensor ``name``; of any shape and stride, of a dtype that has maxima."""
-        if piece.numel():
-            self._maxima.setdefault(name, []).append(piece.detach().max())
+        if piece.numel() == 0:
+            return
+        piece = piece.detach()
+        in_memory_order = piece.permute(sorted(range(piece.dim()), key=piece.stride, reverse=True))
+        if piece.device.type == "cpu":
+            with _one_thread():
+                if math.isnan(in_memory_order.max().item()):
+                    self._with_nan[name] = None
+            return
+        maximum, before = in_memory_order.max(), self._maxima.get(name)
+        self._maxima[name] = maximum if before is None else torch.maximum(before, maximum)
 
     def problems(self) -> list[str]:
         """One line for each tensor with NaN, in the order in which they were seen."""
-        return [f"tensor {name} holds NaN. {REMEDY}" for name in _with_nan(self._maxima)]
+        names = list(self._with_nan)
+        if self._maxima:
+            are_nan = torch.stack([maximum.float() for maximum in self._maxima.values()]).isnan().tolist()
+            names += [name for name, is_nan in zip(self._maxima, are_nan, strict=True) if is_nan]
+        return [f"tensor {name} holds NaN. {REMEDY}" for name in names]
 
 
-def _with_nan(maxima: Mapping[str, Sequence[Tensor]]) -> list[str]:
-    if not maxima:
-        return []
-    whole = torch.stack([torch.stack(list(each)).float().max() for each in maxima.values()])
-    return [name for name, is_nan in zip(maxima, whole.isnan().tolist(), strict=True) if is_nan]
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -63,11 +63,14 @@ class UnstackedCheckpoint(HfCheckpoint):
     """The tables' tensors within the stacks of ``files``, beside the other tensors.
 
     A part's ``TensorInfo`` has its own name and shape, and the bytes of its slab.  ``close`` closes ``files``.
+    Parts that take turns in a slab lie in the same bytes, so the last of what was read is kept for the next part:
+    whoever reads the parts of a slab in turn reads and dequantises it once.  Memory: that much of one slab.
     """
 
     def __init__(self, files: HfCheckpoint, table: Table) -> None:
         self.files = files
         self._stacked: dict[str, StackedPart] = {}
+        self._last: tuple[Slab, dict[TensorSlice, Tensor]] = ("", -1), {}
         for name, part in parts_of(table).items():
             info = files.tensors.get(part.stored)
             if info is not None and info.shape == part.stack.shape(table.model):
@@ -102,22 +105,37 @@ class UnstackedCheckpoint(HfCheckpoint):
         stack, outputs = self.files.tensors[part.stored], part.outputs(region.start[0], region.shape[0])
         dim = part.dim_of_outputs
         slab = list(zip(region.start, region.shape, strict=True))[:: -1 if dim else 1]
-        slab[dim] = (outputs.start, outputs.stop - outputs.start)
+        # Whole turns, so that all parts ask for the same windows.
+        turn = outputs.start // outputs.step * outputs.step
+        slab[dim] = (turn, len(outputs) * outputs.step)
         begins, sizes = zip(*slab, strict=True)
         whole = TensorSlice((part.expert, *begins), (1, *sizes))
         turned = out.swapaxes(-1, -2) if dim else out
         for window in windows(whole, row_major_strides(stack.shape), WINDOW_BYTES // stack.dtype.itemsize):
-            read = torch.empty(window.shape, dtype=stack.dtype)
-            self.files.read_into(part.stored, window, read)
+            read = self._window(part, window)
             start, _ = window.within(whole)
-            skipped = -start[1 + dim] % outputs.step
+            skipped = (outputs.start - turn - start[1 + dim]) % outputs.step
             taken = read[0][(*(slice(None),) * dim, slice(skipped, None, outputs.step))]
             into = list(start[1:])
             into[dim] = (into[dim] + skipped) // outputs.step
             view_of(turned, TensorSlice(tuple(into), tuple(taken.shape))).copy_(taken)
 
+    def _window(self, part: StackedPart, window: TensorSlice) -> Tensor:
+        """``window`` of the stack of ``part``; kept where another part of its slab lies between its numbers."""
+        stack, slab = self.files.tensors[part.stored], (part.stored, part.expert)
+        if self._last[0] != slab:
+            self._last = slab, {}
+        kept = self._last[1].get(window)
+        if kept is None:
+            kept = torch.empty(window.shape, dtype=stack.dtype)
+            self.files.read_into(part.stored, window, kept)
+            if part.stack.in_turns:
+                self._last[1][window] = kept
+        return kept
+
     def close(self) -> None:
         """Close the files; reading opens them again."""
+        self._last = ("", -1), {}
         self.files.close()
 
 

@@ -4,6 +4,7 @@
     mcore-rl convert to-hf --megatron Qwen2.5-7B-megatron --out Qwen2.5-7B-again
     mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100
     mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100 --push-to-hub OWNER/NAME --private
+    mcore-rl convert dequantise --hf gpt-oss-20b --out gpt-oss-20b-bf16
     mcore-rl convert merge --hf Qwen2.5-7B-Instruct --adapter my-lora --out merged
     mcore-rl convert extract --run runs/lora/checkpoints/step_100 --out my-lora
     mcore-rl convert inspect Qwen2.5-7B-megatron
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.set_defaults(spelt=SPELT)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="to-megatron | to-hf | merge | extract | inspect"
+        dest="command", required=True, metavar="to-megatron | to-hf | dequantise | merge | extract | inspect"
     )
     debug = argparse.ArgumentParser(add_help=False)
     add_change_options(debug)
@@ -87,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     push = "then upload it, with a model card, as this repository of the Hub; the token is HF_TOKEN or hf auth login's"
     back.add_argument("--push-to-hub", metavar="OWNER/NAME", help=push)
     back.add_argument("--private", action="store_true", help="a repository that is made for it is private")
+
+    plain = commands.add_parser("dequantise", parents=[write], help="write an fp8 or mxfp4 checkpoint in bf16")
+    plain.add_argument("--hf", type=typed(InputModel), required=True, help="the model, a directory or a Hub id")
 
     _add_adapters(commands, write)
 
@@ -132,7 +136,7 @@ def change_config(arguments: argparse.Namespace, stack: ExitStack, console: Cons
     """
     if arguments.command == "extract":
         return
-    option = "hf" if arguments.command in ("to-megatron", "merge") else "config"
+    option = "hf" if arguments.command in ("to-megatron", "dequantise", "merge") else "config"
     if arguments.command == "inspect" and arguments.config is None:
         option = "directory"
     source, changes = getattr(arguments, option), changes_asked(arguments)
@@ -152,7 +156,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> Converted:
     """Do what the command line says, behind bars."""
     import torch  # when all is checked
 
-    from mcore_rl.checkpoints.convert import extract, merge, to_hf, to_megatron
+    from mcore_rl.checkpoints.convert import dequantise, extract, merge, to_hf, to_megatron
 
     if arguments.command == "extract":
         return extract(arguments.run, arguments.out)
@@ -161,6 +165,8 @@ def convert(arguments: argparse.Namespace, console: Console) -> Converted:
     with bars.progress:
         if arguments.command == "to-megatron":
             return to_megatron(arguments.hf, arguments.out, parallel=arguments.layout, dtype=dtype, report=bars.report)
+        if arguments.command == "dequantise":
+            return dequantise(arguments.hf, arguments.out, dtype=dtype, report=bars.report)
         if arguments.command == "merge":
             return merge(arguments.hf, arguments.adapter, arguments.out, dtype=dtype, report=bars.report)
         source = arguments.run or arguments.megatron

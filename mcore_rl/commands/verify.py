@@ -172,7 +172,7 @@ def prove(
     family, model = demand_suited(config, parallel, world_size, rollout)
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
-        from mcore_rl.checkpoints.hf_directory import HfCheckpoint  # torch and Megatron, when all is checked
+        from mcore_rl.checkpoints.published import open_weights  # torch and Megatron, when all is checked
         from mcore_rl.proofs.prove import ProofSubject, prove
         from mcore_rl.rollout.parameters import VllmProcess
         from mcore_rl.training.meta import meta_rank
@@ -184,7 +184,7 @@ def prove(
             applied=vllm.adapter_placements if lora is PublishedLora.adapter else None,
         )  # fmt: skip
         status = stack.enter_context(console.status("..."))
-        return prove(subject, checkpoint=HfCheckpoint.open(hf) if hf else None, notice=status.update), model
+        return prove(subject, checkpoint=open_weights(hf) if hf else None, notice=status.update), model
 
 
 def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:

@@ -178,7 +178,7 @@ def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
 
 
 def _device_violations(cluster: ClusterConfig) -> list[Violation]:
-    if cluster.gpus_per_node or cluster.device not in (Device.cuda, Device.rocm):
+    if cluster.gpus_per_node or cluster.device in (Device.auto, Device.cpu):
         return []
     problem = f"leaves a run without a device, with device={cluster.device.value}"
     return [Violation("gpus_per_node", 0, problem, "Write the devices of a node, or take cluster=cpu")]

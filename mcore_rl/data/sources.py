@@ -75,11 +75,11 @@ def _files_of(root: Path, split: str, splits: Sequence[str]) -> Iterator[Path]:
         if split == (named or splits)[0]:
             yield root
         return
-    found = list(islice(root.rglob("*"), MAX_ENTRIES + 1))
-    if len(found) > MAX_ENTRIES:
+    entries = list(islice(root.rglob("*"), MAX_ENTRIES + 1))
+    if len(entries) > MAX_ENTRIES:
         problem = f"it holds more than {MAX_ENTRIES:,} files and folders, and so is no data set"
         raise DataError(str(root), [f"{problem}. Give the folder of the data set"])
-    paths = [path for path in found if path.suffix in SUFFIXES and path.is_file()]
+    paths = [path for path in entries if path.suffix in SUFFIXES and path.is_file()]
     for path in sorted(paths, key=lambda path: [(len(part), part) for part in re.split(r"(\d+)", str(path))]):
         parts = path.relative_to(root).parts
         hidden = any(part.startswith(".") for part in parts)

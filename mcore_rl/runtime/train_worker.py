@@ -24,10 +24,10 @@ from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adapter_config
+from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig
@@ -119,7 +119,7 @@ class TrainWorker(Answering):
 
     def _load(self, directory: Path) -> None:
         """Loads the weights of a Hugging Face checkpoint."""
-        with HfCheckpoint.open(directory) as checkpoint:
+        with open_weights(directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(

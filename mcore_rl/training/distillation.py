@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.not_a_number import NanCheck
+from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
@@ -120,7 +120,7 @@ def _rows(
     shape, check = (len(own), model.hidden_size), NanCheck()
     rows_VH = pinned_empty_like(platform, torch.empty(shape, dtype=dtype, device="meta"))
     if own:
-        with HfCheckpoint.open(directory) as checkpoint:
+        with open_weights(directory) as checkpoint:
             checkpoint.read_into(name, TensorSlice((own.start, 0), shape), rows_VH)
     check.see(name, rows_VH)
     if problems := check.problems():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mcore_rl.checkpoints.convert import open_hf, to_hf, to_megatron
+from mcore_rl.checkpoints import mxfp4
+from mcore_rl.checkpoints.convert import dequantise, open_hf, to_hf, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint, dequantised
-from mcore_rl.config.role import Head
-from mcore_rl.controller.lifecycle.model_checks import demand_weights
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import checkpoints, tiny_models
@@ -102,12 +102,33 @@ def test_a_conversion_makes_the_plain_checkpoint_of_it(
         check_checkpoint(files, table)
 
 
-def test_a_run_is_told_to_convert_it_first(published: tuple[Path, dict[str, Tensor]]) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        demand_weights(published[0], Head.lm)
-    message = str(raised.value)
-    assert "gate_up_proj is in mxfp4" in message and "convert_checkpoint.py to-megatron" in message
-    assert "has no place" not in message, "what is quantised is said once"
+@pytest.mark.parametrize("way", [to_megatron, dequantise])
+def test_a_slab_is_dequantised_once_to_write_and_once_to_verify(
+    way: Any, published: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, plain = published
+    made = list[int]()
+
+    def counted(blocks: Tensor, scales: Tensor) -> Tensor:
+        made.append(blocks.numel() * 2)
+        return dequantised(blocks, scales)
+
+    monkeypatch.setattr(mxfp4, "dequantised", counted)
+    way(directory, tmp_path / "out", report=_quiet)
+    of_experts = sum(tensor.numel() for name, tensor in plain.items() if name.endswith("_up_proj"))
+    of_experts += sum(tensor.numel() for name, tensor in plain.items() if name.endswith("down_proj"))
+    assert sum(made) == 2 * of_experts
+
+
+def test_one_pass_writes_the_plain_checkpoint(published: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    directory, plain = published
+    dequantise(directory, tmp_path / "plain", report=_quiet)
+    written = checkpoints.tensors(tmp_path / "plain")
+    assert written.keys() == plain.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in plain.items())
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="is not quantised"):
+        dequantise(tmp_path / "plain", tmp_path / "again", report=_quiet)
 
 
 def test_what_is_incomplete_or_misshapen_is_named(tmp_path: Path) -> None:

@@ -30,3 +30,12 @@ def test_nothing_and_empty_pieces_are_sound() -> None:
     assert check.problems() == []
     check.see("empty", torch.empty(0, 4))
     assert check.problems() == []
+
+
+def test_the_look_keeps_nothing_of_what_is_sound_and_the_threads_as_they_were() -> None:
+    """A number kept for each window pins the heap above the windows: a conversion then grows with its model."""
+    check, threads = NanCheck(), torch.get_num_threads()
+    for index in range(100):
+        check.see(f"tensor {index}", torch.zeros(100_000))
+    assert torch.get_num_threads() == threads
+    assert not any(vars(check).values())

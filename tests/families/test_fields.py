@@ -329,12 +329,15 @@ def test_dense_layers() -> None:
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes"])
-def test_quantised_weights_are_refused_but_for_deepseeks_blocks(method: str) -> None:
+def test_quantised_weights_are_refused_but_for_fp8_in_blocks(method: str) -> None:
     quantised = {"quant_method": method, "weight_block_size": [128, 128]}
-    refusals = refused({**TINY["llama"], "quantization_config": quantised})
-    assert "dequantise" in refusals["quantization_config"].remedy
-    refusals = refused({**TINY["deepseek_v3"], "quantization_config": quantised})
-    assert list(refusals) == ([] if method == "fp8" else ["quantization_config"])
+    for name in ("llama", "qwen3_moe", "deepseek_v3"):
+        refusals = refused({**TINY[name], "quantization_config": quantised})
+        assert list(refusals) == ([] if method == "fp8" else ["quantization_config"])
+        for refusal in refusals.values():
+            assert method in refusal.problem and "dequantise" in refusal.remedy
+    for other in ({"quant_method": "fp8"}, quantised | {"fmt": "e5m2"}, {"producer": {"name": "modelopt"}}):
+        assert list(refused({**TINY["llama"], "quantization_config": other})) == ["quantization_config"]
     wide = {**FACTS["deepseek-ai/DeepSeek-V3"]["quantization_config"], "weight_block_size": [64, 64]}
     assert list(refused({**TINY["deepseek_v3"], "quantization_config": wide})) == ["quantization_config"]
 
@@ -386,3 +389,15 @@ def test_true_is_not_one() -> None:
     fields = Fields({"x": True})
     fields.demand("x", 1, because="differs")
     assert [violation.value for violation in fields.violations] == ["true"]
+
+
+def test_other_names_of_a_length_and_empty_parts_change_nothing() -> None:
+    nothing = {
+        "seq_length": 4096,
+        "model_max_length": 4096,
+        "text_config": None,
+        "vision_config": {},
+        "audio_config": None,
+    }
+    for name in ("llama", "qwen3_moe", "gpt_oss"):
+        assert model_of({**TINY[name], **nothing}) == model_of(TINY[name])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.peft import changed_base, open_peft
 from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
+from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.algorithm_object import ACTOR
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
@@ -43,7 +43,7 @@ def demand_weights(directory: Path, head: Head) -> None:
     family, model = model_of(read_config(directory))
     if head is Head.hidden:  # the role does without the output projection, and the policy's processes read it
         head = Head.lm
-    with HfCheckpoint.open(directory) as checkpoint:
+    with open_weights(directory) as checkpoint:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
 
 
@@ -70,7 +70,7 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
 
 
 def _demand_own_base(adapters: PeftCheckpoint, base: Path) -> None:
-    with HfCheckpoint.open(base) as checkpoint:
+    with open_weights(base) as checkpoint:
         if problems := changed_base(adapters, checkpoint):
             raise CheckpointError(str(adapters.directory), problems)
 

@@ -138,6 +138,8 @@ def engine_arguments(
         # Random weights.  A parameter that no update fills is refused (receiver/live_weights.py); buffers outside of
         # the checkpoint keep their values, and the scales of a cache that is not quantised are 1 after any start.
         arguments["load_format"] = "dummy"
+        # An update brings plain numbers, also where the checkpoint is quantised (checkpoints/published.py).
+        arguments["hf_overrides"] = {"quantization_config": None}
     arguments |= _of_adapters(adapters)
     if layout.tp > 1 or node.nnodes > 1:
         arguments["distributed_executor_backend"] = "mp"
@@ -148,7 +150,8 @@ def engine_arguments(
     if model.moe is not None and model.moe.expert_bias:
         # vLLM's DeepSeek builds and loads the bias only if config.json has this field, which transformers 5 leaves out
         # (deepseek_v2.py, 0.32: topk_method).
-        arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
+        bias = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | bias
     return _beside(arguments, config.engine)
 
 

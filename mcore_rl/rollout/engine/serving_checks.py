@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
 from mcore_rl.config.resources import RESOURCES
@@ -94,7 +94,7 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
     """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's dtype."""
-    with HfCheckpoint.open(directory) as checkpoint:
+    with open_weights(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
     weights = numbers * BYTES[rollout.dtype] // layout.engine_size
