@@ -58,7 +58,8 @@ def _surprises(directory: Path, checkpoint: HfCheckpoint, method: str | None) ->
     names = checkpoint.tensors.keys()
     for ends, writer in _WRITERS.items():
         if foreign := [name for name in names if name.endswith(ends)]:
-            yield f"{len(foreign)} tensors, the first {foreign[0]}, are of {writer}, which is not read here. {UNQUANTISED}"
+            problem = f"{len(foreign)} tensors, the first {foreign[0]}, are of {writer}, which is not read here"
+            yield f"{problem}. {UNQUANTISED}"
             return
     if method is not None:
         return  # its reader names what is missing or wrong

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.model import Activation, ModelConfig
-from mcore_rl.families.fields import FULL, Fields
+from mcore_rl.families.fields import ANYWAY, FULL, Fields
 from mcore_rl.families.rope import Reader, read_partial_rotary_factor, read_rope
 
 # Fields with the number of layers of multi-token prediction, which are no part of the policy: neither read nor written.
@@ -20,6 +20,7 @@ OTHER_LENGTHS = (
     "max_sequence_length",
     "max_seq_length",
     "model_max_length",
+    "seq_len",
 )
 
 
@@ -78,8 +79,13 @@ def read_sizes(fields: Fields, defaults: Defaults) -> ModelConfig:
     heads = fields.take("num_attention_heads", int, defaults.num_attention_heads)
     longest = fields.take("max_position_embeddings", int, defaults.max_position_embeddings)
     for name in OTHER_LENGTHS:
-        if type(length := fields.values.get(name)) is int and length >= longest:
+        if type(length := fields.values.get(name)) is int:
             fields.ignore(name)
+            if length < longest:
+                problem = (
+                    f"is less than max_position_embeddings={longest}, and vLLM draws no longer sequence"
+                )
+                fields.refuse(name, problem, ANYWAY.format(name))
     return ModelConfig(
         num_layers=fields.take("num_hidden_layers", int, defaults.num_hidden_layers),
         hidden_size=fields.take("hidden_size", int, defaults.hidden_size),

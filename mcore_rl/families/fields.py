@@ -30,8 +30,6 @@ torchscript transformers.js_config transformers_version use_bfloat16 use_cache
 
 pretraining_tp
 
-max_seq_length max_sequence_length model_max_length seq_len seq_length
-
 bos_token_id decoder_start_token_id eos_token_id pad_token_id prefix sep_token_id unk_token_id
 
 id2label label2id num_labels problem_type
@@ -46,9 +44,9 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """
 # Fields that cannot change the numbers of the forward pass, paragraph by paragraph: how the file was made and the model
-# is run; what transformers declares and no code reads since version 5; other names of a length; ids of tokens, which we
-# take from the tokenizer; labels of classifiers; terms of training, which have settings of their own here; generation,
-# which transformers keeps in generation_config.json now.
+# is run; what transformers declares and no code reads since version 5; ids of tokens, which we take from the tokenizer;
+# labels of classifiers; terms of training, which have settings of their own here; generation, which transformers keeps
+# in generation_config.json now.
 IGNORED = frozenset(_IGNORED.split())
 
 # Field -> (values that change nothing, what another would do).

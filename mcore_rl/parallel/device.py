@@ -38,8 +38,7 @@ MASKS = (CUDA_MASK, HIP_MASK, ROCR_MASK, ORDINAL_MASK)
 RAY_NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{mask}" for mask in (CUDA_MASK, HIP_MASK, ROCR_MASK))
 
 # Data-centre GPUs by the instruction set in their gcnArchName: bfloat16 matrix cores since MI100, fp8 since MI300.
-ROCM_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950")
-ROCM_FP8 = ("gfx942", "gfx950")
+ROCM_BF16, ROCM_FP8 = ("gfx908", "gfx90a", "gfx942", "gfx950"), ("gfx942", "gfx950")
 
 PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PROC_CPUINFO = Path("/proc/cpuinfo")

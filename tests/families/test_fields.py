@@ -290,8 +290,10 @@ def test_gemma_3_has_a_rope_for_each_kind_of_layer_in_either_spelling() -> None:
 def test_another_name_of_the_length_may_not_be_less(name: str) -> None:
     """vLLM takes the least of them."""
     longest = TINY[name]["max_position_embeddings"]
-    assert model_of({**TINY[name], "max_sequence_length": longest})[1] == model_of(TINY[name])[1]
-    assert list(refused({**TINY[name], "max_sequence_length": longest - 1})) == ["max_sequence_length"]
+    for other in ("max_sequence_length", "seq_length", "seq_len", "model_max_length"):
+        assert model_of({**TINY[name], other: longest})[1] == model_of(TINY[name])[1]
+        refusals = refused({**TINY[name], other: longest - 1})
+        assert list(refusals) == [other] and "vLLM draws no longer sequence" in refusals[other].problem
 
 
 def test_windows() -> None:
@@ -391,13 +393,7 @@ def test_true_is_not_one() -> None:
     assert [violation.value for violation in fields.violations] == ["true"]
 
 
-def test_other_names_of_a_length_and_empty_parts_change_nothing() -> None:
-    nothing = {
-        "seq_length": 4096,
-        "model_max_length": 4096,
-        "text_config": None,
-        "vision_config": {},
-        "audio_config": None,
-    }
+def test_empty_parts_change_nothing() -> None:
+    nothing = {"text_config": None, "vision_config": {}, "audio_config": None}
     for name in ("llama", "qwen3_moe", "gpt_oss"):
         assert model_of({**TINY[name], **nothing}) == model_of(TINY[name])
