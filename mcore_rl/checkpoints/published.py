@@ -16,7 +16,7 @@ from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
 from mcore_rl.checkpoints.mxfp4 import BLOCKS, SCALES, Mxfp4Checkpoint
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
-from mcore_rl.families.registry import UNQUANTISED, model_of
+from mcore_rl.families.registry import UNQUANTISED
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 MODELOPT = "hf_quant_config.json"  # where NVIDIA's ModelOpt says how it quantised, beside config.json or in its place
@@ -33,20 +33,21 @@ def open_weights(directory: Path) -> HfCheckpoint:
     """The weights of the Hugging Face model in ``directory``, to be read as plain numbers.
 
     Raises CheckpointError as ``read_config``, ``HfCheckpoint.open`` and the two readers do, and in one line where files
-    are quantised in a way that config.json does not say or that is not read; ConfigError as ``model_of``.
+    are quantised in a way that config.json does not say or that is not read.
     """
     if not directory.is_dir():
         HfCheckpoint.open(directory)  # says what is wrong and what to do
-    config = read_config(directory)
-    model_of(config)  # refuses every other quantisation
+    quantization = read_config(directory).get("quantization_config") or {}
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if quantization and method != "mxfp4" and not (method == "fp8" and block):  # as model_of says it at more length
+        raise CheckpointError(str(directory), [f"weights quantised by {method} are not read. {UNQUANTISED}"])
     checkpoint = HfCheckpoint.open(directory)
-    method = (config.get("quantization_config") or {}).get("quant_method")
     if problems := list(_surprises(directory, checkpoint, method)):
         raise CheckpointError(str(directory), problems)
     if method == "mxfp4":
         return Mxfp4Checkpoint(checkpoint)
-    if method is not None:
-        return BlockFp8Checkpoint(checkpoint, tuple(config["quantization_config"]["weight_block_size"]))
+    if block:
+        return BlockFp8Checkpoint(checkpoint, tuple(block))
     return checkpoint
 
 

@@ -148,6 +148,8 @@ def run_judged(
         raise UnjudgedError(verdict["error"])
     values = (verdict["passed"],) if lines else ()
     message = verdict["error"] if not of_program.message else f"{verdict['error']} ({of_program.message})"
+    if of_program.ending is Ending.timeout and not verdict["passed"]:  # the judge saw only that the program had ended
+        outcome = replace(outcome, ending=Ending.timeout)
     return replace(outcome, stdout=of_program.stdout, values=values, message=message)
 
 
