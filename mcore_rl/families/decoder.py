@@ -82,9 +82,7 @@ def read_sizes(fields: Fields, defaults: Defaults) -> ModelConfig:
         if type(length := fields.values.get(name)) is int:
             fields.ignore(name)
             if length < longest:
-                problem = (
-                    f"is less than max_position_embeddings={longest}, and vLLM draws no longer sequence"
-                )
+                problem = f"is less than max_position_embeddings={longest}, and vLLM draws no longer sequence"
                 fields.refuse(name, problem, ANYWAY.format(name))
     return ModelConfig(
         num_layers=fields.take("num_hidden_layers", int, defaults.num_hidden_layers),
