@@ -93,6 +93,8 @@ class SlurmConfig:
     max_requeues: the most times that a job is queued again.
     setup: shell lines at the top of the job, such as ``module load``; variables that they export reach every node.
     extra: options of sbatch, such as ``--constraint=ib``.
+    interface: the network interface through which the nodes of a job reach each other, such as ib0: Ray, and with it
+        the stores and gloo; "" is that of a node's name.
     port: the port of the Ray head; Ray's client server takes the next one.
     join_timeout_s: seconds that all nodes have to answer, and the same again to join Ray.
     doctor: what is examined before the run.
@@ -111,6 +113,7 @@ class SlurmConfig:
     exclusive: bool = True
     setup: list[Lines] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
+    interface: str = ""
     port: Annotated[int, Interval("[1, 65534]")] = 6379
     join_timeout_s: PositiveInt = 300
     doctor: DoctorStep = DoctorStep.none
@@ -170,6 +173,7 @@ def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
             _device_violations,
             _memory_violations,
             _image_violations,
+            _interface_violations,
             _time_violations,
             _environment_violations,
             _stage_violations,
@@ -182,6 +186,13 @@ def _device_violations(cluster: ClusterConfig) -> list[Violation]:
         return []
     problem = f"leaves a run without a device, with device={cluster.device.value}"
     return [Violation("gpus_per_node", 0, problem, "Write the devices of a node, or take cluster=cpu")]
+
+
+def _interface_violations(cluster: ClusterConfig) -> list[Violation]:
+    if re.fullmatch(r"[\w.:-]{0,15}", cluster.slurm.interface, re.ASCII):  # what Linux takes, and a shell too
+        return []
+    remedy = "Write its name as ip address shows it, such as ib0"
+    return [Violation("slurm.interface", cluster.slurm.interface, "is no network interface's name", remedy)]
 
 
 def _memory_violations(cluster: ClusterConfig) -> list[Violation]:

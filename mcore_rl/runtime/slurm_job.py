@@ -178,6 +178,7 @@ def render(job: Job) -> str:
         "python": "python3" if cluster.container.engine is not Container.none else shlex.quote(sys.executable),
         "container": shlex.join(container),
         "srun_options": shlex.join(srun_options),
+        "interface": slurm.interface,
         "port": slurm.port,
         "gpus_per_node": cluster.gpus_per_node,
         "max_requeues": slurm.max_requeues if slurm.requeue else 0,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.run_task import write_task
@@ -194,6 +195,30 @@ def test_what_slurm_would_refuse_is_refused_before_anything_is_queued(
     done = slurm.submit(task, tmp_path / "run", nodes=4)
     assert done.returncode == 2 and "Requested node configuration is not available" in done.stderr
     assert slurm.command("squeue", "--noheader", "--states=PENDING") == ""
+
+
+def test_addresses_that_no_other_node_reaches_end_the_job_at_once(
+    slurm: SlurmCluster, task: Path, tmp_path: Path
+) -> None:
+    """The loopback's, and one of an interface that is not there."""
+    for interface, said in {
+        "lo": "error: n1 is at 127.0.0.1, which no other node reaches. Write cluster.slurm.interface=NAME",
+        "ib7": "error: n1 has no IPv4 address on ib7. Write cluster.slurm.interface=NAME",
+    }.items():
+        job = slurm.start(task, tmp_path / interface, f"cluster.slurm.interface={interface}")
+        facts = job.finish()
+        assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "2:0")
+        assert said in job.log and job.left() == []
+
+
+@pytest.mark.tier("full")
+def test_nodes_meet_on_the_interface_that_is_asked_for(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    addresses = {name: [each.address for each in all_of if each.family == socket.AF_INET]
+                 for name, all_of in psutil.net_if_addrs().items() if name != "lo"}  # fmt: skip
+    name, address = next((name, of_it[0]) for name, of_it in addresses.items() if of_it)
+    job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=1", f"cluster.slurm.interface={name}")
+    assert_complete(job, restarts=0, steps=1)
+    assert f"Ray runs on all of 2 nodes, at {address}:" in job.log
 
 
 @pytest.mark.tier("full")
