@@ -23,28 +23,13 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.weights.table import Table
 from tests.checkpoints.test_load import _module_of
 from tests.support import checkpoints, tiny_models
-
-IN_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+from tests.support.fp8_blocks import write_in_fp8
 
 
 def in_fp8(directory: Path, name: str, scales: torch.dtype) -> dict[str, Tensor]:
-    """Writes the tiny model ``name`` with its projections in fp8; gives the numbers they stand for, in bfloat16."""
+    """Writes the tiny model ``name`` with its projections in fp8; gives the numbers they stand for, in float32."""
     tiny_models.save(name, directory, torch.bfloat16)
-    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
-    for key, tensor in checkpoints.tensors(directory).items():
-        if key.endswith("_proj.weight"):
-            blocks = [-(-size // 128) for size in tensor.shape]
-            scale = (torch.rand(blocks) * 0.01 + 0.001).to(scales)
-            spread = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
-            spread = spread[: tensor.shape[0], : tensor.shape[1]]
-            stored[key] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-            stored[f"{key}_scale_inv"] = scale
-            plain[key] = (stored[key].float() * spread).bfloat16()
-        else:
-            stored[key] = plain[key] = tensor
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    checkpoints.edit_config(directory, quantization_config=IN_BLOCKS)
-    return plain
+    return write_in_fp8(directory, scales)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +41,7 @@ def test_a_run_reads_fp8_in_blocks(name: str, scales: torch.dtype, tmp_path: Pat
     demand_weights(tmp_path / "fp8", Head.lm)
     dequantise(tmp_path / "fp8", tmp_path / "plain", report=lambda what, done, total: None)
     written = checkpoints.tensors(tmp_path / "plain")
-    assert all(torch.equal(written[key], plain[key]) for key in written)
+    assert all(torch.equal(written[key], plain[key].bfloat16()) for key in written)
     table = Table(*model_of(json.loads((tmp_path / "fp8" / "config.json").read_text())))
     assert written.keys() == table.hf_tensors.keys() & plain.keys()
     modules = [_module_of(table).bfloat16(), _module_of(table).bfloat16()]
