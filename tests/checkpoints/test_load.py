@@ -304,6 +304,27 @@ def test_a_wrong_tie_is_refused(root: Path, tmp_path: Path, how: str) -> None:
     assert "Write tie_word_embeddings=false" in problem
 
 
+def test_layers_of_which_there_is_nothing_are_counted_and_not_listed(root: Path, tmp_path: Path) -> None:
+    directory = _edited(root, tmp_path, "mixtral", lambda held: None)
+    checkpoints.edit_config(directory, num_hidden_layers=100_000)
+    table, _ = _described(directory)
+    with HfCheckpoint.open(directory) as checkpoint, pytest.raises(CheckpointError) as raised:
+        check_checkpoint(checkpoint, table)
+    (problem,) = raised.value.problems
+    assert problem.startswith("tensors model.layers.4.* (and those of 99995 other layers, up to 99999)")
+    assert "hf_tensors" not in vars(table), "millions of names were made"
+
+
+def test_equal_faults_are_counted(root: Path, tmp_path: Path) -> None:
+    """A tensor of each expert of each layer: 4 layers of 10 experts too many, three matrices each."""
+    directory = _edited(root, tmp_path, "mixtral", lambda held: None)
+    experts = _described(directory)[1].moe.num_experts
+    checkpoints.edit_config(directory, num_local_experts=experts + 10)
+    missing = [line for line in _refusal(directory).problems if "is missing" in line]
+    assert len(missing) == 3
+    assert all("and 39 more like it, up to model.layers.3." in line for line in missing)
+
+
 def test_what_holds_no_weight_may_stand_there(root: Path, tmp_path: Path) -> None:
     def edit(held: dict[str, Tensor]) -> None:
         for layer in range(4):
