@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, TensorSpec
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter
-from mcore_rl.families.blocks import HF_LAYER, HF_MLP
+from mcore_rl.families.blocks import HF_MLP
 from mcore_rl.families.family import Family
 from mcore_rl.families.stacks import Stack, StackedPart, stacked_parts
 from mcore_rl.weights.table import HfInfo, Table

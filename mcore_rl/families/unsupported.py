@@ -64,8 +64,50 @@ _KINDS = (
 )
 
 
+_OTHER_ENDS = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+LINEAR, LATENT, EXPERTS, WINDOWS = "linear attention", "latent attention", "experts", "windows in some layers"
+# What an architecture can be nearest in -> the supported one that has it; the first that applies is named.
+_NEAREST_BY = (
+    ({LINEAR, EXPERTS}, "Qwen3NextForCausalLM"),
+    ({LINEAR}, "Qwen3NextForCausalLM"),
+    ({LATENT}, "DeepseekV3ForCausalLM"),
+    ({EXPERTS}, "MixtralForCausalLM"),
+    ({WINDOWS}, "Gemma3ForCausalLM"),
+    (set[str](), "LlamaForCausalLM"),
+)
+
+
+def features(config: Mapping[str, Any]) -> list[str]:
+    """What ``config`` says of its layers; it names only what a field states, and never that something is not there."""
+    listed = config.get("layer_types")
+    kinds = {str(kind) for kind in listed} if isinstance(listed, list) else set[str]()
+    present = {
+        "state-space layers": any(key.startswith(("mamba_", "ssm_")) for key in config) or "mamba" in kinds,
+        LINEAR: "linear_attention" in kinds,
+        "convolutions": "conv" in kinds,
+        LATENT: bool(config.get("kv_lora_rank")),
+        "sparse attention": bool(config.get("index_topk")),
+        EXPERTS: any(isinstance(config.get(key), int) and config[key] > 1 for key in _EXPERTS),
+        WINDOWS: {"sliding_attention", "full_attention"} <= kinds,
+        "multipliers": any(config.get(key) not in (None, 1, 1.0) for key in _MULTIPLIERS),
+        "biases": bool(config.get("attention_bias") or config.get("mlp_bias")),
+    }
+    return [name for name, is_there in present.items() if is_there]
+
+
+def _nearest_by_fields(config: Mapping[str, Any]) -> str:
+    found = features(config)
+    has, nearest = next((has, name) for has, name in _NEAREST_BY if has <= set(found))
+    others = [name for name in found if name not in has]
+    shared = f", for its {' and '.join(sorted(has))}" if has else ""
+    differs = f"{', '.join(others)} and " if others else ""
+    return f"The nearest by config.json is {nearest}{shared}, and it differs in {differs}code of its own. "
+
+
 def advice(architecture: str, config: Mapping[str, Any], supported: Sequence[str]) -> str:
-    """A sentence on ``architecture``, with a blank behind it: what is nearest; "": unknown.
+    """A sentence on ``architecture``, with a blank behind it: what is nearest; "": it says nothing of its layers.
 
     supported: the architectures that are read here.
     """
@@ -78,4 +120,10 @@ def advice(architecture: str, config: Mapping[str, Any], supported: Sequence[str
             return f"It is {what}, and {reason}. "
     if any(config.get(part) for part in ("vision_config", "audio_config")):
         return "It reads more than text, and only decoders of text can be trained. "
-    return ""
+    if config.get("is_encoder_decoder"):
+        return f"It is an encoder-decoder, and {_DECODERS}. "
+    if architecture.endswith(_OTHER_ENDS):
+        return f"It does not continue text, and {_DECODERS}. "
+    if "state-space layers" in features(config):
+        return f"It has state-space layers, and {_STATE_SPACE}. "
+    return _nearest_by_fields(config) if config.get("num_hidden_layers") else ""

@@ -18,8 +18,8 @@ from mcore_rl.checkpoints import stacked
 from mcore_rl.checkpoints.convert import open_hf, open_megatron, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
-from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.published import open_weights
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stacked import StackedWriter, UnstackedCheckpoint, stored_tensors, unstacked
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import FAMILIES
