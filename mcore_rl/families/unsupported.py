@@ -83,9 +83,11 @@ def features(config: Mapping[str, Any]) -> list[str]:
     """What ``config`` says of its layers; it names only what a field states, and never that something is not there."""
     listed = config.get("layer_types")
     kinds = {str(kind) for kind in listed} if isinstance(listed, list) else set[str]()
+    # transformers 5 calls layers of a state space linear_attention, too (granitemoehybrid).
+    state_space = any(key.startswith(("mamba_", "ssm_")) for key in config) or "mamba" in kinds
     present = {
-        "state-space layers": any(key.startswith(("mamba_", "ssm_")) for key in config) or "mamba" in kinds,
-        LINEAR: "linear_attention" in kinds,
+        "state-space layers": state_space,
+        LINEAR: "linear_attention" in kinds and not state_space,
         "convolutions": "conv" in kinds,
         LATENT: bool(config.get("kv_lora_rank")),
         "sparse attention": bool(config.get("index_topk")),
