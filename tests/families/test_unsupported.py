@@ -47,11 +47,13 @@ def test_what_is_said_of_the_decoders_of_transformers_is_so() -> None:
             continue
         fields = config.to_dict()
         said = advice(architecture, fields, SUPPORTED)
-        if not said:
+        if not said and "Assistant" not in architecture:  # their default configurations have no layers
             silent.append(architecture)
         assert said.count("\n") == 0
         source = source_of(config)
         wrong += [(kind, what) for what in features(fields) if not re.search(IN_SOURCE[what], source)]
+        if " nearest by " in said and "for its" not in said and isinstance(fields.get("num_experts_per_tok"), int):
+            wrong += [(kind, "experts")] if "experts" not in features(fields) and "expert" in source else []
     assert not wrong
     assert not silent
 
