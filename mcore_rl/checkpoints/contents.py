@@ -76,7 +76,7 @@ def inspect(directory: Path, config: Path | None = None) -> Contents:
 
 def _hugging_face(directory: Path) -> Contents:
     checkpoint, table = open_hf(directory)
-    known = stored_tensors(table)
+    known = stored_tensors(table, checkpoint)
     infos = [info for name, info in checkpoint.stored.items() if name in known]
     checkpoint.close()
     return Contents(

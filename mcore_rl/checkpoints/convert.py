@@ -185,7 +185,7 @@ def to_megatron(
         _verify(checkpoint, written, written.tensors, specs, directory.incomplete, report)
     checkpoint.close()
     directory.complete()
-    return Converted(directory.path, table.family.name, num_stored(specs, table), total)
+    return Converted(directory.path, table.family.name, num_stored(specs, table, checkpoint), total)
 
 
 def extract(run: Path, out: Path) -> Converted:

@@ -28,6 +28,8 @@ from mcore_rl.weights.views import view_of
 OUTPUT = "lm_head.weight"
 # The rotary frequencies are computed, not learned; transformers before 4.32 saved them all the same.
 COMPUTED = (HF_LAYER + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+MANY = 8  # so many equal faults are listed one by one; more are counted
+Fault = tuple[str, str, str]  # the file, the tensor's name, and what is wrong with it
 MISMATCH = "The HF config does not match the tensors: give the config.json of these weights, or download both again"
 
 
@@ -84,32 +86,59 @@ def check_checkpoint(checkpoint: HfCheckpoint, table: Table) -> None:
     """Check that the tensors of ``checkpoint`` are those of the table's model.
 
     Raises CheckpointError with every violation: a tensor that is missing, unexpected, of another shape, or not of a
-    floating-point dtype; tied embeddings beside an output projection that differs from them.
+    floating-point dtype; tied embeddings beside an output projection that differs from them.  Faults that differ in the
+    layer or the expert alone are counted; where the files have nothing of whole layers, that is the only violation.
     """
-    problems = [
-        *_missing_or_misshapen(checkpoint, table),
-        *_unexpected(checkpoint, table),
-    ]
+    problems = list(_absent_layers(checkpoint, table))
+    if not problems:
+        problems = _counted([*_missing_or_misshapen(checkpoint, table), *_unexpected(checkpoint, table)])
     if problems:
         raise CheckpointError(str(checkpoint.directory), problems)
 
 
-def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
-    for name, wanted in stored_tensors(table).items():
+def _absent_layers(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
+    """A line on the layers of which the files have nothing.  It names no tensor: there may be millions."""
+    layer = re.compile(_pattern(HF_LAYER) + ".+")
+    held = {int(match.group(1)) for match in map(layer.fullmatch, checkpoint.stored) if match is not None}
+    wanted = range(table.model.num_layers)
+    absent = [number for number in wanted if number not in held] if held else []
+    if absent:
+        names = f"tensors {HF_LAYER.format(l=absent[0])}*"
+        others = f" (and those of {len(absent) - 1} other layers, up to {absent[-1]})" if len(absent) > 1 else ""
+        yield f"{names}{others}: config.json says {len(wanted)} layers, and each of these is missing. {MISMATCH}"
+
+
+def _counted(faults: Iterable[Fault]) -> list[str]:
+    """``faults`` as lines; where more than ``MANY`` differ in numbers within the name alone, one line counts them."""
+    alike: dict[tuple[str, str], list[Fault]] = {}
+    for fault in faults:
+        alike.setdefault((re.sub(r"\d+", "0", fault[1]), fault[2]), []).append(fault)
+    lines = []
+    for same in alike.values():
+        file, name, what = same[0]
+        if len(same) > MANY:
+            lines.append(f"{file}tensor {name} and {len(same) - 1} more like it, up to {same[-1][1]}{what}")
+        else:
+            lines += [f"{file}tensor {name}{what}" for file, name, what in same]
+    return lines
+
+
+def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[Fault]:
+    for name, wanted in stored_tensors(table, checkpoint).items():
         info = checkpoint.stored.get(name)
         if info is None:
             if not wanted.absent_ok:
-                yield f"tensor {name} of shape {wanted.shape} is missing. {MISMATCH}"
+                yield "", name, f" of shape {wanted.shape} is missing. {MISMATCH}"
         elif info.shape != wanted.shape:
             difference = f"expected shape {wanted.shape} by config.json and found {info.shape}"
-            yield f"{info.file.name}: tensor {name}: {difference}. {MISMATCH}"
+            yield f"{info.file.name}: ", name, f": {difference}. {MISMATCH}"
         elif not info.dtype.is_floating_point:
             remedy = "Integers are a quantised format that is not read here: give the unquantised checkpoint"
-            yield f"{info.file.name}: tensor {name}: expected floating-point numbers and found {info.dtype}. {remedy}"
+            yield f"{info.file.name}: ", name, f": expected floating-point numbers and found {info.dtype}. {remedy}"
 
 
-def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
-    known = stored_tensors(table)
+def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[Fault]:
+    known = stored_tensors(table, checkpoint)
     may_stand = [re.compile(_pattern(name)) for name in (*table.family.ignored, *COMPUTED, *_other_heads(table))]
     layer = re.compile(_pattern(HF_LAYER) + ".+")
     for name, info in checkpoint.stored.items():
@@ -122,7 +151,8 @@ def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
         beyond = match is not None and int(match.group(1)) >= table.model.num_layers
         if not (beyond and table.family.extra_layers):
             why = f"config.json says {table.model.num_layers} layers" if beyond else f"{table.family.name} has none"
-            yield f"{info.file.name}: tensor {name} of shape {info.shape} has no place in the model: {why}. {MISMATCH}"
+            what = f" of shape {info.shape} has no place in the model: {why}. {MISMATCH}"
+            yield f"{info.file.name}: ", name, what
 
 
 def _pattern(template: str) -> str:
@@ -138,14 +168,14 @@ def _other_heads(table: Table) -> Iterable[str]:
     return {tensor.name for rule in rules for tensor in rule.hf} - table.hf_tensors.keys()
 
 
-def _wrong_tie(checkpoint: HfCheckpoint, output: TensorInfo) -> Iterator[str]:
+def _wrong_tie(checkpoint: HfCheckpoint, output: TensorInfo) -> Iterator[Fault]:
     """Some tools also write the tied projection; it must equal the embedding, or this is another model."""
     embedding = checkpoint.tensors.get(EMBEDDING_TENSOR.name)
     if embedding is None:
         return  # ``_missing_or_misshapen`` reports it
     if (embedding.shape, embedding.dtype) != (output.shape, output.dtype) or not _equal(checkpoint, embedding, output):
         difference = f"config.json says tie_word_embeddings=true, and this is not equal to {EMBEDDING_TENSOR.name}"
-        yield f"{output.file.name}: tensor {OUTPUT}: {difference}. Write tie_word_embeddings=false. {MISMATCH}"
+        yield f"{output.file.name}: ", OUTPUT, f": {difference}. Write tie_word_embeddings=false. {MISMATCH}"
 
 
 def _equal(checkpoint: HfCheckpoint, one: TensorInfo, other: TensorInfo) -> bool:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.peft_tensors import adapter_name, expert_parameters
+from mcore_rl.checkpoints.peft_tensors import adapter_name
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.checkpoints.stacked import expert_parameters
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.families.blocks import HF_LAYER
 from mcore_rl.families.stacks import Stack, StackedPart

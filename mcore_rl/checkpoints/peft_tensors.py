@@ -17,23 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.families.blocks import HF_LAYER, HF_MLP
-from mcore_rl.families.family import Family
+from mcore_rl.checkpoints.stacked import expert_parameters
+from mcore_rl.families.blocks import HF_LAYER
 from mcore_rl.families.stacks import Stack, StackedPart
 from mcore_rl.weights.adapter_table import PEFT, AdapterTable, module_of
-
-
-def expert_parameters(family: Family) -> tuple[Stack, ...]:
-    """The parameters in which transformers' modules (5.19) have the experts of a layer, in the order of the module."""
-    if family.stacks:  # the files have them, too
-        return tuple(stack for stack in family.stacks if len(stack.holds[0].dims) == 2)
-    joined = (("linear_fc1.weight", "gate_up_proj"), ("linear_fc2.weight", "down_proj"))
-    return tuple(
-        Stack(f"{HF_MLP}experts.{name}", rule.hf)
-        for end, name in joined
-        for rule in family.weights
-        if rule.per_expert and rule.name.endswith(end)
-    )
 
 
 def adapter_name(module: str, which: str) -> str:

@@ -1,5 +1,8 @@
 """Reading and writing checkpoints that hold all experts of a layer in one tensor (``families/stacks.py``).
 
+Some families' checkpoints have such stacks as published.  Of the others, a checkpoint may have them that was written
+from the module of transformers 5 by other means than ``save_pretrained``, which takes them apart; it is read too.
+
 Everything else speaks of the tables' tensors, one matrix of one expert.  Reading takes such a matrix out of its slab,
 window by window; writing collects the parts of a slab, which one process has, and writes the slab as one run of bytes.
 """
@@ -18,7 +21,9 @@ from torch import Tensor
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, TensorSpec
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter
-from mcore_rl.families.stacks import StackedPart, stacked_parts
+from mcore_rl.families.blocks import HF_MLP
+from mcore_rl.families.family import Family
+from mcore_rl.families.stacks import Stack, StackedPart, stacked_parts
 from mcore_rl.weights.table import HfInfo, Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
@@ -26,35 +31,72 @@ from mcore_rl.weights.views import view_of
 Slab = tuple[str, int]  # stored tensor, expert
 
 
-def parts_of(table: Table) -> dict[str, StackedPart]:
-    """The tables' tensors that stand in stacks in the files of ``table``'s model, by name."""
-    return stacked_parts(table.family.stacks, table.model)
+# Mixtral's name in files -> the module's; the modules of the other families have the names of the files.
+_OF_MODULE = ("block_sparse_moe.gate.", "mlp.gate.")
 
 
-def stored_tensors(table: Table) -> dict[str, HfInfo]:
-    """Every tensor that a checkpoint's files must hold, by the names in the files."""
-    parts, stored = parts_of(table), dict[str, HfInfo]()
+def expert_parameters(family: Family) -> tuple[Stack, ...]:
+    """The parameters in which transformers' modules (5.19) have the experts of a layer, in the order of the module."""
+    if family.stacks:  # the files have them, too
+        return tuple(stack for stack in family.stacks if len(stack.holds[0].dims) == 2)
+    joined = (("linear_fc1.weight", "gate_up_proj"), ("linear_fc2.weight", "down_proj"))
+    return tuple(
+        Stack(f"{HF_MLP}experts.{name}", rule.hf)
+        for end, name in joined
+        for rule in family.weights
+        if rule.per_expert and rule.name.endswith(end)
+    )
+
+
+def is_fused(checkpoint: HfCheckpoint, table: Table) -> bool:
+    """Whether the files have the experts as the modules of transformers 5, and other files of the family do not."""
+    model = table.model
+    if table.family.stacks or model.moe is None:
+        return False
+    names = [stack.name for stack in expert_parameters(table.family)]
+    layers = filter(model.has_experts, range(model.num_layers))
+    return any(name.format(l=layer) in checkpoint.stored for layer in layers for name in names)
+
+
+def parts_of(table: Table, checkpoint: HfCheckpoint | None = None) -> dict[str, StackedPart]:
+    """The tables' tensors that stand in stacks in the files of ``table``'s model, by name.
+
+    checkpoint: whose files; None: as checkpoints of the family are written.
+    """
+    fused = checkpoint is not None and is_fused(checkpoint, table)
+    return stacked_parts(expert_parameters(table.family) if fused else table.family.stacks, table.model)
+
+
+def _name_in_files(name: str, fused: bool) -> str:
+    return name.replace(*_OF_MODULE) if fused else name
+
+
+def stored_tensors(table: Table, checkpoint: HfCheckpoint | None = None) -> dict[str, HfInfo]:
+    """Every tensor that a checkpoint's files must hold, by the names in the files.  checkpoint: see ``parts_of``."""
+    fused = checkpoint is not None and is_fused(checkpoint, table)
+    parts, stored = parts_of(table, checkpoint), dict[str, HfInfo]()
     for name, info in table.hf_tensors.items():
         part = parts.get(name)
         if part is None:
-            stored[name] = info
+            stored[_name_in_files(name, fused)] = info
         else:
             stored.setdefault(part.stored, replace(info, shape=part.stack.shape(table.model)))
     return stored
 
 
-def num_stored(names: Collection[str], table: Table) -> int:
-    """How many tensors of the files the tables' tensors ``names`` are."""
-    parts = parts_of(table)
+def num_stored(names: Collection[str], table: Table, checkpoint: HfCheckpoint | None = None) -> int:
+    """How many tensors of the files the tables' tensors ``names`` are.  checkpoint: see ``parts_of``."""
+    parts = parts_of(table, checkpoint)
     return len({parts[name].stored if name in parts else name for name in names})
 
 
 def unstacked(checkpoint: HfCheckpoint, table: Table) -> HfCheckpoint:
-    """``checkpoint`` with the tables' tensors instead of its stacks; itself, if the family has none.
+    """``checkpoint`` with the tables' tensors instead of its stacks; itself, if it has none.
 
     Stacks that are missing or of another shape give no tensors; ``check_checkpoint`` reports them.
     """
-    if not table.family.stacks or isinstance(checkpoint, UnstackedCheckpoint):
+    has_stacks = bool(table.family.stacks) or is_fused(checkpoint, table)
+    if not has_stacks or isinstance(checkpoint, UnstackedCheckpoint):
         return checkpoint
     return UnstackedCheckpoint(checkpoint, table)
 
@@ -71,12 +113,16 @@ class UnstackedCheckpoint(HfCheckpoint):
         self.files = files
         self._stacked: dict[str, StackedPart] = {}
         self._last: tuple[Slab, dict[TensorSlice, Tensor]] = ("", -1), {}
-        for name, part in parts_of(table).items():
+        for name, part in parts_of(table, files).items():
             info = files.tensors.get(part.stored)
             if info is not None and info.shape == part.stack.shape(table.model):
                 self._stacked[name] = part
         stacks = {part.stored for part in self._stacked.values()}
         others = {name: info for name, info in files.tensors.items() if name not in stacks}
+        fused = is_fused(files, table)
+        names = {name: _name_in_files(name, fused) for name in table.hf_tensors if name not in self._stacked}
+        self._names = {name: stored for name, stored in names.items() if name != stored and stored in others}
+        others |= {name: replace(others.pop(stored), name=name) for name, stored in self._names.items()}
         within = {name: self._info(name, table.hf_tensors[name]) for name in self._stacked}
         super().__init__(files.directory, others | within)
 
@@ -96,7 +142,7 @@ class UnstackedCheckpoint(HfCheckpoint):
         """As ``HfCheckpoint.read_into``; a part of a slab at a time, of at most ``WINDOW_BYTES``."""
         part = self._stacked.get(name)
         if part is None:
-            self.files.read_into(name, region, out)
+            self.files.read_into(self._names.get(name, name), region, out)
             return
         assert region.fits(self.tensors[name].shape), f"{region} is no part of {name}"
         assert tuple(out.shape) == region.shape, f"{name}: out has shape {tuple(out.shape)}, the region {region.shape}"

@@ -304,6 +304,28 @@ def test_a_wrong_tie_is_refused(root: Path, tmp_path: Path, how: str) -> None:
     assert "Write tie_word_embeddings=false" in problem
 
 
+def test_layers_of_which_there_is_nothing_are_counted_and_not_listed(root: Path, tmp_path: Path) -> None:
+    directory = _edited(root, tmp_path, "mixtral", lambda held: None)
+    checkpoints.edit_config(directory, num_hidden_layers=100_000)
+    table, _ = _described(directory)
+    with HfCheckpoint.open(directory) as checkpoint, pytest.raises(CheckpointError) as raised:
+        check_checkpoint(checkpoint, table)
+    (problem,) = raised.value.problems
+    assert problem.startswith("tensors model.layers.4.* (and those of 99995 other layers, up to 99999)")
+    assert "hf_tensors" not in vars(table), "millions of names were made"
+
+
+def test_equal_faults_are_counted(root: Path, tmp_path: Path) -> None:
+    """Ten experts too many in each of four layers: two matrices of one shape, and one of another, beside the router."""
+    directory = _edited(root, tmp_path, "mixtral", lambda held: None)
+    moe = _described(directory)[1].moe
+    assert moe is not None
+    checkpoints.edit_config(directory, num_local_experts=moe.num_experts + 10)
+    missing = [line for line in _refusal(directory).problems if "is missing" in line]
+    counts = [int(re.findall(r"and (\d+) more like it, up to model\.layers\.3\.", line)[0]) + 1 for line in missing]
+    assert sum(counts) == 4 * 10 * 3
+
+
 def test_what_holds_no_weight_may_stand_there(root: Path, tmp_path: Path) -> None:
     def edit(held: dict[str, Tensor]) -> None:
         for layer in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.checkpoints import stacked
+from mcore_rl.checkpoints.convert import open_hf, open_megatron, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
+from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stacked import StackedWriter, UnstackedCheckpoint, stored_tensors, unstacked
 from mcore_rl.errors import CheckpointError
@@ -180,3 +183,53 @@ def test_closing_closes_the_files(tmp_path: Path) -> None:
         checkpoint.read(GATE)
         assert files._files
     assert not files._files
+
+
+FUSED = [name for name in checkpoints.WITH_EXPERTS if name != "gpt_oss"]
+
+
+def write_module(name: str, published: Path, fused: Path) -> None:
+    """The same model twice: as ``save_pretrained`` writes it, and the state dict of the module of transformers 5."""
+    state = checkpoints.write(name, published).state_dict()
+    fused.mkdir()
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, fused / "model.safetensors")
+    shutil.copy(published / "config.json", fused)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_state_of_the_module_is_read_as_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    write_module(name, tmp_path / "published", tmp_path / "fused")
+    with open_weights(tmp_path / "fused") as files:
+        assert any(key.endswith(".experts.gate_up_proj") for key in files.stored), "nothing is tested"
+    fused, table = open_hf(tmp_path / "fused")
+    published = checkpoints.tensors(tmp_path / "published")
+    with fused:
+        check_checkpoint(fused, table)
+        assert fused.tensors.keys() == published.keys()
+        assert all(torch.equal(fused.read(key), tensor) for key, tensor in published.items())
+
+
+def test_the_state_of_a_module_is_converted(tmp_path: Path) -> None:
+    write_module("mixtral", tmp_path / "published", tmp_path / "fused")
+    converted = to_megatron(tmp_path / "fused", tmp_path / "out", report=lambda *_: None)
+    assert converted.num_tensors == len(checkpoints.tensors(tmp_path / "fused"))
+    to_megatron(tmp_path / "published", tmp_path / "other", report=lambda *_: None)
+    one, other = (open_megatron(tmp_path / name) for name in ("out", "other"))
+    assert one.tensors == other.tensors
+    for name, spec in one.tensors.items():
+        parts = [torch.empty(spec.shape, dtype=spec.dtype) for _ in range(2)]
+        for source, part in zip((one, other), parts, strict=True):
+            source.read_into(name, TensorSlice.whole(spec.shape), part)
+        assert torch.equal(*parts)
+
+
+def test_a_fused_stack_that_is_missing_is_named_as_the_module_has_it(tmp_path: Path) -> None:
+    write_module("mixtral", tmp_path / "published", tmp_path / "fused")
+    held = checkpoints.tensors(tmp_path / "fused")
+    lost = "model.layers.1.mlp.experts.down_proj"
+    del held[lost]
+    save_file(held, tmp_path / "fused" / "model.safetensors")
+    with pytest.raises(CheckpointError) as raised:
+        open_hf(tmp_path / "fused")
+    (problem,) = raised.value.problems
+    assert f"tensor {lost} of shape" in problem
