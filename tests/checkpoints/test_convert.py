@@ -211,7 +211,7 @@ BROKEN: dict[str, tuple[Break, type[McoreRLError], tuple[str, ...]]] = {
     ),
     "wrong config": (
         lambda path: checkpoints.edit_config(path, num_local_experts=8), CheckpointError,
-        ("experts.4.w1.weight", "(and 47 more with this fault)", "config.json"),
+        ("experts.4.w1.weight", "and 31 more like it", "config.json"),
     ),
     "unsupported": (
         lambda path: checkpoints.edit_config(path, architectures=["MambaForCausalLM"]), ConfigError,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
@@ -92,7 +93,7 @@ def engine(
         ep=layout.ep,
         device=VLLM_DEVICE,
         dtype=dtype,
-        max_prompt_length=json.loads((directory / "config.json").read_text())["max_position_embeddings"] - RESPONSE,
+        max_prompt_length=model_of(read_config(directory))[1].max_position_embeddings - RESPONSE,
         max_response_length=RESPONSE,
         kv_cache_memory_bytes=1 << 26,
     )
