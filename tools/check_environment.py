@@ -201,7 +201,7 @@ def rollout_problem(rung: str) -> str | None:
 def remedy(rung: str) -> str:
     """What to do about it."""
     return (
-        f"The {rung} rung runs on torch's {rung} build and on nothing made for another. "
+        f"The {rung} rung runs on torch's {' or '.join(torch_builds(rung))} build and on nothing made for another. "
         "pytorch.org/get-started names the index that serves it. Then:\n"
         f"  rm -rf .venv && make test RUNG={rung} TORCH_INDEX_URL=<that index>"
     )
