@@ -28,6 +28,7 @@ from mcore_rl.runtime.watchdog import hang_file
 
 LOOK_S = 60.0  # the time limit for a node to look at an engine and end it
 STACKS_S = 5.0  # the time limit for one process to write its stacks
+AWAKE_S = 0.05  # a process that waits is awake for less at a time
 QUIET_S = 0.3  # stacks are complete when the log has not grown for so long
 STATES = {
     "T": "stopped (state T): somebody sent it SIGSTOP",
@@ -145,7 +146,7 @@ def look_and_end(actor: int, leader: int | None, log: Path) -> list[EngineProces
 def _state_of(process: psutil.Process, actor: int, log: Path) -> EngineProcessState:
     pid = process.pid
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = _letter_of(pid)
         words = process.cmdline() or [process.name()]
         leads = os.getpgid(pid) == pid
     except (OSError, psutil.Error):
@@ -164,6 +165,16 @@ def _state_of(process: psutil.Process, actor: int, log: Path) -> EngineProcessSt
     else:
         stacks = _stacks_of(pid, stacks_file(log) if pid == actor else log) or "no stacks: it did not write them\n"
     return EngineProcessState(pid, name, state, stacks)
+
+
+def _letter_of(pid: int) -> str:
+    """The state of the process in /proc/PID/stat; R only if it computes all the time, not if it just woke up."""
+    until = time.monotonic() + AWAKE_S
+    while True:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if letter != "R" or time.monotonic() > until:
+            return letter
+        time.sleep(AWAKE_S / 10)
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
