@@ -94,9 +94,13 @@ bench: $(STAMP) ## Every benchmark, one after the other; each prints its targets
 	@failed=; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; done; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
+# Lines with a marker are for one Python each, and stay.
 lock: $(STAMP) ## Write what is installed to constraints.txt, once it has passed the tests on the CPU rung
-	@{ sed -n '/^#/p' constraints.txt; \
-	  $(BIN)/pip freeze --all --exclude-editable | sed '/^pip=/d; s/+cpu$$//' | LC_ALL=C sort -f; } > constraints.new
+	@marked=$$(sed -n 's/^\([^#]*==\).*;.*/\1/p' constraints.txt | sort -u); \
+	{ sed -n '/^#/p' constraints.txt; \
+	  { sed -n '/^[^#].*;/p' constraints.txt; \
+	    $(BIN)/pip freeze --all --exclude-editable | sed '/^pip=/d; s/+cpu$$//' | grep -vF "$$marked"; \
+	  } | LC_ALL=C sort -f; } > constraints.new
 	@mv constraints.new constraints.txt
 
 dist: $(STAMP) ## The source distribution and the wheel, in dist/

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Set
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -35,10 +36,14 @@ GLIBC = "manylinux_2_34"  # RHEL 9's; Ubuntu 22.04 and Debian 12 have newer ones
 # Published as source alone.  The first is pure Python, of omegaconf; the second is compiled against the torch there is.
 SOURCES = ("antlr4-python3-runtime", "transformer-engine-torch")
 # Source distributions whose metadata is computed by running them, with nvcc.  From build_tools/pytorch.py and
-# transformer_engine/pytorch/setup.py of Transformer Engine 2.11, with a torch that is built for CUDA 13.
+# transformer_engine/pytorch/setup.py of Transformer Engine 2.11 and 2.20, with a torch that is built for CUDA 13.
 COMPUTED = {
     "transformer-engine-torch==2.11.0": [
         "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "transformer_engine_cu13==2.11.0",
+    ],
+    "transformer-engine-torch==2.20.2": [
+        "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect",
+        "nvidia-cudnn-frontend>=1.29.0", "transformer_engine_cu13==2.20.2",
     ],
 }  # fmt: skip
 NOT_OURS = {"transformer-engine-cu12"}  # in the source distribution's own metadata, which was written beside CUDA 12
@@ -46,10 +51,16 @@ NOT_OURS = {"transformer-engine-cu12"}  # in the source distribution's own metad
 OTHER_BUILD = {"torch"}
 
 
-def locked() -> dict[str, str]:
-    """name -> version of constraints.txt."""
+def locked(python: str = PYTHONS[0]) -> dict[str, str]:
+    """name -> version of constraints.txt for ``python``: a line may have a marker."""
     lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
-    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines if line)}
+    pins = [pin for pin in map(Requirement, filter(None, lines)) if holds_for(python, pin)]
+    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+def holds_for(python: str, requirement: Requirement) -> bool:
+    """Whether ``requirement`` is one of that Python on Linux."""
+    return requirement.marker is None or requirement.marker.evaluate({"python_version": python, "extra": ""})
 
 
 def uv_program() -> str | None:
@@ -108,6 +119,17 @@ def of_the_rung(requires: dict[str, list[str]]) -> dict[str, list[str]]:
     return {pin: [line for line in lines if holds(pin.split("==")[0], line)] for pin, lines in requires.items()}
 
 
+def in_turns(pins: Set[str]) -> list[list[str]]:
+    """``pins`` in lists in which every name comes once: pip takes one version of a distribution at a time."""
+    turns: list[list[str]] = []
+    for _, versions in itertools.groupby(sorted(pins), lambda pin: pin.split("==")[0]):
+        for place, pin in enumerate(versions):
+            if place == len(turns):
+                turns.append([])
+            turns[place].append(pin)
+    return turns
+
+
 def main() -> None:
     """Resolve, then record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,28 +141,27 @@ def main() -> None:
                 f"{rung}, {machine}, Python {python}: {len(resolve(rung, python, machine))} distributions", flush=True
             )
         return
-    resolved: dict[str, str] = {}
-    for python in PYTHONS:
-        for name, version in resolve("cuda", python).items():
-            if resolved.setdefault(name, version) != version:
-                raise SystemExit(
-                    f"{name} is {resolved[name]} and {version} on different Pythons: pin it in pyproject.toml"
-                )
-        print(f"Python {python}: resolved, {len(resolved)} distributions")
     lock = locked()
-    own = {n: v for n, v in resolved.items() if n not in NOT_OURS and (n not in lock or n in OTHER_BUILD)}
-    requires = {pin: lines for pin, lines in COMPUTED.items() if own.get(pin.split("==")[0]) == pin.split("==")[1]}
-    for item in metadata(
-        [f"{name}=={version}" for name, version in own.items() if f"{name}=={version}" not in requires]
-    ):
-        pin = f"{canonicalize_name(str(item['name']))}=={item['version']}"
-        if pin.split("==")[1] != own[pin.split("==")[0]]:
-            raise SystemExit(f"pip is given {pin}, uv {own[pin.split('==')[0]]}: clear PIP_FIND_LINKS and the like")
-        lines = item.get("requires_dist", [])
-        assert isinstance(lines, list)
-        requires[pin] = [str(line) for line in lines]
+    pythons: dict[str, list[str]] = {}  # pin -> where it is resolved to
+    for python in PYTHONS:
+        resolved = resolve("cuda", python)
+        for name, version in resolved.items():
+            if name not in NOT_OURS and (name not in lock or name in OTHER_BUILD):
+                pythons.setdefault(f"{name}=={version}", []).append(python)
+        print(f"Python {python}: resolved, {len(resolved)} distributions")
+    own = pythons.keys()
+    requires = {pin: lines for pin, lines in COMPUTED.items() if pin in own}
+    for pins in in_turns(own - requires.keys()):
+        for item in metadata(pins):
+            pin = f"{canonicalize_name(str(item['name']))}=={item['version']}"
+            if pin not in pins:
+                raise SystemExit(f"pip is given {pin}, which uv did not resolve: clear PIP_FIND_LINKS and the like")
+            lines = item.get("requires_dist", [])
+            assert isinstance(lines, list)
+            requires[pin] = [str(line) for line in lines]
     source = "Requires-Dist of the index's wheels for Linux on x86_64: tools/record_requirements.py"
-    record = {"source": source, "requires": dict(sorted(of_the_rung(requires).items()))}
+    only_on = {pin: on for pin, on in sorted(pythons.items()) if len(on) < len(PYTHONS)}
+    record = {"source": source, "only_on": only_on, "requires": dict(sorted(of_the_rung(requires).items()))}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{RECORD.relative_to(ROOT)}: {len(requires)} distributions")
 

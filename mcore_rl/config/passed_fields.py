@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_rl.errors import Violation
 
-ValueKind = type | tuple[type, ...] | tuple[str, ...]  # of a value; a tuple of strings lists the values
+ValueKind = type | tuple[type, ...] | tuple[str, ...] | tuple[int, ...]  # of a value, or the values themselves
 WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list, [a,b]",
     dict: "keys and values, {a: b}",
@@ -57,8 +57,8 @@ class PassedFields:
 
 
 def _of_value(key: str, value: Any, kind: ValueKind) -> Violation | None:
-    if isinstance(kind, tuple) and all(isinstance(each, str) for each in kind):
-        fits, wanted = value in kind, f"one of {', '.join(map(str, kind))}"
+    if isinstance(kind, tuple) and not any(isinstance(each, type) for each in kind):
+        fits, wanted = value in kind and not isinstance(value, bool), f"one of {', '.join(map(str, kind))}"
     else:
         # A bool is an int to Python, and no count; a whole number is a number.
         kinds = (int, float) if kind is float else kind

@@ -5,7 +5,7 @@ Read ``layout.py`` first, then ``groups.py``.
 
 import warnings
 
-# Warnings that Megatron 0.16.1 causes in every process and no user can act on.  The banner lists what is installed.
+# Warnings that Megatron causes in every process and no user can act on.  The banner lists what is installed.
 for _message, _category in (
     ("(Transformer Engine and )?Apex (is|are) not installed", UserWarning),
     ("full scope is deprecated", UserWarning),  # of a setting's own default

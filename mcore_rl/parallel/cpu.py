@@ -1,4 +1,4 @@
-"""Patches that let unmodified megatron-core 0.16.1 run on the CPU over gloo.
+"""Patches that let unmodified megatron-core (``MEGATRON_VERSIONS``) run on the CPU over gloo.
 
 Megatron assumes a CUDA device in about a hundred places.  Each ``Patch`` in ``PATCHES`` covers one thing that it asks
 of the device, and names lines of Megatron that need it; ``tests/parallel/test_cpu.py`` fails when such a line has moved
@@ -16,15 +16,14 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.utils._device
 
+from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS, megatron_version
 from mcore_rl.errors import DeviceError
 
-MEGATRON_VERSION = "0.16.1"
 CPU = torch.device("cpu")
 
 # Environment of a process that computes on the CPU.  Importing Megatron makes torch.compile load its compilers, 1.4 s
@@ -34,10 +33,13 @@ UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 @dataclass(frozen=True)
 class Line:
-    """A line of megatron-core that fails on the CPU.  path: below ``megatron/core``.  code: a part of the line."""
+    """A line of megatron-core that fails on the CPU.
+
+    path: below ``megatron/core``.  within: the qualified name of the function that it stands in.  code: a part of it.
+    """
 
     path: str
-    number: int
+    within: str
     code: str
 
 
@@ -247,45 +249,65 @@ PATCHES = (
         "current device",
         "there is no CUDA device to put tensors on",
         (
-            Line("tensor_parallel/layers.py", 873, "device=torch.cuda.current_device()"),
-            Line("tensor_parallel/mappings.py", 141, "device=torch.cuda.current_device()"),
-            Line("tensor_parallel/random.py", 102, "idx = torch.cuda.current_device()"),
-            Line("models/common/embeddings/rotary_pos_embedding.py", 78, "torch.cuda.current_device()"),
-            Line("distributed/param_and_grad_buffer.py", 800, "device=torch.cuda.current_device()"),
+            Line("tensor_parallel/layers.py", "ColumnParallelLinear.__init__", "device=torch.cuda.current_device()"),
+            Line("tensor_parallel/mappings.py", "_gather_along_first_dim", "device=torch.cuda.current_device()"),
+            Line("tensor_parallel/random.py", "_set_cuda_rng_state.<locals>.cb", "idx = torch.cuda.current_device()"),
+            Line(
+                "models/common/embeddings/rotary_pos_embedding.py",
+                "RotaryEmbedding.__init__",
+                "torch.cuda.current_device()",
+            ),
+            Line(
+                "distributed/param_and_grad_buffer.py",
+                "_ParamAndGradBuffer.__init__",
+                "device=torch.cuda.current_device()",
+            ),
         ),
         _patch_current_device,
     ),
     Patch(
         "synchronize",
         "there is no CUDA device to wait for",
-        (Line("pipeline_parallel/p2p_communication.py", 398, "torch.cuda.synchronize()"),),
+        (Line("pipeline_parallel/p2p_communication.py", "P2PCommunicator._communicate", "torch.cuda.synchronize()"),),
         _patch_synchronize,
     ),
     Patch(
         "new stream",
         "there is no CUDA device to make a stream of",
-        (Line("transformer/moe/token_dispatcher.py", 445, "torch.cuda.Stream()"),),
+        (Line("transformer/moe/token_dispatcher.py", "MoEAlltoAllTokenDispatcher.__init__", "torch.cuda.Stream()"),),
         _patch_new_stream,
     ),
     Patch(
         "current stream",
         "there is no CUDA device that has a stream",
-        (Line("transformer/moe/token_dispatcher.py", 871, "torch.cuda.current_stream()"),),
+        (
+            Line(
+                "transformer/moe/token_dispatcher.py",
+                "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+                "torch.cuda.current_stream()",
+            ),
+        ),
         _patch_current_stream,
     ),
     Patch(
         "stream context",
         "does nothing where torch sees no GPU; but where it sees one, the CPU's stream is none of its streams",
-        (Line("transformer/moe/token_dispatcher.py", 874, "torch.cuda.stream(self.cuda_dtoh_stream)"),),
+        (
+            Line(
+                "transformer/moe/token_dispatcher.py",
+                "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+                "torch.cuda.stream(self.cuda_dtoh_stream)",
+            ),
+        ),
         _patch_stream_context,
     ),
     Patch(
         "random state",
         "there is no CUDA generator; the CPU's takes its place",
         (
-            Line("tensor_parallel/random.py", 55, "torch.cuda.random.get_rng_state(device=device)"),
-            Line("tensor_parallel/random.py", 103, "torch.cuda.default_generators[idx]"),
-            Line("tensor_parallel/random.py", 235, "torch.cuda.get_rng_state()"),
+            Line("tensor_parallel/random.py", "_get_cuda_rng_state", "torch.cuda.random.get_rng_state(device=device)"),
+            Line("tensor_parallel/random.py", "_set_cuda_rng_state.<locals>.cb", "torch.cuda.default_generators[idx]"),
+            Line("tensor_parallel/random.py", "CudaRNGStatesTracker.add", "torch.cuda.get_rng_state()"),
         ),
         _patch_random_state,
     ),
@@ -293,23 +315,35 @@ PATCHES = (
         "queued calls",
         "torch queues them until CUDA is initialised, that is for ever: no seed and no forked state is ever set",
         (
-            Line("tensor_parallel/random.py", 111, "_lazy_call(cb)"),
-            Line("tensor_parallel/random.py", 422, "torch.cuda.manual_seed(data_parallel_seed)"),
+            Line("tensor_parallel/random.py", "_set_cuda_rng_state", "_lazy_call(cb)"),
+            Line(
+                "tensor_parallel/random.py",
+                "model_parallel_cuda_manual_seed",
+                "torch.cuda.manual_seed(data_parallel_seed)",
+            ),
         ),
         _patch_queued_calls,
     ),
     Patch(
         "random warning",
         "warns at every fork that the CPU's generator moved, which here is the point",
-        (Line("tensor_parallel/random.py", 265, "CPU RNG state changed within GPU RNG context"),),
+        (
+            Line(
+                "tensor_parallel/random.py", "CudaRNGStatesTracker.fork", "CPU RNG state changed within GPU RNG context"
+            ),
+        ),
         _patch_random_warning,
     ),
     Patch(
         "to cuda",
         "moves tensors to a device that is not there",
         (
-            Line("models/common/language_module/language_module.py", 244, "weight.data.cuda()"),
-            Line("models/common/embeddings/rope_utils.py", 64, ".cuda(non_blocking=True)"),
+            Line(
+                "models/common/language_module/language_module.py",
+                "LanguageModule.setup_embeddings_and_output_layer",
+                "weight.data.cuda()",
+            ),
+            Line("models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", ".cuda(non_blocking=True)"),
         ),
         _patch_to_cuda,
     ),
@@ -317,9 +351,19 @@ PATCHES = (
         "factories",
         "creates tensors on a device, or in pinned memory, that is not there",
         (
-            Line("pipeline_parallel/schedules.py", 596, 'torch.zeros([], dtype=torch.int, device="cuda")'),
-            Line("optimizer/optimizer.py", 485, "torch.tensor([1.0], dtype=torch.float, device='cuda')"),
-            Line("models/common/embeddings/rope_utils.py", 63, 'device="cpu", pin_memory=True'),
+            Line(
+                "pipeline_parallel/schedules.py",
+                "forward_backward_no_pipelining",
+                'torch.zeros([], dtype=torch.int, device="cuda")',
+            ),
+            Line(
+                "optimizer/optimizer.py",
+                "MixedPrecisionOptimizer.__init__",
+                "torch.tensor([1.0], dtype=torch.float, device='cuda')",
+            ),
+            Line(
+                "models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", 'device="cpu", pin_memory=True'
+            ),
         ),
         _patch_factories,
     ),
@@ -327,43 +371,69 @@ PATCHES = (
         "optimizer type names",
         "knows parameters only as torch.cuda.FloatTensor and kin",
         (
-            Line("optimizer/distrib_optimizer.py", 361, "model_param.type() in ['torch.cuda.HalfTensor',"),
-            Line("optimizer/distrib_optimizer.py", 420, "model_param.type() == 'torch.cuda.FloatTensor'"),
-            Line("optimizer/distrib_optimizer.py", 582, "if param.type() in ['torch.cuda.HalfTensor',"),
+            Line(
+                "optimizer/distrib_optimizer.py",
+                "DistributedOptimizer._build_model_and_main_param_groups",
+                "model_param.type() in ['torch.cuda.HalfTensor',",
+            ),
+            Line(
+                "optimizer/distrib_optimizer.py",
+                "DistributedOptimizer._build_model_and_main_param_groups",
+                "model_param.type() == 'torch.cuda.FloatTensor'",
+            ),
+            Line(
+                "optimizer/distrib_optimizer.py",
+                "DistributedOptimizer.__init__",
+                "if param.type() in ['torch.cuda.HalfTensor',",
+            ),
         ),
         _patch_optimizer_type_names,
     ),
     Patch(
         "clip type names",
         "asserts that gradients are torch.cuda.FloatTensor",
-        (Line("optimizer/clip_grads.py", 167, "param.grad.type() == 'torch.cuda.FloatTensor'"),),
+        (
+            Line(
+                "optimizer/clip_grads.py",
+                "clip_grad_by_total_norm_fp32",
+                "param.grad.type() == 'torch.cuda.FloatTensor'",
+            ),
+        ),
         _patch_clip_type_names,
     ),
     Patch(
         "split sizes",
         "converts all-to-all split sizes to numpy only when they come from a GPU",
         (
-            Line("transformer/moe/moe_utils.py", 1093, "torch.is_tensor(tensor) and tensor.is_cuda"),
-            Line("tensor_parallel/mappings.py", 444, "torch.distributed.all_to_all_single("),
+            Line(
+                "transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu", "torch.is_tensor(tensor) and tensor.is_cuda"
+            ),
+            Line("tensor_parallel/mappings.py", "_AllToAll.forward", "torch.distributed.all_to_all_single("),
         ),
         _patch_split_sizes,
     ),
     Patch(
         "uneven gather",
         "gathers parts of different sizes, which NCCL and RCCL can and gloo cannot",
-        (Line("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather(output_tensor_list"),),
+        (
+            Line(
+                "tensor_parallel/mappings.py",
+                "_gather_along_first_dim",
+                "torch.distributed.all_gather(output_tensor_list",
+            ),
+        ),
         _patch_uneven_gather,
     ),
     Patch(
         "create group",
         "makes 16 or more groups a rank, most of the same ranks; each gloo group keeps three polling threads for ever",
-        (Line("parallel_state.py", 241, "torch.distributed.new_group(**kwargs)"),),
+        (Line("parallel_state.py", "create_group", "torch.distributed.new_group(**kwargs)"),),
         _patch_create_group,
     ),
     Patch(
         "jit fuser",
         "compiles small functions with a C++ compiler at first use: half a minute a process, for nothing",
-        (Line("jit.py", 21, "jit_fuser = torch.compile"),),
+        (Line("jit.py", "enable_jit_fuser", "jit_fuser = torch.compile"),),
         _patch_jit_fuser,
     ),
 )
@@ -374,16 +444,16 @@ _applied = False
 def make_megatron_run_on_cpu(without: Collection[str] = ()) -> None:
     """Apply every patch, once; only runs on the CPU and rehearsals call this.  without: names of patches to skip.
 
-    Raises DeviceError if another megatron-core is installed: the patches fit one version.
+    Raises DeviceError if another megatron-core is installed: the patches answer to lines of those that are known.
     """
     global _applied
     if _applied:
         return
-    installed = version("megatron-core")
-    if installed != MEGATRON_VERSION:
+    installed = megatron_version()
+    if installed not in MEGATRON_VERSIONS:
         raise DeviceError(
-            f"megatron-core {installed} on the CPU: only {MEGATRON_VERSION} is known to run. "
-            f"Install megatron-core=={MEGATRON_VERSION}, or use an accelerator."
+            f"megatron-core {installed} on the CPU: only {' and '.join(MEGATRON_VERSIONS)} are known to run. "
+            f"Install megatron-core=={MEGATRON_VERSIONS[-1]}, or use an accelerator."
         )
     for patch in PATCHES:
         if patch.name not in without:

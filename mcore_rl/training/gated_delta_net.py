@@ -44,6 +44,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         linear: LinearAttentionConfig,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
         MegatronModule.__init__(self, config)
         assert pg_collection is not None, "the layer passes its groups on"

@@ -85,6 +85,7 @@ class LatentAttention(Attention):
         model: ModelConfig,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(
             config=config,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mcore_rl.config.engine import LayerSpec, Precision
+from mcore_rl.config.megatron_versions import dense_mlp
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
@@ -56,7 +58,7 @@ def _local_layer(model: ModelConfig, layer: int) -> ModuleSpec:
     has_experts, is_linear = model.has_experts(layer), model.is_linear(layer)
     output_linear = NormedRowParallelLinear if model.sandwich_norm else RowParallelLinear
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
-    mlp = ModuleSpec(module=MLP, submodules=linears)
+    mlp = dense_mlp(MLP, ModuleSpec, linears)
     if has_experts:
         of_experts = replace(linears, linear_fc2=ExpertOutputLinear) if model.linear_bias else linears
         experts = ModuleSpec(module=SequentialMLP, submodules=of_experts)
@@ -143,6 +145,11 @@ def _head_norms(model: ModelConfig) -> tuple[Any, Any]:
     return query, key
 
 
+def has_head_norms(model: ModelConfig) -> bool:
+    """Whether queries or keys of grouped-query attention pass a norm, or what stands in its place."""
+    return _head_norms(model) != (IdentityOp, IdentityOp)
+
+
 def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """A feature that ``model`` needs under ``parallel`` and Transformer Engine's layers lack, in words, or None."""
     if model.attention_soft_cap is not None:
@@ -203,7 +210,8 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = _head_norms(model)
     if has_experts:
-        spec.submodules.mlp.submodules.router = Router
+        mlp = spec.submodules.mlp  # a partial of the layer in 0.19.2, a ModuleSpec of it in 0.16.1
+        (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = Router
     return spec
 
 

@@ -6,6 +6,8 @@ ones.  Loads no weights and decides nothing about training.  ``place_layers`` pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,7 @@ from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.fusions import UNFUSED, Fusions
 from mcore_rl.training.hidden_head import HiddenHead
-from mcore_rl.training.layers import block_spec
+from mcore_rl.training.layers import block_spec, has_head_norms
 from mcore_rl.training.rope import frequency_sets, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
 
@@ -191,19 +193,21 @@ def build_chunks(
     for vp_stage in range(parallel.vpp):
         chunk_index = vp_stage * parallel.pp + groups.coords.pp
         is_last = chunk_index == len(placement) - 1
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(model, config, layer_spec, placement[chunk_index]),
-            vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=chunk_index == 0,
-            post_process=is_last,
-            share_embeddings_and_output_weights=model.tie_output and head is Head.lm,
-            position_embedding_type="rope",
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,  # type: ignore[arg-type]
-            vp_stage=vp_stage if parallel.vpp > 1 else None,
-        )
+        spec = block_spec(model, config, layer_spec, placement[chunk_index])
+        with _norms_of_heads(model, config):
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
+                max_sequence_length=model.max_position_embeddings,
+                pre_process=chunk_index == 0,
+                post_process=is_last,
+                share_embeddings_and_output_weights=model.tie_output and head is Head.lm,
+                position_embedding_type="rope",
+                rotary_percent=model.rotary_percent,
+                rotary_base=model.rotary_base,  # type: ignore[arg-type]
+                vp_stage=vp_stage if parallel.vpp > 1 else None,
+            )
         if model.mla is None:
             set_frequencies(chunk.rotary_pos_emb, *frequency_sets(model))
         if chunk_index == 0 and model.embedding_scale != 1.0:
@@ -219,6 +223,21 @@ def build_chunks(
         chunk.to(groups.device)
         chunks.append(chunk)
     return chunks
+
+
+@contextmanager
+def _norms_of_heads(model: ModelConfig, config: TransformerConfig) -> Iterator[None]:
+    """Within: Megatron 0.19 builds what the spec has for query and key norms (transformer/attention.py:1709, 0.19.2).
+
+    It refuses to where ``qk_layernorm`` is not set, and where it is, later sums the gradients of these norms' weights
+    over tensor ranks: it is set for more models while they are built.
+    """
+    sums_gradients = config.qk_layernorm
+    config.qk_layernorm = model.mla is None and has_head_norms(model)
+    try:
+        yield
+    finally:
+        config.qk_layernorm = sums_gradients
 
 
 class ScaledEmbeddings:

@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Schedule
+from mcore_rl.config.megatron_versions import grads_for_norm
 
 
 def learning_rate(optim: OptimizerConfig, step: int) -> float:
@@ -120,7 +121,7 @@ class Optimizer:
         Without Transformer Engine or Apex, Megatron's own reads it once for every tensor (core/utils.py:1206, 0.16.1).
         """
         parts = self.megatron.chained_optimizers
-        named = [(part.get_main_grads_for_grad_norm(), part.get_grad_stats_parallel_group()) for part in parts]
+        named = [(grads_for_norm(part), part.get_grad_stats_parallel_group()) for part in parts]
         if len(parts) > 1 and self.megatron.grads_states_parallel_group_is_shared():
             named = [([grad for grads, _ in named for grad in grads], self.megatron.get_grad_stats_parallel_group())]
         squares = []

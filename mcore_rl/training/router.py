@@ -126,7 +126,13 @@ class Router(TopKRouter):
     state: RouterState
     layer: int
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        assert not is_mtp_layer, "no layer that predicts further tokens is built"
         super().__init__(config=config, pg_collection=pg_collection)
         self._awaiting_recompute: deque[RoutedMicrobatch] = deque()
 

@@ -21,13 +21,14 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from tests.house.test_pins import BASE, EXTRAS, PROJECT, locked
+from tests.house.test_pins import BASE, EXTRAS, PROJECT
 from tests.support.skips import NOT_INSTALLED
 from tests.support.wheels import wheel
 from tools.check_environment import cuda_packages, kept_constraints
-from tools.record_requirements import MACHINES, PYTHONS, RECORD, RUNGS, resolve, uv_program
+from tools.record_requirements import MACHINES, PYTHONS, RECORD, RUNGS, holds_for, locked, resolve, uv_program
 
 Record = Mapping[str, list[str]]  # NAME==VERSION -> Requires-Dist
+ONLY_ON: dict[str, list[str]] = json.loads(RECORD.read_text())["only_on"]  # what is not resolved to on every Python
 RECORDED: Record = json.loads(RECORD.read_text())["requires"]
 ROCM: Record = {f"torch=={locked()['torch']}": []}  # the image's own, which brings what it needs
 ROOTS = {rung: [*BASE, *EXTRAS[rung], *EXTRAS["dev"]] for rung in ("cuda", "rocm")}
@@ -42,9 +43,9 @@ def walk(roots: list[Requirement], record: Record, lock: Mapping[str, str], pyth
     """(the distributions that ``roots`` come to, every requirement that the lock or else the record does not meet)."""
     place = {"python_version": python, "python_full_version": f"{python}.1", "platform_system": "Linux",
              "sys_platform": "linux", "platform_machine": "x86_64"}  # fmt: skip
-    versions = dict(pin.split("==") for pin in record) | lock
+    versions = dict(pin.split("==") for pin in record if python in ONLY_ON.get(pin, PYTHONS)) | lock
     unmet, seen = [], set()
-    pending = [("mcore_rl", requirement) for requirement in roots]
+    pending = [("mcore_rl", requirement) for requirement in roots if holds_for(python, requirement)]
     while pending:
         asker, requirement = pending.pop()
         name = canonicalize_name(requirement.name)
@@ -65,14 +66,10 @@ def walk(roots: list[Requirement], record: Record, lock: Mapping[str, str], pyth
     return {name for name, _ in seen}, unmet
 
 
-def lock() -> dict[str, str]:
-    return {name: str(version) for name, version in locked().items()}
-
-
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(("rung", "record"), [("cuda", RECORDED), ("rocm", ROCM)])
 def test_the_lock_and_the_record_meet_every_requirement_of_the_rung(rung: str, record: Record, python: str) -> None:
-    names, unmet = walk(ROOTS[rung], record, lock(), python)
+    names, unmet = walk(ROOTS[rung], record, locked(python), python)
     assert unmet == [], "mend pyproject.toml or constraints.txt; then python tools/record_requirements.py"
     assert ("vllm" in names) == (rung == "cuda")
     assert bool(cuda_packages(names)) == (rung == "cuda"), "on ROCm only the image brings builds for a device"
@@ -82,14 +79,14 @@ def test_the_lock_and_the_record_meet_every_requirement_of_the_rung(rung: str, r
 
 def test_a_lock_that_the_vendor_does_not_allow_is_named() -> None:
     """What ``constraints.txt`` had when the rung cuda could not be installed."""
-    _, unmet = walk(ROOTS["cuda"], RECORDED, lock() | {"apache-tvm-ffi": "0.1.15.post2"}, "3.11")
+    _, unmet = walk(ROOTS["cuda"], RECORDED, locked() | {"apache-tvm-ffi": "0.1.15.post2"}, "3.11")
     has = "constraints.txt has apache-tvm-ffi==0.1.15.post2"
     assert f"vllm==0.32.0 requires apache-tvm-ffi==0.1.11: {has}" in unmet
     assert all(line.endswith(has) for line in unmet), unmet
-    _, unmet = walk([Requirement("vllm==0.33.*")], RECORDED, lock(), "3.11")
+    _, unmet = walk([Requirement("vllm==0.33.*")], RECORDED, locked(), "3.11")
     assert unmet == ["mcore_rl requires vllm==0.33.*: the record has vllm==0.32.0"]
     without = {pin: lines for pin, lines in RECORDED.items() if not pin.startswith("numba==")}
-    _, unmet = walk(ROOTS["cuda"], without, lock(), "3.12")
+    _, unmet = walk(ROOTS["cuda"], without, locked("3.12"), "3.12")
     assert unmet == ["vllm==0.32.0 requires numba==0.65.0, of which nothing is recorded"]
 
 
@@ -108,9 +105,8 @@ def test_the_rung_resolves_from_wheels_of_the_index(rung: str, machine: str, pyt
     if uv_program() is None:
         pytest.skip(f"{NOT_INSTALLED}uv, which the extra `dev` brings")
     resolved = resolve(rung, python, machine)
-    assert {name: resolved[name] for name in resolved.keys() & lock()} == {
-        n: v for n, v in lock().items() if n in resolved
-    }
+    lock = locked(python)
+    assert {name: resolved[name] for name in resolved.keys() & lock} == {n: v for n, v in lock.items() if n in resolved}
     assert ("vllm" in resolved) == (rung == "cuda")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec
 from mcore_rl.config.launch import load_cluster
@@ -25,7 +26,8 @@ from tests.house.source import ROOT
 from tests.house.test_pins import EXTRAS
 from tests.support import models
 from tests.support.skips import NOT_INSTALLED
-from tests.support.transformer_engine_stub import VERSION
+from tests.support.transformer_engine_stub import VERSIONS
+from tools.record_requirements import PYTHONS, holds_for, locked
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
 WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "deepseek-v2", "glm4-moe", "olmoe"}
@@ -70,11 +72,15 @@ def test_every_family_constructs_and_binds_in_two_layouts(outcomes: Outcomes) ->
             assert outcome["mlp"] == ("TEGroupedMLP" if family in WITH_EXPERTS else "MLP"), (family, layout)
 
 
-def test_it_is_the_version_of_the_rung_that_has_it() -> None:
-    (required,) = (each for each in EXTRAS["cuda"] if each.name == "transformer-engine")
-    assert VERSION in required.specifier
-    assert f"transformer-engine=={VERSION}" in RECORDED
-    assert f"transformer-engine=={VERSION}" in (ROOT / "tools" / "set_up.sh").read_text()
+@pytest.mark.parametrize("python", PYTHONS)
+def test_it_is_the_version_of_the_rung_that_has_it(python: str) -> None:
+    version = VERSIONS[locked(python)["megatron-core"]]
+    named = (each for each in EXTRAS["cuda"] if each.name == "transformer-engine")
+    (required,) = (each for each in named if holds_for(python, each))
+    assert version in required.specifier
+    assert f"transformer-engine=={version}" in RECORDED
+    lines = (line for line in (ROOT / "tools" / "set_up.sh").read_text().split('"') if line.startswith("transformer-"))
+    assert [str(each.specifier) for each in map(Requirement, lines) if holds_for(python, each)] == [f"=={version}"]
 
 
 def test_a_plan_counts_its_layers_only_where_it_is() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -25,27 +26,37 @@ LINES = [line for patch in PATCHES for line in patch.answers]
 NAMES = [patch.name for patch in PATCHES]
 
 # Where torch finds a GPU, or was built for one, Megatron gets what it asks for and needs no answer.
-without_gpu = pytest.mark.skipif(
-    torch.version.cuda is not None or torch.version.hip is not None, reason=f"{ACCELERATOR}this torch is built for one"
-)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason=f"{ACCELERATOR}this torch is built for one")
 
 
 def misplaced(line: Line) -> str | None:
-    """None where ``line`` stands in the installed Megatron; else where it is now."""
+    """None where ``line`` stands in its function in the installed Megatron; else where it is now."""
     spec = find_spec("megatron.core")
     assert spec is not None and spec.submodule_search_locations is not None
     path = Path(spec.submodule_search_locations[0], line.path)
     if not path.exists():
         return f"{line.path} is gone"
-    text = path.read_text().splitlines()
-    if line.number <= len(text) and line.code in text[line.number - 1]:
+    text = path.read_text()
+    extents = extents_of(compile(text, line.path, "exec"))
+    numbers = [number for number, other in enumerate(text.splitlines(), 1) if line.code in other]
+    first, last = extents.get(line.within, (0, 0))
+    if any(first <= number <= last for number in numbers):
         return None
-    numbers = [str(number) for number, other in enumerate(text, 1) if line.code in other]
-    where = f"it is on line {', '.join(numbers)} now" if numbers else "it is nowhere in the file"
-    return f"{line.path}:{line.number} is not {line.code!r}: {where}"
+    where = f"it is on line {', '.join(map(str, numbers))}" if numbers else "it is nowhere in the file"
+    return f"{line.path}: {line.code!r} is not in {line.within}: {where}"
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.path}:{line.number}")
+def extents_of(code: CodeType) -> dict[str, tuple[int, int]]:
+    """Qualified name -> first and last line of each function below ``code``."""
+    extents: dict[str, tuple[int, int]] = {}
+    for below in code.co_consts:
+        if isinstance(below, CodeType):
+            numbers = [number for _, _, number in below.co_lines() if number is not None]
+            extents |= {below.co_qualname: (min(numbers), max(numbers))} | extents_of(below)
+    return extents
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.path}:{line.within}")
 def test_every_line_stands_where_it_is_said_to(line: Line) -> None:
     assert misplaced(line) is None
 
@@ -53,16 +64,16 @@ def test_every_line_stands_where_it_is_said_to(line: Line) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"number": 20}, "it is on line 21 now"),
-        ({"number": 10**6}, "it is on line 21 now"),
+        ({"within": "disable_jit_fuser"}, "is not in disable_jit_fuser: it is on line 21"),
+        ({"within": "deleted"}, "is not in deleted: it is on line 21"),
         ({"code": "jit_fuser = torch.deleted"}, "it is nowhere in the file"),
         ({"path": "no_such_file.py"}, "no_such_file.py is gone"),
     ],
 )
-def test_a_moved_line_is_found(change: dict[str, object], says: str) -> None:
-    line = Line("jit.py", 21, "jit_fuser = torch.compile")
+def test_a_moved_line_is_found(change: dict[str, str], says: str) -> None:
+    line = Line("jit.py", "enable_jit_fuser", "jit_fuser = torch.compile")
     assert misplaced(line) is None
-    assert says in str(misplaced(replace(line, **change)))  # type: ignore[arg-type]
+    assert says in str(misplaced(replace(line, **change)))
 
 
 def test_names_are_distinct() -> None:
@@ -156,8 +167,8 @@ def test_all_are_applied_but_the_one_left_out(untouched: list[str]) -> None:
 def test_another_megatron_is_refused_before_anything_is_changed(
     monkeypatch: pytest.MonkeyPatch, untouched: list[str]
 ) -> None:
-    monkeypatch.setattr(cpu, "version", lambda _: "0.17.0")
-    with pytest.raises(DeviceError, match=r"megatron-core 0\.17\.0 on the CPU.*Install megatron-core==0\.16\.1"):
+    monkeypatch.setattr(cpu, "megatron_version", lambda: "0.17.0")
+    with pytest.raises(DeviceError, match=r"megatron-core 0\.17\.0 on the CPU.*Install megatron-core==0\.19\.2"):
         make_megatron_run_on_cpu()
     assert untouched == []
 

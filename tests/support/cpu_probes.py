@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -68,16 +67,16 @@ class Failure:
     """Why a probe failed.
 
     by_its_own_word: it saw a wrong result.  passed: the functions of Megatron that the error came through, each as
-    (path below ``megatron/core``, first line, last line).
+    (path below ``megatron/core``, qualified name).
     """
 
     error: str
     by_its_own_word: bool
-    passed: tuple[tuple[str, int, int], ...]
+    passed: frozenset[tuple[str, str]]
 
     def came_through(self, line: Line) -> bool:
         """Whether ``line`` stands in a function that the error came through."""
-        return any(path == line.path and first <= line.number <= last for path, first, last in self.passed)
+        return (line.path, line.within) in self.passed
 
 
 @dataclass(frozen=True)
@@ -419,16 +418,11 @@ def _meet(store: dist.Store, name: str, rank: int) -> None:
 
 
 def _failure(error: Exception) -> Failure:
-    passed, last = [], None
+    passed, last = set(), None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         last = frame.f_code
         _, below, path = last.co_filename.partition("megatron/core/")
         if below:
-            passed.append((path, *_extent(last)))
+            passed.add((path, last.co_qualname))
     by_its_own_word = isinstance(error, AssertionError) and last is not None and last.co_filename == __file__
-    return Failure(f"{type(error).__name__}: {error}", by_its_own_word, tuple(passed))
-
-
-def _extent(code: CodeType) -> tuple[int, int]:
-    numbers = [number for _, _, number in code.co_lines() if number is not None]
-    return min(numbers), max(numbers)
+    return Failure(f"{type(error).__name__}: {error}", by_its_own_word, frozenset(passed))

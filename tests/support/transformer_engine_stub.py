@@ -18,16 +18,18 @@ import sys
 import types
 from typing import Any
 from unittest.mock import MagicMock, patch
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-VERSION = "2.11.0"
+VERSIONS = {"0.16.1": "2.11.0", "0.19.2": "2.20.2"}  # megatron-core's -> its own
 ABSENT = ("onnx", "onnx_ir", "onnxscript", "triton")  # what its Python imports, and what only its kernels need
 ENUMS = (
     "CommOverlapAlgo", "CommOverlapType", "DType", "Float8BlockScaleTensorFormat", "NVTE_Bias_Type",
     "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type",
+    "NVTEScalingMode",
 )  # fmt: skip
 CLASSES = ("CommOverlap", "CommOverlapHelper", "CommOverlapP2P", "FP8TensorMeta")
 LAYOUTS = {"tp=1": 1, "tp=2": 2}
@@ -47,13 +49,24 @@ class Stub(types.ModuleType):
         return self.__dict__[name]
 
 
-class Names(type):
-    """Of an enumeration: every name is there, as its own text."""
+class Member(str):
+    """A member of a C++ enumeration: its own text, and a number as others have."""
 
-    def __getattr__(cls, name: str) -> str:
+    def __int__(self) -> int:
+        return crc32(self.encode()) >> 1
+
+
+class Names(type):
+    """Of an enumeration: every name is there, and its members are those that were asked for."""
+
+    def __init__(cls, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        cls.__members__: dict[str, Member] = {}
+
+    def __getattr__(cls, name: str) -> Member:
         if name.startswith("__"):
             raise AttributeError(name)
-        return f"{cls.__name__}.{name}"
+        return cls.__members__.setdefault(name, Member(f"{cls.__name__}.{name}"))
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
