@@ -50,12 +50,16 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         assert pg_collection is not None, "the layer passes its groups on"
         assert config.sequence_parallel == (pg_collection.tp.size() > 1), "with tensor comes sequence parallelism"
         self.layer_number, self.pg_collection, self.linear = layer_number, pg_collection, linear
-        # What ``GatedDeltaNet.sharded_state_dict`` and ``reset_parameters`` read.
+        # What ``GatedDeltaNet.sharded_state_dict`` and ``reset_parameters`` read, in either version of Megatron.
         self.tp_size, self.conv_bias, self.conv_init, self.A_init_range = pg_collection.tp.size(), False, None, (1, 16)
         self.qk_dim, self.v_dim, self.num_value_heads = linear.key_dim, linear.value_dim, linear.num_value_heads
         self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
         self.conv_dim_local_tp = (2 * self.qk_dim + self.v_dim) // self.tp_size
-        self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
+        self.num_v_heads_local_tp = self.dt_bias_dim = self.num_value_heads // self.tp_size
+        self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
+        self.in_proj_split_sections = (keys, keys, values, values, heads, heads)
+        self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
         self._build(submodules)
         self.reset_parameters()
 
