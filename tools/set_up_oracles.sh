@@ -4,8 +4,8 @@
 #   tools/set_up_oracles.sh [STAMP]
 #
 # Debian's packages where their programs are missing; and from the lists in tests/, into folders of .venv: `oracles`,
-# which tests import from, `framework` and `docs`, environments of their own.  Nothing in the environment itself is
-# replaced.  Slurm is fetched by its own tests (tests/support/slurm/set_up.sh).
+# which tests import from, `framework` and `docs`, environments of their own; on Python 3.11 also the megatron-core of newer
+# Pythons, which `make test-megatron` puts before the environment's.  Nothing in the environment itself is replaced.  Slurm is fetched by its own tests (tests/support/slurm/set_up.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stamp=${1:-.venv/.ready-oracles}
@@ -48,7 +48,7 @@ command -v flock >/dev/null && flock 9
 
 mapfile -t missing < <(missing_packages)
 if ((${#missing[@]})); then
-    say "1/4 Debian's packages: ${missing[*]}"
+    say "1/5 Debian's packages: ${missing[*]}"
     install_packages "${missing[@]}"
 fi
 
@@ -59,21 +59,35 @@ newer() { # than the stamp, each of these
 if [[ -d .venv/oracles && -d .venv/framework && -d .venv/docs ]] && newer "${lists[@]}" tools/set_up_oracles.sh; then exit 0; fi
 
 # A folder has its name only when it is whole: a test skips where there is none, and fails where it cannot import.
-say "2/4 .venv/oracles: verl, TRL, services, parsers"
+say "2/5 .venv/oracles: verl, TRL, services, parsers"
 rm -rf .venv/oracles .venv/oracles.new
 "$python" -m pip --disable-pip-version-check install -qq --no-deps --target .venv/oracles.new --requirement tests/oracles.txt ||
     fail "pip cannot install tests/oracles.txt: see what it says above"
 mv .venv/oracles.new .venv/oracles
 
-say "3/4 .venv/framework: openai-agents"
+say "3/5 .venv/framework: openai-agents"
 rm -rf .venv/framework .venv/framework.new
 "$python" -m venv .venv/framework.new
 .venv/framework.new/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/framework.txt ||
     fail "pip cannot install tests/framework.txt: see what it says above"
 mv .venv/framework.new .venv/framework
 
-say "4/4 .venv/docs: mkdocs"
+say "4/5 .venv/docs: mkdocs"
 make --silent PYTHON3="$PWD/$python" .venv/docs/.ready || fail "mkdocs was not installed: see make docs"
+
+# Its code is Python and runs on 3.11, which its metadata forbids; but for datasets/helpers_cpp, which nothing here imports.
+# It imports triton without asking whether it is there.
+megatron=.venv/megatron-core-0.19.2
+if [[ $("$python" -c 'import sys; print(sys.version_info < (3, 12))') == True ]]; then
+    say "5/5 $megatron"
+    rm -rf "$megatron" "$megatron.new" .venv/transformer_engine-2.20.2
+    "$python" -m pip --disable-pip-version-check install -qq --no-deps --target "$megatron.new" \
+        --python-version 3.12 --only-binary=:all: megatron-core==0.19.2 &&
+        "$python" -m pip --disable-pip-version-check install -qq --no-deps --target "$megatron.new" triton==3.7.1 &&
+        "$python" -m pip --disable-pip-version-check install -qq --no-deps --target .venv/transformer_engine-2.20.2 \
+            transformer-engine==2.20.2 || fail "pip cannot install megatron-core 0.19.2: see what it says above"
+    mv "$megatron.new" "$megatron"
+fi
 
 touch "$stamp"
 say "ready in ${SECONDS} s"

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +25,9 @@ from tests.house.source import ROOT
 from tests.house.test_pins import EXTRAS
 from tests.support import models
 from tests.support.skips import NOT_INSTALLED
-from tests.support.transformer_engine_stub import VERSIONS
+from tests.support.transformer_engine_stub import FOLDER, VERSIONS
 from tools.record_requirements import PYTHONS, holds_for, locked
 
-FOLDER = Path(sys.prefix) / "transformer_engine"
 WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "deepseek-v2", "glm4-moe", "olmoe"}
 LACKS = {
     "gemma2": "its attention has no soft cap",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.megatron_versions import megatron_version
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import WorkerError
 from mcore_rl.families.registry import FAMILIES
@@ -20,11 +21,12 @@ from tests.house.source import ROOT
 from tests.support.bridge_cases import LIKE, LIMITS, MODELS, UNKNOWN, VERSIONS, WORLD_SIZE, layouts
 from tests.support.bridges import Case, adaptations, asked, known, write_checkpoint
 from tests.support.skips import NOT_INSTALLED
-from tests.support.transformer_engine_stub import VERSION as TRANSFORMER_ENGINE_VERSION
+from tests.support.transformer_engine_stub import FOLDER
+from tests.support.transformer_engine_stub import VERSIONS as TRANSFORMER_ENGINE_VERSIONS
 
 WHEELS = {  # beside the environment: folder -> what is in it
     "bridges": (*(f"{name}=={version}" for name, version in VERSIONS.items()),),
-    "transformer_engine": (f"transformer-engine=={TRANSFORMER_ENGINE_VERSION}",),
+    FOLDER.name: (f"transformer-engine=={TRANSFORMER_ENGINE_VERSIONS[megatron_version()]}",),
 }
 PAIRS = [(bridge, name) for bridge, of_bridge in MODELS.items() for name in of_bridge]
 QKV, FC1 = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"
@@ -124,6 +126,6 @@ def test_every_family_is_asked_about_or_has_no_bridge() -> None:
 
 def test_the_set_up_installs_the_versions_that_are_documented() -> None:
     for wheels in WHEELS.values():
-        assert " ".join(wheels) in (ROOT / "tools" / "set_up.sh").read_text()
+        assert all(wheel in (ROOT / "tools" / "set_up.sh").read_text() for wheel in wheels)
     for name, version in VERSIONS.items():
         assert f"{name} {version}" in DOCS.read_text().lower()

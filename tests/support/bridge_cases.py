@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mcore_rl.config.megatron_versions import megatron_version
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.layout import layout_violations
@@ -13,7 +14,8 @@ from tests.support import checkpoints, models
 WORLD_SIZE = 4
 LAYOUTS = ("", "tp=2,pp=2", "tp=4", "pp=2,vpp=2")  # tp=4: twice the key/value heads
 EXPERT_LAYOUTS = ("", "pp=2,vpp=2,ep=2", "tp=2,pp=2,ep=2,etp=1", "tp=2,ep=2,etp=2")
-VERSIONS = {"mbridge": "0.15.1", "megatron-bridge": "0.3.1"}
+OF_MEGATRON = {"0.16.1": "0.3.1", "0.19.2": "0.6.2"}  # megatron-core's -> Megatron-Bridge's
+VERSIONS = {"mbridge": "0.15.1", "megatron-bridge": OF_MEGATRON[megatron_version()]}
 LIKE = {"moonlight": "deepseek_v3"}  # a model of which family it is
 
 _BOTH = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")

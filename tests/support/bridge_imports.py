@@ -9,14 +9,14 @@ import sys
 import warnings
 from pathlib import Path
 
-from tests.support.transformer_engine_stub import import_transformer_engine, pretended_accelerator
+from tests.support.transformer_engine_stub import FOLDER, import_transformer_engine, pretended_accelerator
 
-BRIDGES, TRANSFORMER_ENGINE = (Path(sys.prefix) / name for name in ("bridges", "transformer_engine"))
+BRIDGES = Path(sys.prefix) / "bridges"
 
 
 def _import() -> None:
     warnings.simplefilter("ignore")
-    import_transformer_engine(str(TRANSFORMER_ENGINE))  # before Megatron, which looks for it when it is imported
+    import_transformer_engine(str(FOLDER))  # before Megatron, which looks for it when it is imported
     sys.path.append(str(BRIDGES))
     with pretended_accelerator():
         import tests.support.bridge_adapters  # noqa: F401

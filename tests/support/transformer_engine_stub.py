@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 from zlib import crc32
@@ -24,7 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mcore_rl.config.megatron_versions import megatron_version
+
 VERSIONS = {"0.16.1": "2.11.0", "0.19.2": "2.20.2"}  # megatron-core's -> its own
+FOLDER = Path(sys.prefix) / f"transformer_engine-{VERSIONS[megatron_version()]}"  # by tools/set_up.sh
 ABSENT = ("onnx", "onnx_ir", "onnxscript", "triton")  # what its Python imports, and what only its kernels need
 ENUMS = (
     "CommOverlapAlgo", "CommOverlapType", "DType", "Float8BlockScaleTensorFormat", "NVTE_Bias_Type",
