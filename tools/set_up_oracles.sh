@@ -56,7 +56,9 @@ newer() { # than the stamp, each of these
     local each
     for each in "$@"; do [[ $stamp -nt $each ]] || return 1; done
 }
-if [[ -d .venv/oracles && -d .venv/framework && -d .venv/docs ]] && newer "${lists[@]}" tools/set_up_oracles.sh; then exit 0; fi
+megatron=.venv/megatron-core-0.19.2  # beside the older one, which Python 3.11 has
+[[ $("$python" -c 'import sys; print(sys.version_info < (3, 12))') == True ]] || megatron=
+if [[ -d .venv/oracles && -d .venv/framework && -d .venv/docs && (-z $megatron || -d $megatron) ]] && newer "${lists[@]}" tools/set_up_oracles.sh; then exit 0; fi
 
 # A folder has its name only when it is whole: a test skips where there is none, and fails where it cannot import.
 say "2/5 .venv/oracles: verl, TRL, services, parsers"
@@ -77,8 +79,7 @@ make --silent PYTHON3="$PWD/$python" .venv/docs/.ready || fail "mkdocs was not i
 
 # Its code is Python and runs on 3.11, which its metadata forbids; but for datasets/helpers_cpp, which nothing here imports.
 # It imports triton without asking whether it is there.
-megatron=.venv/megatron-core-0.19.2
-if [[ $("$python" -c 'import sys; print(sys.version_info < (3, 12))') == True ]]; then
+if [[ -n $megatron ]]; then
     say "5/5 $megatron"
     rm -rf "$megatron" "$megatron.new" .venv/transformer_engine-2.20.2
     "$python" -m pip --disable-pip-version-check install -qq --no-deps --target "$megatron.new" \
