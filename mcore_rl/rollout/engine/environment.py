@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
@@ -23,6 +24,8 @@ from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.tracking.secrets import secret_names
 
+# Where AITER is asked for, latent attention's products would be in fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
+AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -57,6 +60,8 @@ def engine_environment(
     environment |= node.environment(environ)
     if scratch is not None:
         environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
+    if platform.kind is Device.rocm:
+        environment |= {name: environ.get(name, "0") for name in AITER_QUANTISES}
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)
