@@ -24,7 +24,7 @@ from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.tracking.secrets import secret_names
 
-# Where AITER is asked for, latent attention's products would be in fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
+# Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
 AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
