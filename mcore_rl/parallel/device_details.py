@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor as rebuild_devi
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.pinned import inherited_settings
 
 __all__ = [
     "UNWATCHED", "current_device", "device_uuids", "driver_version", "interface_to", "interfaces", "is_accelerators",
-    "pinned_bytes", "rebuild_device_tensor", "work_queues",
+    "pinned_bytes", "rebuild_device_tensor", "without_expandable_segments", "work_queues",
 ]  # fmt: skip
 DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 LOOPBACK = ("127.0.0.1", "::1")
@@ -38,6 +40,26 @@ def device_uuids(platform: Platform) -> tuple[str, ...]:
     if not platform.is_accelerator:
         return ()
     return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(platform.num_devices))
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Within: torch takes device memory that other processes of the device may map.
+
+    Of segments that expand they may only where they may take one another's file descriptors (pidfd_getfd(2)), which
+    containers forbid; torch's own message there (c10/cuda/CUDACachingAllocator.cpp, 2.11 and 2.13) advises this.
+    """
+    setter = torch._C._accelerator_setAllocatorSettings
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        before = torch._C._accelerator_getAllocatorSettings()
+    else:  # 2.11, in which nothing of ours changes them
+        before = inherited_settings(os.environ)
+    fields = [field.strip() for field in before.split(",")]
+    setter(",".join(field for field in fields if not field.startswith("expandable_segments:")))
+    try:
+        yield
+    finally:
+        setter(before)
 
 
 def driver_version(kind: Device) -> str:

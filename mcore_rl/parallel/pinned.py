@@ -47,8 +47,12 @@ def settings_of_a_new_process(max_cached_bytes: int, environ: Mapping[str, str])
     """
     if not knows_setting():
         return {}
-    inherited = next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), "")
-    return dict.fromkeys(ALLOCATOR_VARIABLES, with_setting(inherited, max_cached_bytes))
+    return dict.fromkeys(ALLOCATOR_VARIABLES, with_setting(inherited_settings(environ), max_cached_bytes))
+
+
+def inherited_settings(environ: Mapping[str, str]) -> str:
+    """The settings of torch's allocators that a process takes from ``environ``."""
+    return next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), "")
 
 
 def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
