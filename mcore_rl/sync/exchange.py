@@ -54,7 +54,12 @@ class Exchange:
         self._sent = torch.empty(0, dtype=torch.uint8)
         self._group: dist.ProcessGroup | None = self._join(size)
         if backend != GLOO:  # a batch in which not all take part may not be a communicator's first call
-            self._group.allreduce([torch.zeros(1, device=device)]).wait()
+            first = self._group.allreduce([torch.zeros(1, device=device)])
+            try:
+                self.wait([(int(members.member == 0), first)])  # of all others one
+            except BaseException:
+                self.close()
+                raise
 
     def _join(self, size: int) -> dist.ProcessGroup:
         members = self.members
