@@ -30,7 +30,8 @@ from mcore_rl.doctor.vendor_tools import (
     torch_runtime,
     vendor_libraries_in,
 )
-from mcore_rl.parallel.device import Platform, driver_version, have_apex, have_transformer_engine, num_cores
+from mcore_rl.parallel.device import Platform, have_apex, have_transformer_engine, num_cores
+from mcore_rl.parallel.device_details import driver_version
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
 

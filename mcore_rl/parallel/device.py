@@ -14,7 +14,6 @@ import ctypes
 import importlib.metadata
 import os
 import platform as machine
-import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,6 @@ ROCM_BF16, ROCM_FP8 = ("gfx908", "gfx90a", "gfx942", "gfx950"), ("gfx942", "gfx9
 
 PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PROC_CPUINFO = Path("/proc/cpuinfo")
-DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +49,7 @@ class Platform:
 
     kind: cpu, cuda or rocm, never auto.  device_type: torch's name; ROCm's is "cuda".
     backend: for ``torch.distributed``; RCCL's is "nccl".  backend_name: for people.
+    queues_reorder: kernels of two streams may start in another order than that of their launch: CUDA before Blackwell.
     num_devices: accelerators visible to this process; 1 on CPU, shared by all local ranks.
     device_name: distinct names, comma-separated.  memory_total_bytes: of the smallest device; of the machine on CPU.
     visible_devices_vars: environment variables of this platform's device masks; they must agree.
@@ -66,6 +65,7 @@ class Platform:
     device_name: str
     memory_total_bytes: int
     visible_devices_vars: tuple[str, ...]
+    queues_reorder: bool = False
 
     @property
     def is_accelerator(self) -> bool:
@@ -171,6 +171,7 @@ def _accelerator(kind: Device) -> Platform:
         device_name=", ".join(dict.fromkeys(str(device.name) for device in devices)),
         memory_total_bytes=min(int(device.total_memory) for device in devices),
         visible_devices_vars=(CUDA_MASK,) if kind is Device.cuda else (HIP_MASK, CUDA_MASK),
+        queues_reorder=kind is Device.cuda and any(device.major < 10 for device in devices),
     )
 
 
@@ -370,12 +371,6 @@ def ray_environment(kind: Device, environ: Mapping[str, str] = os.environ) -> di
     ids = visible_devices(kind, environ).ids
     mask = None if ids is None else ",".join(ids)
     return own | dict.fromkeys(MASKS) | {CUDA_MASK if kind is Device.cuda else HIP_MASK: mask}
-
-
-def driver_version(kind: Device) -> str:
-    """Version of the accelerators' kernel driver; "" if it is unknown, and on CPU."""
-    text = DRIVERS[kind].read_text() if kind in DRIVERS and DRIVERS[kind].is_file() else ""
-    return "".join(re.findall(r"\d+(?:\.\d+)+", text)[:1])
 
 
 def banner(platform: Platform) -> str:

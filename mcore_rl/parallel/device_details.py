@@ -1,4 +1,4 @@
-"""What torch alone knows of devices and of the host memory that it keeps for them, and collectives of interfaces.
+"""What torch and the kernel know of devices, what collectives know of interfaces, and queues of work.
 
 A part of the device layer.
 """
@@ -6,21 +6,33 @@ A part of the device layer.
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor as rebuild_device_tensor
 
+from mcore_rl.config.engine import Device
+from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.pinned import inherited_settings
 
 __all__ = [
-    "current_device", "device_uuids", "interface_to", "interfaces", "is_accelerators", "pinned_bytes",
-    "rebuild_device_tensor",
+    "UNWATCHED", "current_device", "device_uuids", "driver_version", "interface_to", "interfaces", "is_accelerators",
+    "pinned_bytes", "rebuild_device_tensor", "without_expandable_segments", "work_queues",
 ]  # fmt: skip
+DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# With it a group of the vendor's library has no watchdog.  One that sees a lost peer ends its process a minute later,
+# and asks all who share the group's store to end too (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, 2.13).
+UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+QUEUES, COPY_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 
 
 def device_uuids(platform: Platform) -> tuple[str, ...]:
@@ -28,6 +40,32 @@ def device_uuids(platform: Platform) -> tuple[str, ...]:
     if not platform.is_accelerator:
         return ()
     return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(platform.num_devices))
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Within: torch takes device memory that other processes of the device may map.
+
+    Of segments that expand they may only where they may take one another's file descriptors (pidfd_getfd(2)), which
+    containers forbid; torch's own message there (c10/cuda/CUDACachingAllocator.cpp, 2.11 and 2.13) advises this.
+    """
+    setter = torch._C._accelerator_setAllocatorSettings
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        before = torch._C._accelerator_getAllocatorSettings()
+    else:  # 2.11, in which nothing of ours changes them
+        before = inherited_settings(os.environ)
+    fields = [field.strip() for field in before.split(",")]
+    setter(",".join(field for field in fields if not field.startswith("expandable_segments:")))
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def driver_version(kind: Device) -> str:
+    """Version of the accelerators' kernel driver; "" if it is unknown, and on CPU."""
+    text = DRIVERS[kind].read_text() if kind in DRIVERS and DRIVERS[kind].is_file() else ""
+    return "".join(re.findall(r"\d+(?:\.\d+)+", text)[:1])
 
 
 def pinned_bytes(platform: Platform) -> int:
@@ -46,6 +84,24 @@ def interfaces(host: str) -> dict[str, str]:
     name = interface_to(host)
     wanted = {GLOO_INTERFACE: name, NCCL_INTERFACE: name if host in LOOPBACK else None}
     return {key: value for key, value in wanted.items() if value is not None and key not in os.environ}
+
+
+def work_queues(
+    platform: Platform, parallel: ParallelConfig, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The variables by which a training process hides the communication of tensor and context ranks; {}: none needed.
+
+    With one queue of work, kernels start in the order in which they were launched, and Megatron launches communication
+    before the product that hides it: it requires this before Blackwell (training/arguments.py, 0.16.1).  Copies keep
+    the eight queues that are CUDA's default, because the same variable would set theirs too.
+
+    environ: of the run.  What is set there holds.  CUDA reads both variables when the process starts to use it.
+    """
+    if not platform.queues_reorder or max(parallel.tp, parallel.cp) == 1:
+        return {}
+    if QUEUES in environ:
+        return {name: environ[name] for name in (QUEUES, COPY_QUEUES) if name in environ}
+    return {QUEUES: "1", COPY_QUEUES: environ.get(COPY_QUEUES, "8")}
 
 
 def interface_to(host: str) -> str | None:

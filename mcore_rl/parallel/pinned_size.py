@@ -4,8 +4,8 @@ By itself torch (ATen/core/CachingHostAllocator.h, 2.13) rounds every block up t
 keeps it when it is freed.  Blocks above ``pinned_max_cached_size_mb`` are not rounded, and given back when they are
 freed.  Training processes set that (``pinned.keep_large_blocks_exact``) and make few large blocks
 (``pinned.side_by_side``).  Below it, what comes and goes in every step is still kept: to pin a GiB takes a good part of
-a second.  Rollout engines are started with a lower one: a sleep that keeps weights, which a save needs, pins each of
-vLLM's segments by itself, and its memory is wanted back afterwards (rollout/engine/environment.py).
+a second.  Rollout engines are started with a lower one (``pinned.settings_of_a_new_process``): a sleep that keeps
+weights, which a save needs, pins each of vLLM's segments by itself, and its memory is wanted back afterwards.
 
 Not ``pinned_max_round_threshold_mb``: torch 2.13 files such a block under the power of two above it, and then gives
 8.5 GiB to who asks for 15.  tests/accelerators/test_pinned.py runs torch's own code for all of this.

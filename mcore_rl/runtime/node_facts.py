@@ -23,7 +23,8 @@ from rich.console import Console
 from mcore_rl import __version__
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import McoreRLError
-from mcore_rl.parallel.device import detect, driver_version, num_cores, ray_environment
+from mcore_rl.parallel.device import detect, num_cores, ray_environment
+from mcore_rl.parallel.device_details import driver_version
 from mcore_rl.runtime.nodes import Facts
 
 POLL_S = 0.5

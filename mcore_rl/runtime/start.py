@@ -13,10 +13,12 @@ from typing import Any
 import ray
 
 from mcore_rl.config.lora import EngineAdapters
+from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.config.trainer import TrainerConfig, WatchdogConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
+from mcore_rl.parallel.device_details import work_queues
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.rollout.engine.environment import core_shares, usable_cores
@@ -37,13 +39,9 @@ async def start_trainers(
     """Starts the training processes of one role and joins them in their process groups; call ``build`` next.
 
     store: of the run, where they meet.
-    On CPU, each computes with its share of this machine's cores, at least one.
     """
     world_size = len(places.train)
-    threads = 1 if platform.is_accelerator else max(1, num_cores() // world_size)
-    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if not platform.is_accelerator:
-        environment |= UNCOMPILED
+    environment = training_environment(platform, spec.parallel, world_size)
     files = [logs / f"{spec.role}-rank-{rank}.log" for rank in range(world_size)]
     workers = [
         ray.remote(TrainWorker)
@@ -63,6 +61,18 @@ async def start_trainers(
         group.close()
         raise
     return group
+
+
+def training_environment(platform: Platform, parallel: ParallelConfig, world_size: int) -> dict[str, str]:
+    """The environment variables with which the training processes of a role start.
+
+    On CPU, each computes with its share of this machine's cores, at least one.
+    """
+    threads = 1 if platform.is_accelerator else max(1, num_cores() // world_size)
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if not platform.is_accelerator:
+        environment |= UNCOMPILED
+    return environment | work_queues(platform, parallel)
 
 
 @dataclass(frozen=True)

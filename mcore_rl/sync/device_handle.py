@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.device import Platform, synchronize
-from mcore_rl.parallel.device_details import device_uuids, rebuild_device_tensor
+from mcore_rl.parallel.device_details import device_uuids, rebuild_device_tensor, without_expandable_segments
 
 ORDINAL = "storage_device"  # torch's name for it among the arguments of the function that rebuilds the tensor
 # What a handle does not say, because it is the same for each.
@@ -50,7 +50,8 @@ class DeviceMemory:
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """See ``SlotMemory.create``."""
-        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        with without_expandable_segments():
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
         uuid = device_uuids(self.platform)[arguments[ordinal_place(rebuild)]]
         assert rebuild is rebuild_device_tensor, "the receiver takes this function, whatever a handle says"

@@ -7,7 +7,7 @@ read a device's address as if it were its own.
 
 A killed peer closes its connections, so gloo's waits end at once; with a silent peer they end after
 ``Address.timeout_s``.  The vendor's waits are polled, and end where any member reports a failure.  A member that fails
-leaves, which ends the waits of its own peers.
+leaves, which ends the waits of its own peers.  A process outlives all that: no watchdog looks at this group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from mcore_rl.errors import SyncError
+from mcore_rl.parallel.device_details import UNWATCHED
 from mcore_rl.parallel.failure import PEER_IS_GONE
+from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.parallel.meeting import listen_towards
 from mcore_rl.sync.members import Members, PeerLostError
 
@@ -52,22 +54,28 @@ class Exchange:
         self._sent = torch.empty(0, dtype=torch.uint8)
         self._group: dist.ProcessGroup | None = self._join(size)
         if backend != GLOO:  # a batch in which not all take part may not be a communicator's first call
-            self._group.allreduce([torch.zeros(1, device=device)]).wait()
+            first = self._group.allreduce([torch.zeros(1, device=device)])
+            try:
+                self.wait([(int(members.member == 0), first)])  # of all others one
+            except BaseException:
+                self.close()
+                raise
 
     def _join(self, size: int) -> dist.ProcessGroup:
         members = self.members
         # First, because connecting cannot check for failed members and would wait for one that never comes.
         members.meet("the channel", members.address.join_timeout_s)
         listen_towards(members.address.store.host)
-        group, _ = distributed_c10d._new_process_group_helper(
-            size,
-            members.member,
-            [],
-            self.backend,
-            members.store,
-            group_name=GroupName(f"sync_{members.address.name}"),
-            timeout=timedelta(seconds=members.address.timeout_s),
-        )
+        with inherited_environment(UNWATCHED):  # the group reads it while it is made
+            group, _ = distributed_c10d._new_process_group_helper(
+                size,
+                members.member,
+                [],
+                self.backend,
+                members.store,
+                group_name=GroupName(f"sync_{members.address.name}"),
+                timeout=timedelta(seconds=members.address.timeout_s),
+            )
         assert isinstance(group, dist.ProcessGroup)
         return group
 

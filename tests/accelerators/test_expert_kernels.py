@@ -26,8 +26,17 @@ OWN_CHOICE = {
 
 
 def test_updated_engines_read_experts_as_they_are_written(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    wanted = {"setting": "triton", "chosen": "TRITON", "kept": True, "adapters": "TRITON"}
     for device, cases in outcomes.items():
-        assert cases["auto"] == {"setting": "triton", "chosen": "TRITON", "kept": True}, device
+        assert {name: cases["auto"][name] for name in wanted} == wanted, device
+
+
+def test_vllm_alone_would_rearrange_the_experts_of_an_engine_with_adapters_on_blackwell(
+    outcomes: dict[str, dict[str, Outcome]],
+) -> None:
+    """It looks at the setting only after that (select_unquantized_moe_backend); see receiver/plain_experts.py."""
+    chosen = {device: cases["auto"]["adapters, vLLM's"] for device, cases in outcomes.items()}
+    assert chosen == dict.fromkeys(outcomes, "TRITON") | ({"sm100": "FLASHINFER_TRTLLM"} if "sm100" in outcomes else {})
 
 
 def test_engines_that_are_not_updated_have_vllms_choice(outcomes: dict[str, dict[str, Outcome]]) -> None:

@@ -5,10 +5,12 @@ CUDA's and HIP's allocators are this one with their own ``allocate_host_memory``
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.parallel.device import detect
-from mcore_rl.parallel.pinned import keep_large_blocks_exact, side_by_side
+from mcore_rl.parallel.pinned import keep_large_blocks_exact, knows_setting, side_by_side
 from mcore_rl.parallel.pinned_size import KEY, MAX_CACHED_BYTES, block_bytes, with_setting
 from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import Plan, plan
@@ -39,7 +41,10 @@ Blocks = Callable[..., list[int]]
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Blocks:
-    """(settings, sizes or "free"...) -> the blocks that torch asks the driver for, negative where given back."""
+    """(settings, sizes or "free"...) -> the blocks that torch asks the driver for, negative where given back.
+
+    environ: the variables of its process, where settings is "inherited".
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip(not_installed("g++, which compiles torch's allocator from its header"))
@@ -49,8 +54,9 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Blocks:
                f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
 
-    def ask(settings: str, *words: int | str) -> list[int]:
-        run = subprocess.run([program, settings, *map(str, words)], check=True, capture_output=True, text=True)
+    def ask(settings: str, *words: int | str, environ: dict[str, str] | None = None) -> list[int]:
+        command = [program, settings, *map(str, words)]
+        run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
         return [int(word) for word in run.stdout.split()]
 
     return ask
@@ -93,15 +99,15 @@ def test_the_setting_is_added_to_those_of_the_process() -> None:
         torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_an_older_torch_keeps_its_own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch._C._accelerator_getAllocatorSettings()
+@pytest.fixture(params=["2.11", "another that does not know the key"])
+def older_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     refusing = SimpleNamespace(
         _accelerator_getAllocatorSettings=lambda: "a:1", _accelerator_setAllocatorSettings=refuse
     )
-    for module in (SimpleNamespace(), refusing):  # 2.11; and one that does not know the key
-        monkeypatch.setattr(torch, "_C", module)
-        keep_large_blocks_exact()
-        monkeypatch.undo()
+    before = torch._C._accelerator_getAllocatorSettings()
+    monkeypatch.setattr(torch, "_C", SimpleNamespace() if request.param == "2.11" else refusing)
+    yield
+    monkeypatch.undo()
     assert torch._C._accelerator_getAllocatorSettings() == before
 
 
@@ -109,6 +115,24 @@ def refuse(settings: str) -> None:
     if KEY in settings:
         raise ValueError(f"Unrecognized key '{KEY}'")
     assert settings == "a:1"
+
+
+@pytest.mark.usefixtures("older_torch")
+def test_an_older_torch_keeps_its_own_rule() -> None:
+    keep_large_blocks_exact()
+
+
+@pytest.mark.usefixtures("older_torch")
+def test_an_engine_on_an_older_torch_keeps_what_it_inherits() -> None:
+    """torch 2.11 raised ``Unrecognized key 'pinned_max_cached_size_mb'`` at an engine's first allocation."""
+    for environ in ({}, {"PYTORCH_ALLOC_CONF": "b:2"}):
+        changed = engine_environment(ROCM, RolloutConfig(), (0,), environ=environ)
+        assert not [name for name in changed if "ALLOC_CONF" in name]
+
+
+def test_asking_whether_torch_knows_the_setting_changes_none() -> None:
+    before = torch._C._accelerator_getAllocatorSettings()
+    assert knows_setting() and torch._C._accelerator_getAllocatorSettings() == before
 
 
 def test_tensors_lie_side_by_side_in_one_block() -> None:
@@ -145,12 +169,43 @@ def test_a_node_of_72b_takes_what_the_plan_says_and_would_not_fit_without_the_se
     assert others + sum(rows.values()) == peak.num_bytes < peak.capacity < others + 8 * sum(blocks("", *sizes))
 
 
+SEGMENTS = [20 * MIB, 40 * MIB, 116 * MIB, 232 * MIB, 594 * MIB]  # of 72B over 4 ranks: multiples of 2 MiB above 10
+
+
 @pytest.mark.tier("ci")
-def test_what_a_sleeping_engine_keeps_is_not_rounded(blocks: Blocks) -> None:
-    """Segments of vLLM's allocator: multiples of 2 MiB above 10, and shared ones of 20."""
-    sizes = [20 * MIB, 40 * MIB, 116 * MIB, 232 * MIB, 594 * MIB]  # of 72B over 4 ranks
-    environment = engine_environment(ROCM, RolloutConfig(), (0,), environ={"PYTORCH_CUDA_ALLOC_CONF": "a:1"})
-    settings = environment["PYTORCH_ALLOC_CONF"]
-    assert settings == f"a:1,{KEY}:1"
-    assert blocks(settings.removeprefix("a:1,"), *sizes) == sizes
-    assert "PYTORCH_ALLOC_CONF" not in engine_environment(ROCM, RewardModelConfig(), (0,), environ={})
+@pytest.mark.parametrize(
+    ("inherited", "stays"),
+    [
+        ({}, ""),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512,"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512,"),
+        ({"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512,"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+         "max_split_size_mb:512,"),
+    ],
+)  # fmt: skip
+def test_what_a_sleeping_engine_keeps_is_not_rounded(blocks: Blocks, inherited: dict[str, str], stays: str) -> None:
+    """By torch's own choice among the variables of the engine's process, and by vLLM's own."""
+    changed = engine_environment(ROCM, RolloutConfig(), (0,), environ=inherited)
+    environ = inherited | {name: value for name, value in changed.items() if value is not None}
+    assert blocks("inherited", *SEGMENTS, environ=environ) == SEGMENTS
+    assert {environ[name] for name in alloc_conf_variables()} == {f"{stays}{KEY}:1"}
+
+
+def alloc_conf_variables() -> list[str]:
+    """``ALLOC_CONF_ENV_VARS`` of the installed vLLM, which imports a device's kernels beside it."""
+    spec = find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    source = (Path(spec.submodule_search_locations[0]) / "device_allocator" / "alloc_conf.py").read_text()
+    (value,) = [
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ALLOC_CONF_ENV_VARS"
+    ]
+    return list(ast.literal_eval(value))
+
+
+def test_a_reward_model_keeps_what_it_has_pinned() -> None:
+    """It sleeps with its weights in every step."""
+    changed = engine_environment(ROCM, RewardModelConfig(), (0,), environ={})
+    assert not [name for name in changed if "ALLOC_CONF" in name]

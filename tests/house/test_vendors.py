@@ -11,7 +11,7 @@ DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "devi
 
 # Names that others chose.  Each must still be in use, or it goes.
 ALLOWED = {
-    "mcore_rl/rollout/engine/environment.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
+    "mcore_rl/parallel/pinned.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
     "mcore_rl/rehearsal/rank.py": {"cuda"},  # the kind of device that a rehearsed engine believes in
     "mcore_rl/config/megatron_fields.py": {  # fields of Megatron's, which has them all

@@ -33,6 +33,7 @@ from mcore_rl.parallel.device import (
 GIB = 2**30
 H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=79 * GIB)
 A100 = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", major=8, minor=0, total_memory=80 * GIB)
+B200 = SimpleNamespace(name="NVIDIA B200", major=10, minor=0, total_memory=180 * GIB)
 V100 = SimpleNamespace(name="Tesla V100-SXM2-32GB", major=7, minor=0, total_memory=32 * GIB)
 MI300X = SimpleNamespace(
     name="AMD Instinct MI300X", major=9, minor=4, total_memory=192 * GIB, gcnArchName="gfx942:sramecc+:xnack-"
@@ -127,6 +128,7 @@ def test_an_h100_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         device_name="NVIDIA H100 80GB HBM3",
         memory_total_bytes=79 * GIB,
         visible_devices_vars=("CUDA_VISIBLE_DEVICES",),
+        queues_reorder=True,
     )
     assert banner(platform).startswith(
         "cuda: 2 x NVIDIA H100 80GB HBM3 | 79 GiB each | NCCL | torch 2.13.0 | megatron-core"
@@ -165,6 +167,24 @@ def test_abilities_are_those_of_the_weakest_device(
     assert (platform.supports_bf16, platform.supports_fp8) == (bf16, fp8)
     assert platform.device_name == ", ".join(device.name for device in devices)
     assert platform.memory_total_bytes == min(device.total_memory for device in devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "build", "reorder"),
+    [
+        ([H100], {"cuda": "12.8"}, True),
+        ([A100], {"cuda": "12.8"}, True),
+        ([B200], {"cuda": "12.8"}, False),
+        ([B200, H100], {"cuda": "12.8"}, True),
+        ([MI250X], {"hip": "6.4.0"}, False),  # it reports capability 9.0, and has no such queues
+    ],
+)
+def test_queues_reorder_before_blackwell(
+    monkeypatch: pytest.MonkeyPatch, devices: list[SimpleNamespace], build: dict[str, str], reorder: bool
+) -> None:
+    fake_torch(monkeypatch, *devices, **build)
+    assert detect(Device.auto, {}).queues_reorder is reorder
+    assert not detect(Device.cpu, {}).queues_reorder
 
 
 @pytest.mark.parametrize("build", [{}, {"cuda": "12.8"}, {"hip": "6.4.0"}])

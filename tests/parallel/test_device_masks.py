@@ -15,12 +15,10 @@ from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import DeviceError
-from mcore_rl.parallel import device as under_test
 from mcore_rl.parallel.device import (
     MASKS,
     RAY_NOSET,
     consistent_environment,
-    driver_version,
     ray_environment,
     visible_devices,
 )
@@ -123,23 +121,3 @@ def test_a_contradiction_of_slurm_s_is_told_before_ray_starts() -> None:
 
 def test_a_ray_of_cores_is_started_with_the_masks_that_are_there() -> None:
     assert set(ray_environment(Device.cpu, {CUDA: "nonsense"})) == set(RAY_NOSET)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "version"),
-    [
-        (Device.cuda, "NVRM version: NVIDIA UNIX Kernel Module  570.86.15  Thu Jan 2\nGCC version: 12.2", "570.86.15"),
-        (Device.rocm, "6.12.12\n", "6.12.12"),
-        (Device.rocm, "unknown\n", ""),
-        (Device.rocm, None, ""),
-        (Device.cpu, None, ""),
-    ],
-)  # fmt: skip
-def test_the_driver_s_version_is_read_from_the_kernel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Device, text: str | None, version: str
-) -> None:
-    path = tmp_path / "version"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setattr(under_test, "DRIVERS", {Device.cuda: path, Device.rocm: path})
-    assert driver_version(kind) == version

@@ -1,5 +1,5 @@
 // torch's own allocator of page-locked host memory, with memory that is only counted: what does it ask the driver for?
-// Arguments: settings of the allocators; then sizes to allocate one after the other, or "free" for the last of them.
+// Arguments: settings of the allocators, or "inherited" for those of the environment; then sizes to allocate one after the other, or "free" for the last of them.
 // Prints each block that is made, and a minus before each that is given back.
 #include <ATen/core/CachingHostAllocator.h>
 #include <cstdlib>
@@ -16,7 +16,9 @@ struct Counted : at::CachingHostAllocatorImpl<c10::Stream, int> {
 };
 
 int main(int number, char** words) {
-  c10::CachingAllocator::setAllocatorSettings(words[1]);
+  if (std::string(words[1]) != "inherited") {
+    c10::CachingAllocator::setAllocatorSettings(words[1]);
+  }
   Counted allocator;
   std::pair<void*, void*> last;
   for (int index = 2; index < number; ++index) {

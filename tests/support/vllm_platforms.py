@@ -100,14 +100,17 @@ def outcome(directory: Path, vendor: str, backend: MoeBackend, updated: bool) ->
     settings = AsyncEngineArgs(**arguments).create_engine_config()
     setting = settings.kernel_config.moe_backend
     try:
-        chosen, kept = chosen_experts(settings, setting)
+        chosen, kept, with_adapters = chosen_experts(settings, setting)
     except (ValueError, NotImplementedError) as error:
         return {"setting": setting, "refused": str(error)}
-    return {"setting": setting, "chosen": chosen, "kept": kept}
+    return {"setting": setting, "chosen": chosen, "kept": kept} | with_adapters
 
 
-def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None]:
-    """(the backend, whether weights stay in place as loaded; None: a library that is not here would convert them)."""
+def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None, dict[str, str]]:
+    """(the backend, whether weights stay in place as loaded, the backends where the engine applies adapters).
+
+    None: a library that is not here would convert them.  Of the last, one is vLLM's choice, one that of our workers.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import (
@@ -116,6 +119,8 @@ def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None]:
         RoutingMethodType,
     )
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    from mcore_rl.rollout.receiver.plain_experts import as_without_adapters
 
     hf = settings.model_config.hf_config
     with set_current_vllm_config(settings):
@@ -129,14 +134,18 @@ def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None]:
         )  # fmt: skip
         backend, experts = unquantized.select_unquantized_moe_backend(moe)
         assert experts is not None
+        adapted = replace(moe, is_lora_enabled=True)
+        choices = {"adapters, vLLM's": unquantized.select_unquantized_moe_backend, "adapters": as_without_adapters}
+        with_adapters = {name: choose(adapted)[0].name for name, choose in choices.items()}
         w13 = torch.randn(hf.num_local_experts, 2 * hf.intermediate_size, hf.hidden_size).bfloat16()
         w2 = torch.randn(hf.num_local_experts, hf.hidden_size, hf.intermediate_size).bfloat16()
         before = w13.clone(), w2.clone()
         try:
             after = unquantized.convert_to_unquantized_kernel_format(backend, moe, w13, w2)
         except (ImportError, AttributeError):  # FlashInfer's and AITER's own kernels convert
-            return backend.name, None
-    return backend.name, all(map(torch.equal, before, after)) and after[0].data_ptr() == w13.data_ptr()
+            return backend.name, None, with_adapters
+    kept = all(map(torch.equal, before, after)) and after[0].data_ptr() == w13.data_ptr()
+    return backend.name, kept, with_adapters
 
 
 def on_nodes(directory: Path, vendor: str, text: str) -> list[dict[str, Any]]:

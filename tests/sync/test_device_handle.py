@@ -78,6 +78,36 @@ def test_a_handle_crosses_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.map(handle)
 
 
+@pytest.mark.parametrize("torch_has_the_getter", [True, False], ids=["2.13", "2.11"])
+@pytest.mark.parametrize("settings", ["max_split_size_mb:512,expandable_segments:True", "max_split_size_mb:512"])
+def test_memory_that_others_map_is_of_no_segment_that_expands(
+    monkeypatch: pytest.MonkeyPatch, settings: str, torch_has_the_getter: bool
+) -> None:
+    """By torch's own settings while it is taken; 2.11 does not tell them."""
+    get, put = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before, seen = get(), list[str]()
+
+    def empty(*args: object, **kwargs: object) -> torch.Tensor:
+        seen.append(get())
+        return torch.zeros(3, dtype=torch.uint8)
+
+    monkeypatch.setattr(device_handle, "device_uuids", lambda platform: UUIDS)
+    monkeypatch.setattr(
+        device_handle, "reduce_tensor", lambda tensor: (rebuild_named, (torch.Tensor, (3,), 2, b"memory"))
+    )
+    monkeypatch.setattr(device_handle, "rebuild_device_tensor", rebuild_named)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    if not torch_has_the_getter:
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setattr(torch, "empty", empty)
+    try:
+        put(settings)
+        DeviceMemory(PLATFORM, torch.device("cpu")).create(3)
+        assert seen == ["max_split_size_mb:512"] and get() == settings
+    finally:
+        put(before)
+
+
 def test_host_memory_has_no_such_handle() -> None:
     assert reduce_tensor(torch.zeros(3))[0] is not rebuild_cuda_tensor
     with pytest.raises(AssertionError, match="no memory of a device"):

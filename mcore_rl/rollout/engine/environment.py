@@ -12,18 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
-from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES, with_setting
+from mcore_rl.parallel.pinned import settings_of_a_new_process
+from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.tracking.secrets import secret_names
 
-# Torch takes the first of these that is set; only the first is known to every platform.
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
+AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -58,13 +60,14 @@ def engine_environment(
     environment |= node.environment(environ)
     if scratch is not None:
         environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
+    if platform.kind is Device.rocm:
+        environment |= {name: environ.get(name, "0") for name in AITER_QUANTISES}
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)
         if isinstance(config, RolloutConfig):
             # A reward model sleeps with its weights in every step: for it torch keeps what it has pinned.
-            settings = next(filter(None, map(environ.get, ALLOCATOR_SETTINGS)), "")
-            environment[ALLOCATOR_SETTINGS[0]] = with_setting(settings, ENGINE_MAX_CACHED_BYTES)
+            environment |= settings_of_a_new_process(ENGINE_MAX_CACHED_BYTES, environ)
         return environment
     shares = core_shares(cores, max(1, config.tp // node.nnodes))
     return environment | consistent_environment(platform.kind, ()) | UNCOMPILED | {

@@ -16,8 +16,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unqua
 
 def install() -> None:
     """Choose so in this process, before a model is built."""
-    method.select_unquantized_moe_backend = _as_without_adapters
+    method.select_unquantized_moe_backend = as_without_adapters
 
 
-def _as_without_adapters(moe_config: Any) -> Any:
+def as_without_adapters(moe_config: Any) -> Any:
+    """vLLM's choice of a backend and its class of experts for ``moe_config`` without adapters."""
     return select_unquantized_moe_backend(dataclasses.replace(moe_config, is_lora_enabled=False))

@@ -52,6 +52,17 @@ def test_an_accelerator_gets_its_masks_and_nothing_of_the_cpu() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in engine_environment(ROCM, RolloutConfig(), (0,))
 
 
+def test_latent_attention_is_not_quantised_where_aiter_is_asked_for() -> None:
+    """vLLM makes its products fp8 (and fp4 on MI355X) then, in silence, and training is in bfloat16."""
+    names = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
+    asked = engine_environment(ROCM, RolloutConfig(), (0,), environ={"VLLM_ROCM_USE_AITER": "1"})
+    assert [asked[name] for name in names] == ["0", "0"]
+    chosen = engine_environment(ROCM, RolloutConfig(), (0,), environ={names[0]: "1"})
+    assert [chosen[name] for name in names] == ["1", "0"]
+    for platform in (CPU, replace(ROCM, kind=Device.cuda)):
+        assert not set(names) & engine_environment(platform, RolloutConfig(), (0,), environ={}).keys()
+
+
 def test_engines_have_no_secrets_and_a_place_for_sockets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-123456")
     for platform in (CPU, ROCM):
