@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.rank_state import state_file
+from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
@@ -18,10 +23,12 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.training.run_state import load_run_state, num_state_bytes
 from mcore_rl.weights.table import Table
+from tests.house.source import ROOT
 from tests.support import checkpoints, engines
 from tests.support.engines import same_bits
 from tests.support.forked import run_ranks
 from tests.support.saved_states import engine_of, save, table_of, train
+from tests.support.skips import not_installed
 
 FAMILY, MODEL = "mixtral", checkpoints.MODELS["mixtral"]
 CASES = [("float32", "ep=2"), ("bfloat16", "ep=2"), ("float32", "tp=2")]  # bfloat16 has main weights besides
@@ -178,6 +185,34 @@ def test_a_fresh_engine_goes_on_bit_for_bit(ranks: list[Observed], case: tuple[s
         assert of_rank.losses[case]["resumed"] == of_rank.losses[case]["whole"]
         assert of_rank.steps[case] == (BEFORE + AFTER, BEFORE + AFTER)
         assert torch.equal(of_rank.draws[case]["resumed"], of_rank.draws[case]["whole"]), "random numbers go on too"
+
+
+NEWER = Path(sys.prefix) / "megatron-core-0.19.2"
+
+
+def steps_with(megatron: Path | None, root: Path, verb: str) -> dict[str, Any]:
+    """See tests/support/megatron_steps.py.  megatron: a folder that holds another version than the environment's."""
+    command = [sys.executable, "-m", "tests.support.megatron_steps", str(root), verb]
+    environment = os.environ | {"PYTHONPATH": "" if megatron is None else str(megatron)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_either_version_of_megatron_goes_on_from_the_other(tmp_path: Path, processes: None) -> None:
+    if not NEWER.is_dir():
+        pytest.skip(not_installed("megatron-core 0.19.2 beside 0.16.1"))
+    ended = {}
+    for name, first, second in (("old", None, NEWER), ("new", NEWER, None)):
+        root = tmp_path / name
+        (root / "state").mkdir(parents=True)
+        checkpoints.write(FAMILY, root / FAMILY)
+        begun, gone_on = steps_with(first, root, "begin"), steps_with(second, root, "go-on")
+        assert {begun["version"], gone_on["version"]} == set(MEGATRON_VERSIONS)
+        assert begun["ranks"] == gone_on["ranks"], f"begun with {begun['version']}"
+        ended[name] = begun["ranks"]
+    assert ended["old"] == ended["new"], "the steps themselves"
 
 
 def test_bfloat16_to_another_layout_and_back_is_bit_for_bit(ranks: list[Observed]) -> None:
