@@ -29,8 +29,7 @@ from mcore_rl.parallel.context import split_indices
 from mcore_rl.parallel.device_details import current_device
 from mcore_rl.training.attention import GatherRows, fixed_size, with_lengths
 from mcore_rl.training.delta_rule import causal_convolution, gated_delta_rule, unit_length
-from mcore_rl.training.latent_attention import row_positions
-from mcore_rl.training.sequences import PackedSequences
+from mcore_rl.training.sequences import PackedSequences, row_positions
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is untyped
