@@ -1,8 +1,8 @@
 """Linear attention by the gated delta rule (arXiv:2412.06464) for packed sequences and every layout.
 
 Megatron's ``GatedDeltaNet`` with its parameters, their names and its description of a checkpoint, but not its
-constructor and forward pass (megatron-core 0.16.1, ssm/gated_delta_net.py): it cannot be built without ``fla`` (:107),
-refuses packed sequences (:301), its configuration refuses context parallelism (transformer_config.py:986), and it would
+constructor and forward pass (megatron-core 0.16.1, ssm/gated_delta_net.py): it cannot be built without ``fla`` (:103),
+refuses packed sequences (:297), its configuration refuses context parallelism (transformer_config.py:986), and it would
 let ``layernorm_zero_centered_gamma`` reach the norm of its outputs, which is not zero-centred in Qwen3-Next.
 
 Under context parallelism the projected queries, keys and values of all ranks are gathered, as in ``attention.py``, and

@@ -6,8 +6,8 @@ Built on Megatron's ``Attention``, with the parameters of its ``MLASelfAttention
   an instance of a mock.
 - Without Transformer Engine it takes a column-parallel linear for the down projections and nothing else (:462), and
   gathers their output by a function whose backward pass keeps a rank's own slice (:607).  The rotated part of the key,
-  which every rank uses for its own heads, so loses the gradient of all other ranks' heads.  Here the down projections
-  are replicated, as Transformer Engine's are, and every rank projects its own part of the sequence.
+  which every rank uses for its own heads, so loses the gradient of all other ranks' heads; so it is in 0.19.2 (:739).
+  Here the down projections are replicated, as Transformer Engine's are, and every rank projects its part of a sequence.
 - It knows two types of RoPE, its yarn always rounds the bounds of the ramp, and it reads the boundaries of packed
   sequences back from the device twice a layer (models/common/embeddings/rope_utils.py:204).
 

@@ -251,8 +251,8 @@ def _forget_routing(chunk: GPTModel) -> None:
 
 
 def _reduce_experts_over_their_own_group(chunk: GPTModel) -> None:
-    # Megatron does this only if ep > 1 (tensor_parallel/layers.py:829).  With ep=1 and etp < tp it would not sum the
-    # gradients of experts that are replicated over tensor ranks.
+    # Megatron 0.16.1 does this only if ep > 1 (tensor_parallel/layers.py:886).  With ep=1 and etp < tp it would not sum
+    # the gradients of experts that are replicated over tensor ranks.  0.19.2 does it then too (:961).
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
