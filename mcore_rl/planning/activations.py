@@ -186,6 +186,8 @@ def _linear_attention(
 ) -> tuple[float, ...]:
     """As ``_attention``; the rule's terms are float32 and of all context ranks' rows (``training/delta_rule.py``).
 
+    Context ranks divide the heads among them, if they can (``training/gated_delta_net.py``).
+
     Of the convolution: a copy of its channels for each tap, its sum and what SiLU makes of it.  Of the rule, in whole
     chunks: eight tensors as wide as the keys and two that products copy, three as wide as the values, five as a chunk,
     and a state per chunk.
@@ -198,11 +200,12 @@ def _linear_attention(
     whole = turns * CHUNK / longest
     per_head = 5 * CHUNK + 4 + linear.key_head_dim * linear.value_head_dim / CHUNK
     in_chunks = (10 - 1 / turns) * keys + 3 * values + heads * per_head
-    core = 4 * ((linear.conv_kernel_dim + 2) * channels + 3 * heads + whole * in_chunks) * parallel.cp
+    times = 1 if linear.num_key_heads // tp % parallel.cp == 0 else parallel.cp
+    core = 4 * ((linear.conv_kernel_dim + 2) * channels + 3 * heads + whole * in_chunks) * times
     inputs = e * (channels + 2 * heads)  # which the rule is computed from again
     after = 2 * 4 * values + e * values
     after += ((4 + 2 * e) if kernels.one_by_one else 3 * e) * values
-    return inputs + core + after, core, 4 * (8 * keys + 6 * values + 3 * heads * CHUNK) * whole * parallel.cp
+    return inputs + core + after, core, 4 * (8 * keys + 6 * values + 3 * heads * CHUNK) * whole * times
 
 
 def _latent_attention(

@@ -124,7 +124,8 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
         width = 2 * e * max(1, keys / layout.tp) * model.head_dim * layout.cp
         seconds += rates.ring(width, layout.cp, layout.tp) * attending
         if (linear := model.linear_attention) is not None:
-            width = e * (2 * linear.key_dim + linear.value_dim + 2 * linear.num_value_heads) / layout.tp * layout.cp
+            gathered = 2 * linear.key_dim + linear.value_dim + 2 * linear.num_value_heads
+            width = e * (gathered * layout.cp + linear.value_dim) / layout.tp  # the all-to-all, too
             seconds += rates.ring(width, layout.cp, layout.tp) * (num_layers - attending)
     if model.moe is not None:
         sparse = sum(model.has_experts(layer) for layer in range(model.num_layers)) / layout.pp

@@ -13,6 +13,7 @@ class GatedSelfAttention(SelfAttention):  # type: ignore[misc]  # Megatron is un
 
     With more tensor ranks than key/value heads Megatron gives each rank the query heads that are its own, and the gates
     of all heads that share its key (megatron-core 0.16.1, transformer/attention.py:1470 and :1488): here its own ones.
+    0.19.2 gives it these (:1931), and needs no such class.
     """
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -1,12 +1,13 @@
 """Linear attention by the gated delta rule (arXiv:2412.06464) for packed sequences and every layout.
 
 Megatron's ``GatedDeltaNet`` with its parameters, their names and its description of a checkpoint, but not its
-constructor and forward pass (megatron-core 0.16.1, ssm/gated_delta_net.py): it cannot be built without ``fla`` (:107),
-refuses packed sequences (:301), its configuration refuses context parallelism (transformer_config.py:986), and it would
+constructor and forward pass (megatron-core 0.16.1, ssm/gated_delta_net.py): it cannot be built without ``fla`` (:103),
+refuses packed sequences (:297), its configuration refuses context parallelism (transformer_config.py:986), and it would
 let ``layernorm_zero_centered_gamma`` reach the norm of its outputs, which is not zero-centred in Qwen3-Next.
 
 Under context parallelism the projected queries, keys and values of all ranks are gathered, as in ``attention.py``, and
-every rank computes the rule of all tokens: the state goes from token to token.
+every rank computes the rule of all tokens, since the state goes from token to token, for its part of the heads; an
+all-to-all brings back all heads of its own tokens.  Where key heads do not divide, every rank computes all of them.
 
 Invariant: equal to transformers' ``Qwen3NextGatedDeltaNet``, gradients too; nothing passes from sequence to sequence.
 """
@@ -29,8 +30,7 @@ from mcore_rl.parallel.context import split_indices
 from mcore_rl.parallel.device_details import current_device
 from mcore_rl.training.attention import GatherRows, fixed_size, with_lengths
 from mcore_rl.training.delta_rule import causal_convolution, gated_delta_rule, unit_length
-from mcore_rl.training.latent_attention import row_positions
-from mcore_rl.training.sequences import PackedSequences
+from mcore_rl.training.sequences import PackedSequences, row_positions
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is untyped
@@ -126,28 +126,47 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         return tensor_parallel.checkpoint(lambda x: self._of_rows(x, packed), False, inputs)
 
     def _of_rows(self, inputs: Tensor, packed: PackedSequences) -> Tensor:
-        if packed.cp > 1:
-            inputs = GatherRows.apply(  # type: ignore[no-untyped-call]
-                inputs, packed.gather_T, packed.scatter_T, self.pg_collection.cp
-            )
-        linear, lengths = self.linear, packed.padded_lengths
-        mixed_T, gates_T = torch.split(inputs, [self.conv_dim_local_tp, 2 * self.num_v_heads_local_tp], dim=-1)
-        positions_T = row_positions(lengths, 1, 0, inputs.device)
-        mixed_T = F.silu(causal_convolution(mixed_T, self.conv1d.weight.squeeze(1), positions_T))
-        keys = self.qk_dim // self.tp_size
-        query, key, value = torch.split(mixed_T, [keys, keys, self.v_dim // self.tp_size], dim=-1)
+        cp, lengths = packed.cp, packed.padded_lengths
+        if cp == 1:
+            return self._of_heads(inputs, lengths, part=0, parts=1)
+        inputs = GatherRows.apply(  # type: ignore[no-untyped-call]
+            inputs, packed.gather_T, packed.scatter_T, self.pg_collection.cp
+        )
+        if self.linear.num_key_heads // self.tp_size % cp != 0:
+            out_T = self._of_heads(inputs, lengths, part=0, parts=1)
+            return out_T[split_indices(lengths, cp, packed.cp_rank).to(out_T.device)]
+        out_T = self._of_heads(inputs, lengths, part=packed.cp_rank, parts=cp)
+        of_each_rank = out_T.index_select(0, packed.scatter_T).to(inputs.dtype)
+        of_all_heads = tensor_parallel.all_to_all(self.pg_collection.cp, of_each_rank)
+        return of_all_heads.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _of_heads(self, inputs_T: Tensor, lengths: tuple[int, ...], *, part: int, parts: int) -> Tensor:
+        """The rule of all tokens for part ``part`` of this tensor rank's heads: [T, heads / parts, width of values]."""
+        linear, heads = self.linear, self.num_v_heads_local_tp
+        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+
+        def own(x: Tensor, widths: list[int], dim: int) -> Tensor:
+            if parts == 1:
+                return x
+            return torch.cat([each.chunk(parts, dim)[part] for each in x.split(widths, dim)], dim)
+
+        inputs_T = own(inputs_T, [keys, keys, values, heads, heads], -1)
+        weight = own(self.conv1d.weight.squeeze(1), [keys, keys, values], 0)
+        keys, values, heads = keys // parts, values // parts, heads // parts
+        mixed_T, gates_T = torch.split(inputs_T, [2 * keys + values, 2 * heads], dim=-1)
+        positions_T = row_positions(lengths, 1, 0, inputs_T.device)
+        mixed_T = F.silu(causal_convolution(mixed_T, weight, positions_T))
+        query, key, value = torch.split(mixed_T, [keys, keys, values], dim=-1)
         sharing = linear.num_value_heads // linear.num_key_heads
         query, key = (
             unit_length(x.unflatten(-1, (-1, linear.key_head_dim))).repeat_interleave(sharing, dim=1)
             for x in (query, key)
         )
         beta, alpha = gates_T.float().chunk(2, dim=-1)
-        decay = -self.A_log.float().exp() * F.softplus(alpha + self.dt_bias.float())
+        a_log, dt_bias = (x.chunk(parts)[part].float() for x in (self.A_log, self.dt_bias))
+        decay = -a_log.exp() * F.softplus(alpha + dt_bias)
         value = value.unflatten(-1, (-1, linear.value_head_dim))
-        out_T = gated_delta_rule(query, key, value, decay, beta.sigmoid(), lengths)
-        if packed.cp == 1:
-            return out_T
-        return out_T[split_indices(lengths, packed.cp, packed.cp_rank).to(out_T.device)]
+        return gated_delta_rule(query, key, value, decay, beta.sigmoid(), lengths)
 
     def _gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """The norm of each head, times the SiLU of its gate; as ``Qwen3NextRMSNormGated``."""

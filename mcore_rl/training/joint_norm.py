@@ -1,6 +1,6 @@
 """RMSNorm over all query or key heads of a token, which tensor ranks hold in parts (OLMoE).
 
-Megatron's own query and key norms see one head (megatron-core 0.16.1, transformer/attention.py:1280), so that no rank
+Megatron's own query and key norms see one head (megatron-core 0.16.1, transformer/attention.py:1283), so that no rank
 has to ask another.  Here the mean square goes over every rank's heads: one float32 per token is summed over the tensor
 group, in the forward pass and, for its gradient, in the backward pass.
 

@@ -6,8 +6,8 @@ Built on Megatron's ``Attention``, with the parameters of its ``MLASelfAttention
   an instance of a mock.
 - Without Transformer Engine it takes a column-parallel linear for the down projections and nothing else (:462), and
   gathers their output by a function whose backward pass keeps a rank's own slice (:607).  The rotated part of the key,
-  which every rank uses for its own heads, so loses the gradient of all other ranks' heads.  Here the down projections
-  are replicated, as Transformer Engine's are, and every rank projects its own part of the sequence.
+  which every rank uses for its own heads, so loses the gradient of all other ranks' heads; so it is in 0.19.2 (:739).
+  Here the down projections are replicated, as Transformer Engine's are, and every rank projects its part of a sequence.
 - It knows two types of RoPE, its yarn always rounds the bounds of the ramp, and it reads the boundaries of packed
   sequences back from the device twice a layer (models/common/embeddings/rope_utils.py:204).
 
@@ -17,7 +17,6 @@ Serves both layer specs: the linears are the spec's.  Deliberately not here: dec
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.parallel.context import split_indices
 from mcore_rl.training.rope import inverse_frequencies
-from mcore_rl.training.sequences import PackedSequences
+from mcore_rl.training.sequences import PackedSequences, row_positions
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -203,16 +201,6 @@ class LatentAttention(Attention):
         angles = angles.view(-1, *(1,) * (like.dim() - 2), angles.shape[1])
         cos, sin = angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
         return cos.to(like.dtype), sin.to(like.dtype)
-
-
-@lru_cache(maxsize=64)
-def row_positions(padded_lengths: tuple[int, ...], cp: int, cp_rank: int, device: torch.device) -> Tensor:
-    """Position in its own sequence of each row that context rank ``cp_rank`` holds; float32 [T / cp].
-
-    padded_lengths: tokens of each sequence over all ranks, laid end to end.  The result is shared: read it only.
-    """
-    positions_T = torch.cat([torch.arange(length, dtype=torch.float32) for length in padded_lengths])
-    return positions_T[split_indices(padded_lengths, cp, cp_rank)].to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

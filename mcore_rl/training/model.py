@@ -28,7 +28,7 @@ from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.fusions import UNFUSED, Fusions
 from mcore_rl.training.hidden_head import HiddenHead
 from mcore_rl.training.layers import block_spec, has_head_norms
-from mcore_rl.training.rope import frequency_sets, score_scale, set_frequencies
+from mcore_rl.training.rope import PackedRotaryEmbedding, frequency_sets, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
@@ -209,6 +209,8 @@ def build_chunks(
                 vp_stage=vp_stage if parallel.vpp > 1 else None,
             )
         if model.mla is None:
+            if not config.apply_rope_fusion:
+                chunk.rotary_pos_emb = PackedRotaryEmbedding.instead_of(chunk.rotary_pos_emb)
             set_frequencies(chunk.rotary_pos_emb, *frequency_sets(model))
         if chunk_index == 0 and model.embedding_scale != 1.0:
             chunk.embedding.register_forward_hook(ScaledEmbeddings(model.embedding_scale, config.params_dtype))
@@ -268,8 +270,8 @@ def _forget_routing(chunk: GPTModel) -> None:
 
 
 def _reduce_experts_over_their_own_group(chunk: GPTModel) -> None:
-    # Megatron does this only if ep > 1 (tensor_parallel/layers.py:829).  With ep=1 and etp < tp it would not sum the
-    # gradients of experts that are replicated over tensor ranks.
+    # Megatron 0.16.1 does this only if ep > 1 (tensor_parallel/layers.py:886).  With ep=1 and etp < tp it would not sum
+    # the gradients of experts that are replicated over tensor ranks.  0.19.2 does it then too (:961).
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():

@@ -118,7 +118,7 @@ class Optimizer:
     def _grad_norm(self) -> float:
         """The global L2 norm, as Megatron computes it, with one read of the device for all tensors and parts.
 
-        Without Transformer Engine or Apex, Megatron's own reads it once for every tensor (core/utils.py:1206, 0.16.1).
+        Without Transformer Engine or Apex, Megatron's own reads it once for every tensor (core/utils.py:1205, 0.16.1).
         """
         parts = self.megatron.chained_optimizers
         named = [(grads_for_norm(part), part.get_grad_stats_parallel_group()) for part in parts]

@@ -1,9 +1,9 @@
 """Rotary position embedding: the frequencies that transformers uses, in float32 and bit for bit.
 
-Megatron computes its own (models/common/embeddings/rotary_pos_embedding.py), with Llama 3.1's constants written in and
-in another order of operations; ``set_frequencies`` replaces them.  Positions, packing and context parallelism stay
-Megatron's.  Frequencies that change with the length of the input (dynamic NTK, longrope beyond the pre-training's
-length) are deliberately not here.
+Megatron computes its own (models/common/embeddings/rotary_pos_embedding.py), the same bit for bit, but with Llama 3.1's
+constants written in, and none for longrope; ``set_frequencies`` replaces them.  The rotation stays Megatron's, and
+which tokens a context rank has.  Frequencies that change with the length of the input (dynamic NTK, longrope beyond the
+pre-training's length) are deliberately not here.
 
 The attention factor of yarn and longrope multiplies cosine and sine, so that the rotated part of a query-key product
 carries its square.  Where heads are rotated wholly, we put that square into the softmax scale (``score_scale``), and
@@ -14,12 +14,14 @@ rotation of packed sequences silently drops the factor (rope_utils.py, ``apply_r
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
+from mcore_rl.training.sequences import PackedSequences, row_positions
 
 
 def inverse_frequencies(rope: RopeConfig, base: float, dim: int) -> Tensor:
@@ -92,6 +94,39 @@ def set_frequencies(embedding: RotaryEmbedding, *frequencies: Tensor) -> None:
         )
     assert embedding.seq_len_interpolation_factor is None, "positions would be divided a second time"
     embedding.inv_freq = torch.cat(frequencies).to(embedding.inv_freq.device)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron is untyped
+    """Megatron's embedding, whose angles of packed sequences are those of all their tokens, end to end.
+
+    Megatron takes such angles too, and rotates all sequences at once (models/common/embeddings/rope_utils.py,
+    ``_apply_rotary_pos_emb_thd``).  Given those of the longest sequence alone, 0.19.2 writes one sequence after another
+    into the result (:255), and its backward pass copies the whole for each: 64 sequences take 5 times as long, 256 take
+    16 times.  Not for Transformer Engine's fused rotation, which wants the angles of the longest.
+    """
+
+    _padded_lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def instead_of(cls, embedding: RotaryEmbedding) -> PackedRotaryEmbedding:
+        """One of the same width, on the same device and for the same context ranks as Megatron's ``embedding``."""
+        on_cpu = embedding.inv_freq.device.type == "cpu"
+        width = 2 * len(embedding.inv_freq)
+        return cls(width, rotary_percent=1.0, use_cpu_initialization=on_cpu, cp_group=embedding.cp_group)
+
+    def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
+        """Megatron's arguments and result; notes which sequences the next forward pass is for."""
+        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
+        self._padded_lengths = () if packed is None else packed.padded_lengths
+        length: int = super().get_rotary_seq_len(*args, **options)
+        return length
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **options: Any) -> Tensor:
+        """Angles [rows, 1, 1, 2 * frequencies]; rows of packed sequences are those of all context ranks together."""
+        angles: Tensor = super().forward(max_seq_len, offset, packed_seq, **options)
+        if not packed_seq:
+            return angles
+        return angles[row_positions(self._padded_lengths, 1, 0, angles.device).long()]
 
 
 def angles_of(rotary_pos_emb: Tensor, index: int, num_sets: int) -> Tensor:

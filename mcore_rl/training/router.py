@@ -147,7 +147,7 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Router logits [s / tp, b, E]."""
         # Sigmoids in float32, all else in the dtype of the weights, as transformers does; Megatron's own function is a
-        # NameError without Transformer Engine (transformer/moe/moe_utils.py:1192, te_general_gemm).
+        # NameError without Transformer Engine (transformer/moe/moe_utils.py:1192, 0.16.1), which 0.19.2 has mended.
         if self.config.moe_router_dtype == "fp32":
             assert self.bias is None, "no router of sigmoids or of latent attention has a bias of its logits"
             return torch.nn.functional.linear(input.float(), self.weight.float())

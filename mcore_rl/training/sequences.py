@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -136,3 +136,13 @@ class PackedSequences(PackedSeqParams):
 def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
     """``[0, lengths[0], lengths[0] + lengths[1], ...]``, int32: what flash kernels call cu_seqlens."""
     return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+@lru_cache(maxsize=64)
+def row_positions(padded_lengths: tuple[int, ...], cp: int, cp_rank: int, device: torch.device) -> Tensor:
+    """Position in its own sequence of each row that context rank ``cp_rank`` holds; float32 [T / cp].
+
+    padded_lengths: tokens of each sequence over all ranks, laid end to end.  The result is shared: read it only.
+    """
+    positions_T = torch.cat([torch.arange(length, dtype=torch.float32) for length in padded_lengths])
+    return positions_T[split_indices(padded_lengths, cp, cp_rank)].to(device)

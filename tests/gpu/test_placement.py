@@ -17,7 +17,7 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import delta_rule
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.latent_attention import row_positions
+from mcore_rl.training.sequences import row_positions
 from tests.gpu.two_memories import HOST, THERE, TwoMemories
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights

@@ -44,6 +44,7 @@ CASES = [
     )
 ]
 CASES += [(LINEAR, "", Precision.bfloat16, recompute) for recompute in (Recompute.none, Recompute.selective)]
+CASES.append((LINEAR, "cp=2", Precision.bfloat16, Recompute.none))
 CASES.append((replace(WIDE, num_query_groups=1), "tp=2", Precision.bfloat16, Recompute.none))
 
 
@@ -90,7 +91,7 @@ def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
     Selective recompute saves its inputs outside of autograd's eyes, and forward comes twice, so that what is seen is
     what is kept without recompute less the copy that joins sequences: it is held to the same number.
     """
-    alone, both = ([case for case in CASES if (case[1] == "tp=2") is split] for split in (False, True))
+    alone, both = ([case for case in CASES if bool(case[1]) is split] for split in (False, True))
     measured = (
         run_ranks(saved_bytes, 1, (alone,), timeout_s=240)[0],
         run_ranks(saved_bytes, 2, (both,), timeout_s=240)[0],
@@ -100,7 +101,8 @@ def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
             engine = EngineConfig(precision=precision, microbatch_tokens=ROWS)
             parallel = parse_layout(layout)
             work = Work(sequences=SEQUENCES, longest=LENGTH, mean=LENGTH)
-            role = RolePlan("actor", model, engine, parallel, parallel.tp, work, accelerator=False)
+            devices = parallel.tp * parallel.cp
+            role = RolePlan("actor", model, engine, parallel, devices, work, accelerator=False)
             step = role.training(0)
             assert step.activations + step.logits == pytest.approx(num_bytes, rel=0.04), (layout, precision, recompute)
 

@@ -1,4 +1,4 @@
-"""Rotation and positions of latent attention against transformers and by hand; the replicated linear's marks.
+"""Rotation of latent attention against transformers and by hand; the replicated linear's marks.
 
 The whole module is held to transformers' model by tests/parity and to itself under every layout by tests/invariance.
 """
@@ -14,11 +14,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.training.latent_attention import ReplicatedLinear, rotate, row_positions
+from mcore_rl.training.latent_attention import ReplicatedLinear, rotate
 from mcore_rl.training.model import transformer_config
 from tests.support import engines, models
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -37,15 +35,6 @@ def test_the_two_orders_of_pairs_differ() -> None:
     x, angles = torch.randn(5, 8), torch.randn(5, 4)
     one, other = (rotate(x, angles.cos(), angles.sin(), interleaved=interleaved) for interleaved in (True, False))
     assert not torch.allclose(one, other)
-
-
-def test_positions_start_again_with_each_sequence() -> None:
-    assert row_positions((3, 1, 2), 1, 0, CPU).tolist() == [0, 1, 2, 0, 0, 1]
-
-
-def test_positions_follow_the_zig_zag_of_context_ranks() -> None:
-    assert row_positions((8, 4), 2, 0, CPU).tolist() == [0, 1, 6, 7, 0, 3]
-    assert row_positions((8, 4), 2, 1, CPU).tolist() == [2, 3, 4, 5, 1, 2]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.training.sequences import PackedSequences, boundaries
+from mcore_rl.training.sequences import PackedSequences, boundaries, row_positions
 
 CPU = torch.device("cpu")
 
@@ -48,3 +48,12 @@ def test_gather_and_scatter_undo_each_other() -> None:
 def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, ...], padded: tuple[int, ...], cp: int) -> None:
     with pytest.raises(AssertionError):
         PackedSequences.of(lengths, padded, cp, 0, CPU)
+
+
+def test_positions_start_again_with_each_sequence() -> None:
+    assert row_positions((3, 1, 2), 1, 0, CPU).tolist() == [0, 1, 2, 0, 0, 1]
+
+
+def test_positions_follow_the_zig_zag_of_context_ranks() -> None:
+    assert row_positions((8, 4), 2, 0, CPU).tolist() == [0, 1, 6, 7, 0, 3]
+    assert row_positions((8, 4), 2, 1, CPU).tolist() == [2, 3, 4, 5, 1, 2]
