@@ -126,7 +126,7 @@ clean: ## Remove caches and builds; .venv and runs/ stay
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # What tests are held against, and need beside the environment.
-$(ORACLES): tools/set_up_oracles.sh tests/oracles.txt tests/framework.txt | $(STAMP)
+$(ORACLES): tools/set_up_oracles.sh tests/oracles.txt tests/framework.txt tests/megatron.txt | $(STAMP)
 	@tools/set_up_oracles.sh $@
 
 $(STAMP): pyproject.toml constraints.txt

@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 stamp=${1:-.venv/.ready-oracles}
 python=.venv/bin/python
-lists=(tests/oracles.txt tests/framework.txt)
+lists=(tests/oracles.txt tests/framework.txt tests/megatron.txt)
 
 say() { printf 'oracles: %s\n' "$*" >&2; }
 fail() { printf '\noracles: failed: %s\n' "$*" >&2; exit 1; }
@@ -56,8 +56,10 @@ newer() { # than the stamp, each of these
     local each
     for each in "$@"; do [[ $stamp -nt $each ]] || return 1; done
 }
-megatron=.venv/megatron-core-0.19.2  # beside the older one, which Python 3.11 has
-[[ $("$python" -c 'import sys; print(sys.version_info < (3, 12))') == True ]] || megatron=
+version() { sed -n "s/^$1=*\([0-9.]*\).*/\1/p" tests/megatron.txt; }
+megatron=.venv/megatron-core-$(version megatron-core) # beside the older one, which Python 3.11 has
+transformer_engine=.venv/transformer_engine-$(version transformer-engine)
+"$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || megatron=
 if [[ -d .venv/oracles && -d .venv/framework && -d .venv/docs && (-z $megatron || -d $megatron) ]] && newer "${lists[@]}" tools/set_up_oracles.sh; then exit 0; fi
 
 # A folder has its name only when it is whole: a test skips where there is none, and fails where it cannot import.
@@ -78,15 +80,16 @@ say "4/5 .venv/docs: mkdocs"
 make --silent PYTHON3="$PWD/$python" .venv/docs/.ready || fail "mkdocs was not installed: see make docs"
 
 # Its code is Python and runs on 3.11, which its metadata forbids; but for datasets/helpers_cpp, which nothing here imports.
-# It imports triton without asking whether it is there.
 if [[ -n $megatron ]]; then
     say "5/5 $megatron"
-    rm -rf "$megatron" "$megatron.new" .venv/transformer_engine-2.20.2
-    "$python" -m pip --disable-pip-version-check install -qq --no-deps --target "$megatron.new" \
-        --python-version 3.12 --only-binary=:all: megatron-core==0.19.2 &&
-        "$python" -m pip --disable-pip-version-check install -qq --no-deps --target "$megatron.new" triton==3.7.1 &&
-        "$python" -m pip --disable-pip-version-check install -qq --no-deps --target .venv/transformer_engine-2.20.2 \
-            transformer-engine==2.20.2 || fail "pip cannot install megatron-core 0.19.2: see what it says above"
+    rm -rf "$megatron" "$megatron.new" "$transformer_engine"
+    beside() { # NAME FOLDER [pip's options]: what tests/megatron.txt has of that name
+        "$python" -m pip --disable-pip-version-check install -qq --no-deps --target "$2" "${@:3}" \
+            --requirement <(grep "^$1=" tests/megatron.txt) || fail "pip cannot install $1: see what it says above"
+    }
+    beside megatron-core "$megatron.new" --python-version 3.12 --only-binary=:all:
+    beside triton "$megatron.new"
+    beside transformer-engine "$transformer_engine"
     mv "$megatron.new" "$megatron"
 fi
 

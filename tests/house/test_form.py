@@ -1,4 +1,4 @@
-"""The form of the code: sizes, names, and the few things that no module does.  What ruff can say is left to ruff."""
+"""The form of the code: names, and the few things that no module does.  What ruff can say is left to ruff."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.source import Rule, is_bare_string, python_files, refuse
+from tests.house.source import Rule, python_files, refuse
 
-MAX_FILE_LINES = 400
-MAX_TEST_FILE_LINES = 500  # a table of cases is long without being deep
-MAX_FUNCTION_LINES = 60  # its docstring not counted: explaining more is never the mistake
 JUNK_DRAWERS = {"utils", "util", "misc", "helpers", "helper", "common", "manager", "base"}
 
 # The environment is read where a process is described or started, and nowhere else: settings are configuration.
@@ -26,6 +23,7 @@ READS_ENVIRONMENT = (
     "mcore_rl/runtime/cluster.py",  # whether the user keeps Ray's files: Ray's own variable
     "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
     "mcore_rl/tracking/secrets.py",
+    "tools/upgrade_report.py",  # adds a folder to the path of the tests that it starts
 )
 ENVIRONMENT = ("environ", "environb", "getenv", "putenv", "unsetenv")
 PATCHES_MODULES = (
@@ -35,26 +33,6 @@ PATCHES_MODULES = (
     "mcore_rl/rollout/receiver/plain_experts.py",  # vLLM's choice of a kernel, in its own workers
     "mcore_rl/rollout/vllm_groups.py",  # vLLM's groups, in a process of its own that runs nothing else
 )
-
-
-def long_file(path: str, text: str) -> list[str]:
-    limit = MAX_TEST_FILE_LINES if path.startswith("tests/") else MAX_FILE_LINES
-    count = len(text.splitlines())
-    return [f"{path}:{count}: {count} lines, {limit} are allowed. Split it by idea"] if count > limit else []
-
-
-def long_function(path: str, text: str) -> list[str]:
-    complaints_of_file = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            count = node.end_lineno - node.lineno + 1
-            if is_bare_string(node.body[0]):
-                count -= node.body[0].end_lineno - node.body[0].lineno + 1
-            if count > MAX_FUNCTION_LINES:
-                complaints_of_file.append(
-                    f"{path}:{node.lineno}: {node.name} has {count} lines, {MAX_FUNCTION_LINES} are allowed"
-                )
-    return complaints_of_file
 
 
 def junk_drawer(path: str, _: str) -> list[str]:
@@ -154,14 +132,11 @@ def _attribute_writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 PACKAGE = ("mcore_rl",)
 CODE = ("mcore_rl", "tools", "benchmarks", "launch")
 EVERYTHING = (*CODE, "tests")
-FUNCTION_OF_61_LINES = "def f():\n    '''Two\n    lines.'''\n" + "    x = 1\n" * 60
 
 
 @pytest.mark.parametrize(
     ("rule", "folders"),
     [
-        (long_file, EVERYTHING),
-        (long_function, EVERYTHING),
         (junk_drawer, EVERYTHING),
         (getattr_with_default, CODE),
         (environment_use, CODE),
@@ -176,10 +151,6 @@ def test_the_house_keeps_the_rule(rule: Rule, folders: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("rule", "path", "bad"),
     [
-        (long_file, "mcore_rl/x.py", "x = 1\n" * 401),
-        (long_file, "tests/test_x.py", "x = 1\n" * 501),
-        (long_function, "mcore_rl/x.py", FUNCTION_OF_61_LINES),
-        (long_function, "mcore_rl/x.py", "class C:\n    async def f(self):\n" + "        x = 1\n" * 60),
         (junk_drawer, "mcore_rl/weights/utils.py", ""),
         (junk_drawer, "mcore_rl/common/names.py", ""),
         (getattr_with_default, "mcore_rl/x.py", "y = getattr(cfg, 'lr', 1e-6)"),
@@ -199,8 +170,6 @@ def test_the_rule_refuses(rule: Rule, path: str, bad: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "path", "good"),
     [
-        (long_file, "mcore_rl/x.py", "x = 1\n" * 400),
-        (long_function, "mcore_rl/x.py", FUNCTION_OF_61_LINES.removesuffix("    x = 1\n")),
         (junk_drawer, "mcore_rl/weights/names.py", ""),
         (getattr_with_default, "mcore_rl/x.py", "y = getattr(cfg, name)"),
         (environment_use, "mcore_rl/parallel/device.py", "import os\ny = os.environ['RANK']"),

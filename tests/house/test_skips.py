@@ -101,4 +101,5 @@ def test_oracles_replace_nothing_of_the_environment_and_services_are_those_of_th
 def test_the_script_reads_the_lists() -> None:
     script = (ROOT / "tools" / "set_up_oracles.sh").read_text(encoding="utf-8")
     assert all(f"--requirement {path}" in script for path in LISTS)
+    assert '--requirement <(grep "^$1=" tests/megatron.txt)' in script
     assert "==" not in script.replace(" == ", ""), "versions stand in the lists alone"

@@ -14,15 +14,6 @@ ALLOWED = {
     "mcore_rl/parallel/pinned.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
     "mcore_rl/rehearsal/rank.py": {"cuda"},  # the kind of device that a rehearsed engine believes in
-    "mcore_rl/config/megatron_fields.py": {  # fields of Megatron's, which has them all
-        "enable_cuda_graph",
-        "cuda_graph_use_single_mempool",
-        "cuda_graph_retain_backward_graph",
-        "cuda_graph_warmup_steps",
-        "external_cuda_graph",
-        "cuda_graph_impl",
-        "cuda_graph_scope",
-    },
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
         "get_cuda_rng_tracker",
@@ -34,6 +25,8 @@ ALLOWED_FILES = (
     "tools/check_environment.py",
     "tools/record_requirements.py",
     # Other people's keys, by their names.
+    "mcore_rl/config/megatron_fields.py",
+    "mcore_rl/config/megatron_versions.py",
     "mcore_rl/config/vllm_fields.py",
     "mcore_rl/config/verl/rows_roles.py",
     "mcore_rl/config/verl/rows_rollout.py",
