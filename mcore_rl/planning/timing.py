@@ -9,6 +9,7 @@ tell an hour from a day.  Counts of operations are those of ``families/flops.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
@@ -18,16 +19,22 @@ from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
+    EAGER_LAYER_S,
+    EXPERT_DECODE_S,
     EXPERT_EFFICIENCY,
     HOST_LINK_GB_S,
     LAYER_LATENCY_S,
     LINK_EFFICIENCY,
+    LOCAL_EFFICIENCY,
+    LOCAL_EXPERT_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    MOST_EXPERT_FLOPS,
     NODES_LATENCY_S,
     ROUND_IMBALANCE,
     ROUND_S,
     STEP_LATENCY_S,
+    device_efficiency,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
 from mcore_rl.planning.training import RolePlan
@@ -57,7 +64,7 @@ class Rates:
         accelerator, reached = cluster.gpus_per_node > 0, cluster.reached
         if accelerator:
             known = peak or peak_tflops(cluster.device_name, precision) or UNKNOWN_TFLOPS
-            flops, share = known * 1e12 * MATMUL_EFFICIENCY, 1.0
+            flops, share = known * 1e12 * MATMUL_EFFICIENCY * device_efficiency(cluster.device_name), 1.0
         else:
             cores = CPU_CORE_GFLOPS[precision.value] * 1e9 * cluster.cpus_per_node
             flops, share = (peak * 1e12 if peak else cores / per_node), 1 / per_node
@@ -80,9 +87,17 @@ class Rates:
         return num_bytes * (size - 1) / size / self.link(size, stride) if size > 1 else 0.0
 
 
-def compute_flops_rate(model: ModelConfig, rates: Rates) -> float:
-    """Operations per second that the matrix products of ``model`` reach."""
-    return rates.flops * (EXPERT_EFFICIENCY if model.moe is not None and rates.accelerator else 1.0)
+def compute_flops_rate(model: ModelConfig, rates: Rates, *, fused: bool = True) -> float:
+    """Operations per second that layers of ``model`` reach.
+
+    fused: they are Transformer Engine's, or an engine's, else the local ones.
+    """
+    if not rates.accelerator:
+        return rates.flops
+    if model.moe is None:
+        return rates.flops * (1.0 if fused else LOCAL_EFFICIENCY)
+    share = EXPERT_EFFICIENCY if fused else LOCAL_EXPERT_EFFICIENCY
+    return min(rates.flops, MOST_EXPERT_FLOPS) * share
 
 
 def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
@@ -94,7 +109,7 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
     passes = 3 + role.recomputed_share if train else 1
     per_rank = forward * passes / layout.world_size
-    compute = per_rank / compute_flops_rate(model, rates)
+    compute = per_rank / compute_flops_rate(model, rates, fused=role.kernels.fused)
     tokens = num_sequences * work.mean / (layout.dp * layout.cp)  # rows of a context rank
     rounds = 3 + role.recomputed_share if train else 1
     communication = layer_communication_s(role, rates) * tokens * rounds
@@ -184,9 +199,7 @@ def generation_s(
         (weights + active * held) / rates.memory,
         2 * matmul_parameters(model) * active / layout.tp / rates.flops,
     )
-    if rates.accelerator:
-        seconds += steps * STEP_LATENCY_S
-        seconds += steps * 2 * model.num_layers * LAYER_LATENCY_S * (layout.tp > 1 or layout.ep > 1)
+    seconds += steps * decode_latency_s(model, config, rates)
     prompts = num_prompts * (1 if config.enable_prefix_caching else config.n) / replicas
     prefill = forward_flops(model, [max(1, round(mean_prompt))]) * prompts / layout.tp
     between = 0.0
@@ -198,6 +211,15 @@ def generation_s(
     return seconds + prefill / compute_flops_rate(model, rates), between
 
 
+def decode_latency_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> float:
+    """Seconds of a decode step besides reading weights and cache: scheduling, launches, small reductions."""
+    if not rates.accelerator:
+        return 0.0
+    layer = EAGER_LAYER_S * config.enforce_eager + EXPERT_DECODE_S * (model.moe is not None)
+    layer += 2 * LAYER_LATENCY_S * (config.layout.tp > 1 or config.layout.ep > 1)
+    return STEP_LATENCY_S + model.num_layers * layer
+
+
 def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
     """Seconds of an all-reduce of ``num_bytes`` over ``size`` neighbours on several nodes, whole nodes of them.
 
@@ -205,21 +227,26 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
     faster than inside a node.
     """
     links = min(rates.inter * rates.per_node, rates.intra)
-    return NODES_LATENCY_S + 2 * num_bytes * (size - 1) / size / links
+    nodes = ceil(size / rates.per_node)
+    return NODES_LATENCY_S * log2(max(2, nodes)) + 2 * num_bytes * (size - 1) / size / links
 
 
 def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
     """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
-    total = rollout_weight_bytes(model, config.layout, size)
+    return rollout_weight_bytes(model, config.layout, size) - idle_expert_bytes(model, config, size, active)
+
+
+def idle_expert_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
+    """Bytes of a rank's experts that none of ``active`` sequences chose in a decode step."""
     if model.moe is None:
-        return total
+        return 0.0
     moe, layout = model.moe, config.layout
     sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
     over = layout.tp if layout.ep == 1 else layout.ep
     experts = 3 * model.hidden_size * moe.ffn_hidden_size * moe.num_experts * sparse * size / over
     tokens = active * (layout.dp if layout.experts_span_replicas else 1)
     untouched: float = (1 - moe.top_k / moe.num_experts) ** max(1.0, tokens)
-    return total - experts * untouched
+    return experts * untouched
 
 
 @dataclass(frozen=True)
