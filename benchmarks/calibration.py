@@ -47,13 +47,15 @@ from mcore_rl.planning.timing import Rates
 from mcore_rl.planning.training import RolePlan, Work
 
 # The fitted constants, as timing.py has them; and those of devices, by words of their names.
-FITTED = (
-    "EXPERT_EFFICIENCY", "LOCAL_EFFICIENCY", "LOCAL_EXPERT_EFFICIENCY", "LAYER_LATENCY_S", "NODES_LATENCY_S",
-    "EXPERT_DECODE_S", "EAGER_LAYER_S",
-)  # fmt: skip
-DEVICES = ("MI300X", "GB200")
-ROUNDS, NUDGE = 2, 1.1
-PRIOR = 0.02  # how much a constant's own value counts against a row's: with no row for it, it stays
+# What they were before any row was known, or hardly anything where they were not there: a constant of which the other
+# rows say nothing goes back to it.
+BEFORE = {
+    "EXPERT_EFFICIENCY": 0.67, "LOCAL_EFFICIENCY": 1.0, "LOCAL_EXPERT_EFFICIENCY": 0.67, "LAYER_LATENCY_S": 8e-6,
+    "NODES_LATENCY_S": 3e-5, "EXPERT_DECODE_S": 1e-5, "EAGER_LAYER_S": 1e-4,
+}  # fmt: skip
+DEVICES = {"MI300X": 1.0, "GB200": 1.0}
+ROUNDS, NUDGE = 3, 1.1
+PRIOR = 0.02  # how much that counts against a row
 
 
 @cache
@@ -105,14 +107,14 @@ def planned_gain(gain: MeasuredGain) -> tuple[ModeResult, ModeResult]:
 
 def ratios() -> dict[tuple[str, str], float]:
     """(row, part) -> planned over measured, of all that counts; of an update by MFU, measured over planned."""
-    found = {}
+    known = {}
     for run in measured_runs():
         if counted := run.counted:
             parts = planned_parts(run)
-            found |= {(run.name, part): parts[part] / seconds for part, seconds in counted.items()}
+            known |= {(run.name, part): parts[part] / seconds for part, seconds in counted.items()}
     for update in measured_updates():
-        found[update.name, "update"] = update.mfu / planned_mfu(update)
-    return found
+        known[update.name, "update"] = update.mfu / planned_mfu(update)
+    return known
 
 
 def rows() -> Iterator[list[str]]:
@@ -142,7 +144,7 @@ class _Constants:
 
     def __init__(self, values: Mapping[str, float]) -> None:
         devices = {word: values[word] for word in DEVICES}
-        self._patches = [patch.object(timing, name, values[name]) for name in FITTED]
+        self._patches = [patch.object(timing, name, values[name]) for name in BEFORE]
         self._patches.append(
             patch.object(
                 timing, "device_efficiency", lambda name: next((v for w, v in devices.items() if w in name), 1.0)
@@ -160,13 +162,12 @@ class _Constants:
 
 def begun() -> dict[str, float]:
     """The planner's constants."""
-    return {name: getattr(timing, name) for name in FITTED} | {word: timing.device_efficiency(word) for word in DEVICES}
+    return {name: getattr(timing, name) for name in BEFORE} | {word: timing.device_efficiency(word) for word in DEVICES}
 
 
 def fitted(without: str = "") -> dict[str, float]:
     """The constants that fit all rows but one best: least squares of logarithms, a row's parts together as one."""
-    first = begun()
-    values = dict(first)
+    first, values = BEFORE | DEVICES, begun()
     for _ in range(ROUNDS):
         with _Constants(values):
             here = ratios()
@@ -192,8 +193,8 @@ def left_out(names: Sequence[str]) -> Iterator[list[str]]:
     """Of each row its ratios by constants that were fitted without it."""
     for name in names:
         with _Constants(fitted(name)):
-            found = {part: ratio for (each, part), ratio in ratios().items() if each == name}
-        yield [name, ", ".join(f"{part} {ratio:.2f}" for part, ratio in found.items())]
+            known = {part: ratio for (each, part), ratio in ratios().items() if each == name}
+        yield [name, ", ".join(f"{part} {ratio:.2f}" for part, ratio in known.items())]
 
 
 def main() -> None:
@@ -203,13 +204,13 @@ def main() -> None:
     parser.add_argument("--gains", action="store_true")
     options = parser.parse_args()
     show(("run", "part", "measured", "planned", "ratio", ""), rows())
-    found = ratios()
-    mean = exp(sum(abs(log(each)) for each in found.values()) / len(found)) - 1
-    print(f"{len(found)} values of {len({name for name, _ in found})} rows count; their mean error is {mean:.0%}")
-    print(f"outside {WITHIN:.0%}: {[key for key, each in found.items() if abs(each - 1) > WITHIN] or 'none'}")
+    known = ratios()
+    mean = exp(sum(abs(log(each)) for each in known.values()) / len(known)) - 1
+    print(f"{len(known)} values of {len({name for name, _ in known})} rows count; their mean error is {mean:.0%}")
+    print(f"outside {WITHIN:.0%}: {[key for key, each in known.items() if abs(each - 1) > WITHIN] or 'none'}")
     if options.leave_one_out:
         print("fitted to all:", json.dumps({name: float(f"{each:.3g}") for name, each in fitted().items()}))
-        show(("run left out", "its ratios"), left_out(list(dict.fromkeys(name for name, _ in found))))
+        show(("run left out", "its ratios"), left_out(list(dict.fromkeys(name for name, _ in known))))
     if options.gains:
         gains = []
         for gain in measured_gains():

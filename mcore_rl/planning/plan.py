@@ -35,7 +35,7 @@ from mcore_rl.planning.overheads import GIB, MEAN_RESPONSE_SHARE, SWITCH_S, Proc
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
-from mcore_rl.planning.step_range import Calibration, calibration_of
+from mcore_rl.planning.step_range import role_calibration
 from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work, engine_lora
 
@@ -114,7 +114,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         num_parameters=roles[0].sizes.num_parameters,
         peaks=_in_order(run_peaks),
         seconds=seconds,
-        calibration=_calibration(roles[0], cluster),
+        calibration=role_calibration(cluster, roles[0]),
         violations=[*_too_large(run_peaks), *_no_cache(run, room, device_bytes)],
         concurrency=room.concurrency,
         tokens=tokens,
@@ -152,7 +152,7 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
         num_parameters=role.sizes.num_parameters,
         peaks=_in_order(all_peaks),
         seconds=seconds,
-        calibration=_calibration(role, cluster),
+        calibration=role_calibration(cluster, role),
         violations=_too_large(all_peaks),
         tokens={"trained": role.work.sequences * role.work.mean},
         notes=_notes(config.actor, role.work, "actor"),
@@ -259,11 +259,6 @@ def _seconds(
         by_part["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
     tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
     return by_part, tokens, between
-
-
-def _calibration(role: RolePlan, cluster: ClusterConfig) -> Calibration:
-    billions, experts = role.sizes.num_parameters / 1e9, role.model.moe is not None
-    return calibration_of(cluster, billions=billions, experts=experts, fused=role.kernels.fused)
 
 
 def _heaviest(role: RolePlan) -> StateBytes:

@@ -11,6 +11,7 @@ from math import log
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.planning.measured_runs import WITHIN, MeasuredRun, measured_runs, measured_updates
+from mcore_rl.planning.training import RolePlan
 
 # Devices that share rows: the same chip with another memory, or of the same generation.
 ALIKE = (("H100", "H200"), ("GB200", "B200"), ("MI300X", "MI325X"), ("A100",))
@@ -47,6 +48,12 @@ class Calibration:
             f"no measured run has this device, model kind and layers; the nearest is {self.run}, "
             f"and a step may take {UNKNOWN:g} times as long"
         )
+
+
+def role_calibration(cluster: ClusterConfig, role: RolePlan) -> Calibration:
+    """The calibration of a run on ``cluster`` that trains ``role``."""
+    billions, experts = role.sizes.num_parameters / 1e9, role.model.moe is not None
+    return calibration_of(cluster, billions=billions, experts=experts, fused=role.kernels.fused)
 
 
 def calibration_of(cluster: ClusterConfig, *, billions: float, experts: bool, fused: bool) -> Calibration:

@@ -44,6 +44,7 @@ def test_known_devices(name: str, bfloat16: float, float32: float | None) -> Non
         "NVIDIA H20",
         "NVIDIA L40",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
         "NVIDIA A10",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB",

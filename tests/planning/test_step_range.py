@@ -26,9 +26,9 @@ def calibration(cluster: str, billions: float, *, experts: bool = False, fused: 
 def test_a_run_like_a_measured_one_names_the_nearest(
     cluster: str, billions: float, experts: bool, fused: bool, run: str
 ) -> None:
-    found = calibration(cluster, billions, experts=experts, fused=fused)
-    assert found.alike and found.run == run and found.text.startswith(f"calibrated on {run}")
-    low, high = found.range_s(100.0)
+    nearest = calibration(cluster, billions, experts=experts, fused=fused)
+    assert nearest.alike and nearest.run == run and nearest.text.startswith(f"calibrated on {run}")
+    low, high = nearest.range_s(100.0)
     assert low * (1 + WITHIN) == pytest.approx(100) and high * (1 - WITHIN) == pytest.approx(100)
 
 
@@ -45,14 +45,18 @@ def test_a_run_like_a_measured_one_names_the_nearest(
     ],
 )
 def test_other_runs_have_a_wider_range(cluster: str, experts: bool, fused: bool, run: str) -> None:
-    found = calibration(cluster, 8.0, experts=experts, fused=fused)
-    assert not found.alike and found.run.startswith(run) and "no measured run has this" in found.text
-    assert found.range_s(100.0) == (pytest.approx(80), 100 * UNKNOWN)
+    nearest = calibration(cluster, 8.0, experts=experts, fused=fused)
+    assert not nearest.alike and nearest.run.startswith(run) and "no measured run has this" in nearest.text
+    assert nearest.range_s(100.0) == (pytest.approx(80), 100 * UNKNOWN)
 
 
 def test_nothing_was_measured_on_a_cpu() -> None:
-    found = calibration("cpu", 0.5)
-    assert found.run == "" and found.range_s(10.0) == (5.0, 20.0) and found.text.startswith("no measured run is like")
+    nearest = calibration("cpu", 0.5)
+    assert (
+        nearest.run == ""
+        and nearest.range_s(10.0) == (5.0, 20.0)
+        and nearest.text.startswith("no measured run is like")
+    )
 
 
 def test_every_device_of_a_row_has_a_family() -> None:
