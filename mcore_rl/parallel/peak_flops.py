@@ -38,7 +38,8 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
 def peak_tflops(device_name: str, precision: Precision) -> float | None:
     """TFLOP/s of a device for matrices of ``precision``; None if unknown.
 
-    device_name: ``Platform.device_name``.  Unknown for different devices in one machine, for a part of one (MIG), and for a slower one of the same name.
+    device_name: ``Platform.device_name``.  Unknown for different devices in one machine, for a part of one (MIG), and
+    for a slower one of the same name.
     """
     names = device_name.split(", ")
     if len(names) > 1 or re.search(r"\bMIG\b|\bLaptop\b|\b4090 D\b", device_name):

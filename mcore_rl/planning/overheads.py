@@ -57,9 +57,11 @@ DEVICE_EFFICIENCY = (("MI300X", 0.65), ("MI325X", 0.65), ("B200", 0.6))
 # The local dense layers, over Transformer Engine's: one H200, 37 % of the data sheet.
 LOCAL_EFFICIENCY = 0.75
 # Layers with experts, over dense ones: many small products, rows that are permuted, and a host that launches them.
-# That is also why devices faster than MOST_EXPERT_FLOPS, what dense layers reach on H100, train them no faster: Qwen3-
-# 30B-A3B takes as many device-seconds on GB200 as on H100.  And the local ones, whose experts are launched one by one.
-EXPERT_EFFICIENCY = 0.27
+# They reach half of the rate where an expert has so many columns, and Mixtral's, with eight times as many, nearly all
+# of it (arXiv:2504.14960).  The host is also why devices faster than MOST_EXPERT_FLOPS, what dense layers reach on
+# H100, train them no faster: Qwen3-30B-A3B takes as many device-seconds on GB200 as on H100.  And the local ones,
+# whose experts are launched one by one.
+HALF_RATE_WIDTH = 2000
 LOCAL_EXPERT_EFFICIENCY = 0.08
 MOST_EXPERT_FLOPS = 495e12
 # The share of the data sheet's memory bandwidth that decode reaches when it reads weights and cache.
@@ -70,7 +72,7 @@ LINK_EFFICIENCY = 0.7
 # Of a small all-reduce inside a node, of which decode has two a layer and step; and of one over two nodes, once more
 # for every doubling of the nodes.
 LAYER_LATENCY_S = 1.5e-5
-NODES_LATENCY_S = 6e-5
+NODES_LATENCY_S = 7e-5
 STEP_LATENCY_S = 4e-3  # scheduler and sampler of vLLM, between two decode steps
 EXPERT_DECODE_S = 4e-5  # more of a layer with experts in a decode step: the router, and the small products' launches
 EAGER_LAYER_S = 1.1e-3  # more of a layer whose kernels are launched one by one, without graphs (enforce_eager)

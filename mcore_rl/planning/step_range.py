@@ -45,7 +45,7 @@ class Calibration:
         if self.alike:
             return f"calibrated on {self.run}: measured runs of this kind are within {WITHIN:.0%}"
         return (
-            f"no measured run has this device, model kind and layers; the nearest is {self.run}, "
+            f"no measured run has this device, model kind and layers; nearest is {self.run}, "
             f"and a step may take {UNKNOWN:g} times as long"
         )
 

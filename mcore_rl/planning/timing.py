@@ -21,7 +21,7 @@ from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
     EAGER_LAYER_S,
     EXPERT_DECODE_S,
-    EXPERT_EFFICIENCY,
+    HALF_RATE_WIDTH,
     HOST_LINK_GB_S,
     LAYER_LATENCY_S,
     LINK_EFFICIENCY,
@@ -94,10 +94,16 @@ def compute_flops_rate(model: ModelConfig, rates: Rates, *, fused: bool = True) 
     """
     if not rates.accelerator:
         return rates.flops
+    most = rates.flops if model.moe is None else min(rates.flops, MOST_EXPERT_FLOPS)
+    return most * layers_share(model, fused=fused)
+
+
+def layers_share(model: ModelConfig, *, fused: bool) -> float:
+    """What layers of ``model`` reach, over Transformer Engine's dense ones."""
     if model.moe is None:
-        return rates.flops * (1.0 if fused else LOCAL_EFFICIENCY)
-    share = EXPERT_EFFICIENCY if fused else LOCAL_EXPERT_EFFICIENCY
-    return min(rates.flops, MOST_EXPERT_FLOPS) * share
+        return 1.0 if fused else LOCAL_EFFICIENCY
+    width = model.moe.ffn_hidden_size
+    return width / (width + HALF_RATE_WIDTH) if fused else LOCAL_EXPERT_EFFICIENCY
 
 
 def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:

@@ -15,11 +15,17 @@ from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, RolloutConfig, RolloutL
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.planning import timing
 from mcore_rl.planning.overheads import (
-    EXPERT_EFFICIENCY,
+    EAGER_LAYER_S,
+    EXPERT_DECODE_S,
+    HALF_RATE_WIDTH,
     HOST_LINK_GB_S,
+    LAYER_LATENCY_S,
     LINK_EFFICIENCY,
+    LOCAL_EFFICIENCY,
+    LOCAL_EXPERT_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    MOST_EXPERT_FLOPS,
     NODES_LATENCY_S,
     ROUND_IMBALANCE,
     ROUND_S,
@@ -127,9 +133,42 @@ def test_rows_travel_to_experts_and_back() -> None:
     assert seconds == pytest.approx(4 * 2 * (2 * 64 * 2) * 3 / 4 / 1e10)
 
 
-def test_experts_reach_less_of_the_peak_on_accelerators_alone() -> None:
-    assert timing.compute_flops_rate(EXPERTS, RATES) == 1e12 * EXPERT_EFFICIENCY
-    assert timing.compute_flops_rate(EXPERTS, replace(RATES, accelerator=False)) == 1e12
+def test_experts_and_local_layers_reach_less_of_the_peak_on_accelerators_alone() -> None:
+    """Experts of 32 columns, and some as wide as those that reach half of the rate."""
+    assert timing.compute_flops_rate(EXPERTS, RATES) == 1e12 * 32 / (32 + HALF_RATE_WIDTH)
+    wide = replace(EXPERTS, moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=HALF_RATE_WIDTH))
+    assert timing.compute_flops_rate(wide, RATES) == 0.5e12
+    assert timing.compute_flops_rate(MODEL, RATES, fused=False) == 1e12 * LOCAL_EFFICIENCY
+    assert timing.compute_flops_rate(wide, RATES, fused=False) == 1e12 * LOCAL_EXPERT_EFFICIENCY
+    on_cpu = replace(RATES, accelerator=False)
+    assert {timing.compute_flops_rate(each, on_cpu, fused=False) for each in (MODEL, EXPERTS)} == {1e12}
+
+
+def test_faster_devices_train_experts_no_faster() -> None:
+    fast, faster = (replace(RATES, flops=factor * MOST_EXPERT_FLOPS) for factor in (1, 3))
+    assert timing.compute_flops_rate(EXPERTS, faster) == timing.compute_flops_rate(EXPERTS, fast)
+    assert timing.compute_flops_rate(MODEL, faster) == 3 * timing.compute_flops_rate(MODEL, fast)
+
+
+def test_a_device_reaches_its_own_share_of_the_data_sheet() -> None:
+    rates = {name: Rates.of(load_cluster(name), 8, Precision.bfloat16) for name in ("amd_mi300x", "nvidia_b200")}
+    assert rates["amd_mi300x"].flops == pytest.approx(1307.4e12 * MATMUL_EFFICIENCY * 0.65)
+    assert rates["nvidia_b200"].flops == pytest.approx(2250e12 * MATMUL_EFFICIENCY * 0.6)
+
+
+def test_a_decode_step_waits_for_launches_and_reductions() -> None:
+    """Four layers: two reductions each where a layer is split, launches each without graphs, a router each."""
+    eager, split = rollout(enforce_eager=True), rollout(tp=2)
+    assert timing.decode_latency_s(MODEL, rollout(), RATES) == STEP_LATENCY_S
+    assert timing.decode_latency_s(MODEL, split, RATES) == pytest.approx(STEP_LATENCY_S + 8 * LAYER_LATENCY_S)
+    assert timing.decode_latency_s(MODEL, eager, RATES) == pytest.approx(STEP_LATENCY_S + 4 * EAGER_LAYER_S)
+    assert timing.decode_latency_s(EXPERTS, rollout(), RATES) == pytest.approx(STEP_LATENCY_S + 4 * EXPERT_DECODE_S)
+    assert timing.decode_latency_s(MODEL, eager, replace(RATES, accelerator=False)) == 0.0
+
+
+def test_reductions_over_more_nodes_wait_once_for_every_doubling() -> None:
+    waits = [timing.nodes_reduction_s(0.0, size, RATES) for size in (16, 32, 64)]
+    assert waits == [pytest.approx(count * NODES_LATENCY_S) for count in (1, 2, 3)]
 
 
 def test_a_pipeline_waits_for_its_first_microbatch() -> None:
