@@ -128,16 +128,15 @@ def _table() -> dict[str, Any]:
 
 
 def _run(row: dict[str, Any], table: Mapping[str, Any]) -> MeasuredRun:
-    row = dict(row)
-    common = [table["settings"][name] for name in row.pop("common")]
-    row["settings"] = " ".join([*common, row["settings"]])
-    row["source"] = table["sources"].get(row["source"], row["source"])
-    row["device"] = row["cluster"].upper()
-    row["cluster"] = tuple(table["clusters"][row["cluster"]])
-    note = row.get("note", "")
-    row["note"] = table["notes"].get(note, note)
-    row["out"] = tuple(row.get("out", ()))
-    return MeasuredRun(**({"experts": False, "fused": True, "why": ""} | row))
+    values: dict[str, Any] = {"experts": False, "fused": True, "why": "", "note": "", **row}
+    common = [table["settings"][name] for name in values.pop("common")]
+    values["settings"] = " ".join([*common, row["settings"]])
+    values["source"] = table["sources"].get(row["source"], row["source"])
+    values["device"] = row["cluster"].upper()
+    values["cluster"] = tuple(table["clusters"][row["cluster"]])
+    values["note"] = table["notes"].get(values["note"], values["note"])
+    values["out"] = tuple(row.get("out", ()))
+    return MeasuredRun(**values)
 
 
 def _update(row: dict[str, Any], table: Mapping[str, Any]) -> MeasuredUpdate:
