@@ -106,10 +106,11 @@ def layers_share(model: ModelConfig, *, fused: bool) -> float:
     return width / (width + HALF_RATE_WIDTH) if fused else LOCAL_EXPERT_EFFICIENCY
 
 
-def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
+def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, num_updates: float = 1) -> float:
     """Seconds of one pass over ``num_sequences`` of the whole run: forward, or with ``train`` also backward.
 
     Includes collectives, the pipeline bubble, and sending between stages.
+    num_updates: in which they are trained; each fills the pipeline anew.
     """
     model, layout, work = role.model, role.layout, role.work
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
@@ -119,7 +120,7 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -
     tokens = num_sequences * work.mean / (layout.dp * layout.cp)  # rows of a context rank
     rounds = 3 + role.recomputed_share if train else 1
     communication = layer_communication_s(role, rates) * tokens * rounds
-    microbatches = max(1.0, num_sequences * work.mean / layout.dp / max(1, role.tokens))
+    microbatches = max(1.0, num_sequences / num_updates * work.mean / layout.dp / max(1, role.tokens))
     bubble = (layout.pp - 1) / (microbatches * layout.vpp)
     hand_on = 0.0
     if layout.pp > 1:
@@ -166,7 +167,8 @@ def optimizer_s(role: RolePlan, rates: Rates) -> float:
 
 def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: float) -> float:
     """Seconds of all updates of a step, which process ``num_sequences`` in all."""
-    return pass_s(role, rates, num_sequences, train=True) + num_updates * optimizer_s(role, rates)
+    passed = pass_s(role, rates, num_sequences, train=True, num_updates=num_updates)
+    return passed + num_updates * optimizer_s(role, rates)
 
 
 def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
