@@ -50,7 +50,7 @@ from mcore_rl.planning.training import RolePlan, Work
 # What they were before any row was known, or hardly anything where they were not there: a constant of which the other
 # rows say nothing goes back to it.
 BEFORE = {
-    "HALF_RATE_WIDTH": 500, "LOCAL_EFFICIENCY": 1.0, "LOCAL_EXPERT_EFFICIENCY": 0.67, "LAYER_LATENCY_S": 8e-6,
+    "EXPERT_COLUMN_FLOPS": 1e12, "LOCAL_EFFICIENCY": 1.0, "LOCAL_EXPERT_EFFICIENCY": 0.67, "LAYER_LATENCY_S": 8e-6,
     "NODES_LATENCY_S": 3e-5, "EXPERT_DECODE_S": 1e-5, "EAGER_LAYER_S": 1e-4,
 }  # fmt: skip
 DEVICES = {"MI300X": 1.0, "GB200": 1.0}

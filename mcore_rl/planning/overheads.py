@@ -56,14 +56,13 @@ MATMUL_EFFICIENCY = 0.5
 DEVICE_EFFICIENCY = (("MI300X", 0.65), ("MI325X", 0.65), ("B200", 0.6))
 # The local dense layers, over Transformer Engine's: one H200, 37 % of the data sheet.
 LOCAL_EFFICIENCY = 0.75
-# Layers with experts, over dense ones: many small products, rows that are permuted, and a host that launches them.
-# They reach half of the rate where an expert has so many columns, and Mixtral's, with eight times as many, nearly all
-# of it (arXiv:2504.14960).  The host is also why devices faster than MOST_EXPERT_FLOPS, what dense layers reach on
-# H100, train them no faster: Qwen3-30B-A3B takes as many device-seconds on GB200 as on H100.  And the local ones,
-# whose experts are launched one by one.
-HALF_RATE_WIDTH = 2000
+# Layers with experts take what dense ones would, and as long again where the operations take as many seconds by this
+# rate: permuted rows, and a host that launches many small products.  The fewer columns an expert has, the more of these
+# there are.  So mixtures with narrow experts gain little from a faster device, lose little on a slower one (verl has an
+# MFU of 31 to 40 % for Qwen3-30B-A3B on H20), and Mixtral's reach nearly the rate of dense layers (arXiv:2504.14960).
+EXPERT_COLUMN_FLOPS = 2.5e11  # for each column of an expert
+# The local ones, whose experts are launched one by one, over Transformer Engine's dense layers.
 LOCAL_EXPERT_EFFICIENCY = 0.08
-MOST_EXPERT_FLOPS = 495e12
 # The share of the data sheet's memory bandwidth that decode reaches when it reads weights and cache.
 MEMORY_EFFICIENCY = 0.6
 # The share of a link's data sheet that rings and all-to-alls reach.

@@ -20,8 +20,8 @@ from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
     EAGER_LAYER_S,
+    EXPERT_COLUMN_FLOPS,
     EXPERT_DECODE_S,
-    HALF_RATE_WIDTH,
     HOST_LINK_GB_S,
     LAYER_LATENCY_S,
     LINK_EFFICIENCY,
@@ -29,7 +29,6 @@ from mcore_rl.planning.overheads import (
     LOCAL_EXPERT_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
-    MOST_EXPERT_FLOPS,
     NODES_LATENCY_S,
     ROUND_IMBALANCE,
     ROUND_S,
@@ -92,18 +91,16 @@ def compute_flops_rate(model: ModelConfig, rates: Rates, *, fused: bool = True) 
 
     fused: they are Transformer Engine's, or an engine's, else the local ones.
     """
-    if not rates.accelerator:
-        return rates.flops
-    most = rates.flops if model.moe is None else min(rates.flops, MOST_EXPERT_FLOPS)
-    return most * layers_share(model, fused=fused)
+    return rates.flops * (layers_share(model, rates.flops, fused=fused) if rates.accelerator else 1.0)
 
 
-def layers_share(model: ModelConfig, *, fused: bool) -> float:
-    """What layers of ``model`` reach, over Transformer Engine's dense ones."""
+def layers_share(model: ModelConfig, flops: float, *, fused: bool) -> float:
+    """What layers of ``model`` reach of ``flops``, the rate of Transformer Engine's dense ones on the same device."""
     if model.moe is None:
         return 1.0 if fused else LOCAL_EFFICIENCY
-    width = model.moe.ffn_hidden_size
-    return width / (width + HALF_RATE_WIDTH) if fused else LOCAL_EXPERT_EFFICIENCY
+    if not fused:
+        return LOCAL_EXPERT_EFFICIENCY
+    return 1 / (1 + flops / (EXPERT_COLUMN_FLOPS * model.moe.ffn_hidden_size))
 
 
 def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, num_updates: float = 1) -> float:
