@@ -29,10 +29,11 @@ def headline(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """One line about the highest peak on a device, for the start of a run."""
+    """One line about the highest peak on a device and the time of a step, for the start of a run."""
     peak = max((each for each in plan.peaks if each.place is Place.device), key=lambda each: each.num_bytes)
     of = f" of {gib(peak.capacity)}" if peak.capacity else ""
-    return f"the plan: {peak.phase.value} needs {gib(peak.num_bytes)}{of} GiB ({peak.where}); see plan.json"
+    needs = f"{peak.phase.value} needs {gib(peak.num_bytes)}{of} GiB ({peak.where})"
+    return f"the plan: {needs}, a step takes {range_text(plan)}; see plan.json"
 
 
 def gib(num_bytes: int) -> str:
