@@ -11,7 +11,8 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.families.flops import matmul_parameters, train_flops
 from mcore_rl.parallel.device import have_transformer_engine, memory
 from mcore_rl.parallel.peak_flops import peak_tflops
-from mcore_rl.planning.overheads import EXPERT_EFFICIENCY, FRAGMENTATION, MATMUL_EFFICIENCY
+from mcore_rl.planning.overheads import FRAGMENTATION, MATMUL_EFFICIENCY
+from mcore_rl.planning.timing import layers_share
 from mcore_rl.planning.training import RolePlan, Work
 from tests.support import train_steps
 
@@ -61,7 +62,8 @@ def of_layers(bench: Bench, name: str, recompute: Recompute, layer_spec: LayerSp
     peak = peak_tflops(bench.platform.device_name, Precision.bfloat16)
     yield Fact(what=f"{case}: model operations", value=rate, unit="TFLOP/s", beside="without repeated and useless work")
     if peak is not None:
-        assumed = MATMUL_EFFICIENCY * (1.0 if size.model.moe is None else EXPERT_EFFICIENCY)
+        fused, dense = layer_spec is LayerSpec.transformer_engine, MATMUL_EFFICIENCY * peak * 1e12
+        assumed = MATMUL_EFFICIENCY * layers_share(size.model, dense, fused=fused)
         yield Fact(what=f"{case}: MFU", value=100 * rate / peak, unit="%", beside=f"planner: {100 * assumed:.0f}")
     losses = f"loss {trained.losses[0]:.3f} to {trained.losses[-1]:.3f} in {len(trained.losses)} steps"
     yield Fact(what=f"{case}: gradient norm of the first step", value=trained.grad_norms[0], beside=losses)

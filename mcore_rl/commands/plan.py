@@ -3,6 +3,7 @@
     mcore-rl plan recipe=mixtral_8x22b_rloo [cluster=nvidia_h200] [trainer.nnodes=16 ...]
     mcore-rl plan recipe=mixtral_8x22b_rloo --search
     mcore-rl plan recipe=qwen3_30b_a3b_grpo trainer.nnodes=16 --modes [--search] [--lengths 512 | --lengths runs/mine]
+    mcore-rl plan recipe=qwen3_30b_a3b_grpo data.mean_response_length=700    [or: --lengths 700 | --lengths runs/mine]
     mcore-rl plan --config-dir my_recipes --config-name gsm8k cluster=cpu
 
 recipe, cluster: by name (mcore-rl recipes lists them), or paths of yaml files; a cluster that is left out
@@ -15,8 +16,11 @@ cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured,
 run's devices shared, and split between engines and trainer: a quarter, a half and three quarters of the nodes for the
 engines; with --search also the splits between, towards the fastest of each mode.
 Each row has the layouts of its own with which it is fastest.  "times sync" is its speed over sync on shared
-devices; staleness is in versions of the weights.  Responses have lognormal lengths, half as long on average as
-data.max_response_length, or as --lengths says: a mean in tokens, or the directory of a run, whose groups are drawn.
+devices; staleness is in versions of the weights.
+
+Responses are data.mean_response_length tokens long on average, or as --lengths says: a mean in tokens, or the directory
+of a run; else half as long as data.max_response_length.  --modes draws lognormal lengths, or the groups of that run.
+A step is a range of seconds, with the measured run that it was calibrated on.
 
 Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
 """
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -59,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="sync and async over splits of the devices, simulated",
     )
-    parser.add_argument("--lengths", metavar="MEAN|RUN", help="of responses for --modes: a mean, or those of a run")
+    parser.add_argument("--lengths", metavar="MEAN|RUN", help="of responses: a mean, or those of a run")
     parser.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")
     parser.add_argument("--json", type=typed(OutputFile), metavar="FILE", help="write the numbers")
 
@@ -98,11 +103,25 @@ def searched(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
     return 0
 
 
-def lengths_of(options: argparse.Namespace, longest: int) -> Lengths | None:
-    """``--lengths``; None where it is not given.  Raises ConfigError where it is neither a mean nor a run."""
-    written: str | None = options.lengths
-    if written is None:
-        return None
+def with_lengths(
+    options: argparse.Namespace, run: RunConfig | OfflineConfig
+) -> tuple[RunConfig | OfflineConfig, Lengths | None]:
+    """``run`` with the mean of ``--lengths`` in place of ``data.mean_response_length``, and these lengths.
+
+    None where it is not given.  Raises ConfigError where it is neither a mean nor a run, or ``run`` has no responses.
+    """
+    if options.lengths is None:
+        return run, None
+    if not isinstance(run, RunConfig):
+        problem = "are of responses, and fine-tuning draws none"
+        raise ConfigError([Violation("--lengths", options.lengths, problem, "Leave it out")])
+    lengths = lengths_of(options.lengths, run.data.max_response_length)
+    mean = min(max(1, round(lengths.mean)), run.data.max_response_length)
+    return replace(run, data=replace(run.data, mean_response_length=mean)), lengths
+
+
+def lengths_of(written: str, longest: int) -> Lengths:
+    """The lengths that ``--lengths`` names.  Raises ConfigError where they are neither a mean nor a run."""
     if not written.isdecimal():
         return recorded_lengths(Path(written))
     if not 1 <= int(written) <= longest:
@@ -111,7 +130,9 @@ def lengths_of(options: argparse.Namespace, longest: int) -> Lengths | None:
     return Lognormal(int(written), longest)
 
 
-def compared(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> int:
+def compared(
+    options: argparse.Namespace, run: RunConfig | OfflineConfig, cluster: ClusterConfig, lengths: Lengths | None
+) -> int:
     """``--modes``; 2 where no mode fits."""
     wrong = []
     if not isinstance(run, RunConfig):
@@ -126,7 +147,6 @@ def compared(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
         wrong.append(Violation("--modes", "", problem, "Leave out --html"))
     refuse_if_any(wrong)
     assert isinstance(run, RunConfig)
-    lengths = lengths_of(options, run.data.max_response_length)
     others = other_models(run)
     result = compare_modes(run, run_model(run), cluster, lengths, others=others, searches=options.search)
     if not result.rows:
@@ -140,12 +160,11 @@ def compared(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``; 2 also where nothing was found that fits."""
     planned_run, cluster = composed(options)
+    planned_run, lengths = with_lengths(options, planned_run)
     for line in measured_lines(cluster):
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
     if options.modes:
-        return compared(options, planned_run, cluster)
-    if options.lengths is not None:
-        raise ConfigError([Violation("--lengths", options.lengths, "is read by --modes alone", "Write --modes, too")])
+        return compared(options, planned_run, cluster, lengths)
     if options.search:
         return searched(options, planned_run, cluster)
     model, others = run_model(planned_run), other_models(planned_run)

@@ -40,6 +40,8 @@ class DataConfig:
     val_batch_size: prompts validated at a time; None is all.
     max_prompt_length: the most tokens of a prompt.
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
+    mean_response_length: how many tokens responses have on average, for the times of a plan; None is half of
+    ``max_response_length``.
     prompt_key: the column of the messages.
     answer_key: the column, or field of a column, of the row's own answer, a text, for algorithms that train it
     (``spin``): ``extra_info.answer``, say.
@@ -58,6 +60,7 @@ class DataConfig:
     val_batch_size: PositiveInt | None = None
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
+    mean_response_length: PositiveInt | None = None
     prompt_key: str = "prompt"
     answer_key: str | None = None
     filter_overlong_prompts: bool = False

@@ -205,6 +205,10 @@ def _gen_batch_violations(run: RunConfig) -> list[Violation]:
 
 def _length_violations(run: RunConfig) -> Iterator[Violation]:
     overlong, longest = run.reward.overlong, run.data.max_response_length
+    mean = run.data.mean_response_length
+    if mean is not None and mean > longest:
+        problem = f"is more than data.max_response_length={longest}"
+        yield Violation("data.mean_response_length", mean, problem, "Write a mean within it, or leave it out")
     if overlong.enable and overlong.length is not None and overlong.length >= longest:
         problem = f"punishes every response, since data.max_response_length={longest}"
         remedy = f"Write {max(1, longest // 4)}, say"

@@ -5,8 +5,8 @@ default, without TF32 (``torch.set_float32_matmul_precision``), which this packa
 the table the user gives the peak (``trainer.device_peak_tflops``); nothing is derived from clocks and cores.
 
 Sources, all "data sheet" or product page of that name: NVIDIA A100 (2020), NVIDIA H100 (SXM, PCIe; NVL in its later
-edition), NVIDIA H200 (SXM, NVL), NVIDIA HGX B200, NVIDIA GB200 NVL72 (its figures of one GPU); AMD Instinct MI250X,
-MI300X, MI325X, MI350X and MI355X.
+edition), NVIDIA H200 (SXM, NVL), NVIDIA L40S, NVIDIA HGX B200, NVIDIA GB200 NVL72 (its figures of one GPU); AMD
+Instinct MI250X, MI300X, MI325X, MI350X and MI355X.  RTX 4090: the NVIDIA Ada architecture paper, appendix A.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H200 NVL", 835.5, 60.0),
     ("H200", 989.5, 67.0),
     ("A100", 312.0, 19.5),
+    ("L40S", 362.05, 91.6),
+    ("RTX 4090", 165.2, 82.6),  # with float32 sums
     ("B200", 2250.0, None),  # its sheets disagree on float32
     ("GB200", 2500.0, None),  # as B200's
     ("MI355X", 2516.6, 157.3),
@@ -36,10 +38,11 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
 def peak_tflops(device_name: str, precision: Precision) -> float | None:
     """TFLOP/s of a device for matrices of ``precision``; None if unknown.
 
-    device_name: ``Platform.device_name``.  Unknown for different devices in one machine, and for a part of one (MIG).
+    device_name: ``Platform.device_name``.  Unknown for different devices in one machine, for a part of one (MIG), and
+    for a slower one of the same name.
     """
     names = device_name.split(", ")
-    if len(names) > 1 or re.search(r"\bMIG\b", device_name):
+    if len(names) > 1 or re.search(r"\bMIG\b|\bLaptop\b|\b4090 D\b", device_name):
         return None
     for words, bfloat16, float32 in PEAKS:
         if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):

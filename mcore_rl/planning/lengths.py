@@ -15,10 +15,18 @@ from random import Random
 from statistics import NormalDist
 from typing import Protocol
 
+from mcore_rl.config.data import DataConfig
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.planning.overheads import MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 
 NORMAL = NormalDist()
 SIGMA = log(10) / NORMAL.inv_cdf(0.99)  # 0.99
+
+
+def mean_lengths(data: DataConfig) -> tuple[float, float]:
+    """(tokens of a prompt, tokens of a response) that a plan assumes on average."""
+    response = data.mean_response_length or MEAN_RESPONSE_SHARE * data.max_response_length
+    return MEAN_PROMPT_SHARE * data.max_prompt_length, response
 
 
 class Lengths(Protocol):

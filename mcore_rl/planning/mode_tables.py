@@ -35,7 +35,7 @@ def mode_tables(result: ModesResult) -> Group:
     text = "staleness: mean / most, versions of the weights; drained: they change when all that was begun is drawn"
     mean = f"{result.lengths.mean:,.0f} of at most {result.lengths.longest:,} tokens"
     parts: list[Any] = [Text(f"simulated, with responses of {mean} on average"), shown]
-    parts += [Text(line) for line in (text, *result.refused, why(result))]
+    parts += [Text(line) for line in (text, *result.refused, why(result), result.best.candidate.plan.calibration.text)]
     parts += [Text("its layouts, as overrides:"), Text(" ".join(_overrides(result.best)))]
     return Group(*parts)
 

@@ -16,18 +16,14 @@ from mcore_rl.config.rollout import BYTES, RolloutConfig, state_bytes
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.families.flops import forward_flops, matmul_parameters
-from mcore_rl.planning.lengths import Lengths, Lognormal
+from mcore_rl.planning.lengths import Lengths, Lognormal, mean_lengths
 from mcore_rl.planning.overheads import (
     GIB,
-    LAYER_LATENCY_S,
-    MEAN_PROMPT_SHARE,
-    MEAN_RESPONSE_SHARE,
-    STEP_LATENCY_S,
     ProcessMemory,
 )
 from mcore_rl.planning.plan import role_plan
 from mcore_rl.planning.search import NONE, Candidate, Others, fastest_by_rollout
-from mcore_rl.planning.serving import Serving, cache_bytes_per_token, serving
+from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes, serving
 from mcore_rl.planning.simulated_engine import EngineCosts
 from mcore_rl.planning.simulation import (
     ONE_STEP_OFF,
@@ -40,7 +36,14 @@ from mcore_rl.planning.simulation import (
     asynchronous,
     simulate,
 )
-from mcore_rl.planning.timing import Rates, compute_flops_rate, nodes_reduction_s, optimizer_s, streamed_bytes
+from mcore_rl.planning.timing import (
+    Rates,
+    compute_flops_rate,
+    decode_latency_s,
+    idle_expert_bytes,
+    nodes_reduction_s,
+    optimizer_s,
+)
 from mcore_rl.planning.training import engine_lora
 
 SEPARATE_MODES = (
@@ -116,8 +119,7 @@ def compare_modes(
     the nodes.  steps, seed: see ``simulate``.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
-    longest = run.data.max_response_length
-    lengths = lengths or Lognormal(MEAN_RESPONSE_SHARE * longest, longest)
+    lengths = lengths or Lognormal(mean_lengths(run.data)[1], run.data.max_response_length)
     comparison = _Comparison(run, model, cluster, others, lengths, steps, seed)
     comparison.try_split(0, (SYNC_COLOCATED,))
     for engine_nodes in splits_of(comparison.nodes):
@@ -233,7 +235,7 @@ def simulate_share(
 
 def workload(run: RunConfig, lengths: Lengths) -> Workload:
     """What a step of ``run`` draws; groups that dynamic sampling will drop are among it."""
-    prompt = max(1, round(MEAN_PROMPT_SHARE * run.data.max_prompt_length))
+    prompt = max(1, round(mean_lengths(run.data)[0]))
     groups = run.data.gen_batch_size or run.data.train_batch_size
     return Workload(groups=groups, samples=run.rollout.n + run.needs_greedy, prompt=prompt, lengths=lengths)
 
@@ -245,7 +247,7 @@ def engine_costs_of(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, 
         model, run.rollout, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=engine_lora(run, model)
     )
     rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.rollout.dtype)
-    prompt = MEAN_PROMPT_SHARE * run.data.max_prompt_length
+    prompt, _ = mean_lengths(run.data)
     return engine_costs(model, run.rollout, room, rates, prompt + mean_response / 2)
 
 
@@ -258,14 +260,12 @@ def engine_costs(
     """
     layout, per_token = config.layout, max(1, cache_bytes_per_token(model, config))
     row, between = BYTES[config.dtype] * model.hidden_size, [0.0] * (config.max_num_seqs + 1)
-    latency, between_token = 0.0, 0.0
-    if rates.accelerator:
-        latency = STEP_LATENCY_S + 2 * model.num_layers * LAYER_LATENCY_S * (layout.tp > 1 or layout.ep > 1)
-        if layout.engine_size > rates.per_node:
-            sizes = range(config.max_num_seqs + 1)
-            reductions = [nodes_reduction_s(row * active, layout.engine_size, rates) for active in sizes]
-            between = [2 * model.num_layers * seconds for seconds in reductions]
-            between_token = between[-1] / config.max_num_seqs
+    latency, between_token = decode_latency_s(model, config, rates), 0.0
+    if rates.accelerator and layout.engine_size > rates.per_node:
+        sizes = range(config.max_num_seqs + 1)
+        reductions = [nodes_reduction_s(row * active, layout.engine_size, rates) for active in sizes]
+        between = [2 * model.num_layers * seconds for seconds in reductions]
+        between_token = between[-1] / config.max_num_seqs
     mean = max(1, round(mean_length))
     prefill = forward_flops(model, [mean]) / mean / layout.tp / compute_flops_rate(model, rates)
     return EngineCosts(
@@ -281,8 +281,10 @@ def engine_costs(
 
 def _stream_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> Iterator[float]:
     """By the number of running sequences, the seconds in which the weights that they touch are read."""
+    size = BYTES[config.dtype]
+    weights = rollout_weight_bytes(model, config.layout, size)
     for active in range(config.max_num_seqs + 1):
-        yield streamed_bytes(model, config, BYTES[config.dtype], active) / rates.memory
+        yield (weights - idle_expert_bytes(model, config, size, active)) / rates.memory
 
 
 def trainer_costs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig) -> TrainerCosts:
@@ -297,7 +299,7 @@ def trainer_costs(candidate: Candidate, model: ModelConfig, cluster: ClusterConf
         config = run.trained_config(row)
         count = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
         updates += count * optimizer_s(role_plan(row, model, run, cluster), rates)
-    mean = MEAN_PROMPT_SHARE * run.data.max_prompt_length + MEAN_RESPONSE_SHARE * run.data.max_response_length
+    mean = sum(mean_lengths(run.data))
     drawn = (run.data.gen_batch_size or run.data.train_batch_size) * (run.rollout.n + run.needs_greedy)
     return TrainerCosts(
         fixed_s=updates + save, token_s=(sum(seconds.values()) - updates) / (drawn * mean), publish_s=publish

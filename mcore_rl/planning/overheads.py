@@ -1,7 +1,7 @@
 """Assumed numbers with their reasons: memory of processes beside tensors, and the share of data-sheet rates reached.
 
-Those of the CPU were measured (benchmarks/plan.py).  Those of accelerators are from the named sources.  What one H200
-said of them is in docs/gpu_facts.md: it confirmed the memory, and neither the rates of layers nor any link.
+Those of the CPU were measured (benchmarks/plan.py).  Those of accelerators are from the named sources, and times of
+theirs from measured steps (measured_runs.yaml).  What one H200 said of them is in docs/gpu_facts.md.
 """
 
 from __future__ import annotations
@@ -47,20 +47,35 @@ GRAPH_BYTES = int(0.8 * GIB)
 # Host memory of a process beside an accelerator: libraries, pinned staging buffers, the interpreter.
 HOST_PROCESS_BYTES = 3 * GIB
 
-# Dense bfloat16 matrix products of a transformer's sizes reach 60 to 75 % of the data sheet on H100 (power throttled);
-# with norms, rotations and launches between them, about half of it.
+# The constants from here to ROUND_S are held against measured steps (measured_runs.yaml, docs/planning.md): nine were
+# fitted to these, the others were assumed before and stood.
+# Transformer Engine's dense layers in bfloat16: products alone reach 60 to 75 % of the data sheet on H100 (power
+# throttled); with norms, rotations and launches between them, about half of it.
 MATMUL_EFFICIENCY = 0.5
-# Small matrix products of experts, and rows that must be permuted, cost more: published Mixtral and DeepSeek trainings
-# reach two thirds of the rate of dense models.
-EXPERT_EFFICIENCY = 0.67
+# What a device reaches of that share: others' software for it was tuned less when the rows were measured.
+DEVICE_EFFICIENCY = (("MI300X", 0.65), ("MI325X", 0.65), ("B200", 0.6))
+# The local dense layers, over Transformer Engine's: one H200, 37 % of the data sheet.
+LOCAL_EFFICIENCY = 0.75
+# Layers with experts take what dense ones would, and as long again where the operations take as many seconds by this
+# rate: permuted rows, and a host that launches many small products.  The fewer columns an expert has, the more of these
+# there are.  So mixtures with narrow experts gain little from a faster device, lose little on a slower one (verl has an
+# MFU of 31 to 40 % for Qwen3-30B-A3B on H20), and Mixtral's reach nearly the rate of dense layers (arXiv:2504.14960).
+EXPERT_COLUMN_FLOPS = 2.5e11  # for each column of an expert
+# The local ones, whose experts are launched one by one, over Transformer Engine's dense layers.
+LOCAL_EXPERT_EFFICIENCY = 0.08
 # The share of the data sheet's memory bandwidth that decode reaches when it reads weights and cache.
 MEMORY_EFFICIENCY = 0.6
 # The share of a link's data sheet that rings and all-to-alls reach.
 LINK_EFFICIENCY = 0.7
 # No collective is hidden behind computation: not the tensor-parallel ones (overlap is off), nor those of gradients.
-LAYER_LATENCY_S = 8e-6  # of a small all-reduce inside a node; decode has two per layer and token
-NODES_LATENCY_S = 3e-5  # of one over several nodes; assumed, and not measured here
+# Of a small all-reduce inside a node, of which decode has two a layer and step; and of one over two nodes, once more
+# for every doubling of the nodes.
+LAYER_LATENCY_S = 1.5e-5
+NODES_LATENCY_S = 7e-5
 STEP_LATENCY_S = 4e-3  # scheduler and sampler of vLLM, between two decode steps
+EXPERT_DECODE_S = 4e-5  # more of a layer with experts in a decode step: the router, and the small products' launches
+EAGER_LAYER_S = 1.1e-3  # more of a layer whose kernels are launched one by one, without graphs (enforce_eager)
+SWITCH_S = 3.0  # engines on the trainer's devices go to sleep and wake up: the least that published runs add to bytes
 HOST_LINK_GB_S = 25.0  # PCIe 5 x16 with pinned memory: 50 by the data sheet, half of it in practice
 # Weight updates go in rounds, and the slowest rank decides how long one takes: by how much it exceeds the mean, as
 # benchmarks/reshard.py counts for the recipes (1.05 to 1.4; 3.9 for eight experts on 16 ranks).  And what a round costs
@@ -84,6 +99,10 @@ DEVICE_RATES = (
     ("B200", 8000.0, 900.0),
     ("MI300X", 5300.0, 448.0),
     ("MI325X", 6000.0, 448.0),
+    ("MI350X", 8000.0, 537.6),
+    ("MI355X", 8000.0, 537.6),
+    ("L40S", 864.0, 32.0),
+    ("RTX 4090", 1008.0, 32.0),
 )
 UNKNOWN_RATES = 2000.0, 100.0  # assumed of devices that are not listed
 
@@ -140,6 +159,11 @@ class ProcessMemory:
     def pinned(self, num_bytes: int) -> int:
         """What a page-locked block of ``num_bytes`` takes."""
         return round(block_bytes(num_bytes) * self.pinned_ratio)
+
+
+def device_efficiency(device_name: str) -> float:
+    """What a device reaches of ``MATMUL_EFFICIENCY``; 1 where that is not known."""
+    return next((share for word, share in DEVICE_EFFICIENCY if word in device_name), 1.0)
 
 
 def device_rates(device_name: str) -> tuple[float, float]:

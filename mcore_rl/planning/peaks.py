@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mcore_rl.errors import Violation
+from mcore_rl.planning.step_range import Calibration
 
 
 class Phase(Enum):
@@ -79,6 +80,7 @@ class Plan:
     num_parameters: of the policy.
     peaks: the memory of each phase and place.
     seconds: of a step, by part.
+    calibration: how far they may be from real ones.
     violations: why the run does not fit; empty if it fits.
     concurrency: how many sequences of the greatest length a rollout engine's cache holds; None without rollout.
     tokens: of a step, by kind.
@@ -92,6 +94,7 @@ class Plan:
     num_parameters: int
     peaks: tuple[Peak, ...]
     seconds: dict[str, float]
+    calibration: Calibration
     violations: list[Violation]
     concurrency: float | None = None
     tokens: dict[str, float] = field(default_factory=dict)
@@ -106,6 +109,11 @@ class Plan:
     def step_s(self) -> float:
         """Expected seconds of a step."""
         return sum(self.seconds.values())
+
+    @property
+    def step_range_s(self) -> tuple[float, float]:
+        """The least and the most seconds of a step that are to be expected."""
+        return self.calibration.range_s(self.step_s)
 
     @property
     def rows(self) -> tuple[Row, ...]:

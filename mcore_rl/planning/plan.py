@@ -29,11 +29,13 @@ from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.distillation import hidden_bytes, num_teachers, output_bytes
+from mcore_rl.planning.lengths import mean_lengths
 from mcore_rl.planning.memory import Part, Site, checkpoint_bytes, peaks, route_bytes
-from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
+from mcore_rl.planning.overheads import GIB, MEAN_RESPONSE_SHARE, SWITCH_S, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
+from mcore_rl.planning.step_range import role_calibration
 from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work, engine_lora
 
@@ -112,6 +114,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         num_parameters=roles[0].sizes.num_parameters,
         peaks=_in_order(run_peaks),
         seconds=seconds,
+        calibration=role_calibration(cluster, roles[0]),
         violations=[*_too_large(run_peaks), *_no_cache(run, room, device_bytes)],
         concurrency=room.concurrency,
         tokens=tokens,
@@ -149,6 +152,7 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
         num_parameters=role.sizes.num_parameters,
         peaks=_in_order(all_peaks),
         seconds=seconds,
+        calibration=role_calibration(cluster, role),
         violations=_too_large(all_peaks),
         tokens={"trained": role.work.sequences * role.work.mean},
         notes=_notes(config.actor, role.work, "actor"),
@@ -205,7 +209,7 @@ def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict
 def rl_work(run: RunConfig, mini: int) -> Work:
     """The work of a role in an optimizer step of ``mini`` prompts."""
     prompt, response = run.data.max_prompt_length, run.data.max_response_length
-    mean = MEAN_PROMPT_SHARE * prompt + MEAN_RESPONSE_SHARE * response
+    mean = sum(mean_lengths(run.data))
     sequences, together = mini * sequences_per_prompt(run), 1 + trains_pairs(run)
     return Work(sequences=sequences, longest=prompt + response, mean=mean, together=together)
 
@@ -221,10 +225,7 @@ def _seconds(
     rates = Rates.of(cluster, per_node, run.actor.precision, run.trainer.device_peak_tflops)
     prompts, n, separate = run.data.train_batch_size, run.rollout.n, run.trainer.placement is Placement.separate
     drawn = run.data.gen_batch_size or prompts
-    prompt, response = (
-        MEAN_PROMPT_SHARE * run.data.max_prompt_length,
-        MEAN_RESPONSE_SHARE * run.data.max_response_length,
-    )
+    prompt, response = mean_lengths(run.data)
     sequences = prompts * sequences_per_prompt(run)
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
@@ -232,6 +233,7 @@ def _seconds(
     update = weights_s(actor, room.update_bytes, run.rollout.layout, rates, separate=separate)
     by_part["sync"] = update.total
     if not separate:
+        by_part["sync"] += SWITCH_S if rates.accelerator else 0.0
         by_part["sync"] += sum(offload_s(role, rates, update.inside * (behind and role is actor)) for role in roles)
         if room.adapters and rates.accelerator:  # the engines keep their weights in host memory while they sleep
             by_part["sync"] += 2 * move_s(room.weights + room.adapters, rates)

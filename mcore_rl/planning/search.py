@@ -31,8 +31,9 @@ from mcore_rl.parallel.layout import divisors
 from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.distillation import output_bytes
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
+from mcore_rl.planning.lengths import mean_lengths
 from mcore_rl.planning.memory import Site
-from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
+from mcore_rl.planning.overheads import GIB, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
 from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan
 from mcore_rl.planning.serving import Serving, serving
@@ -271,10 +272,7 @@ def _rollouts(
     separate = run.trainer.placement is Placement.separate
     world = run.rollout.layout.world_size if separate else run.trainer.world_size
     rates = Rates.of(cluster, per_node, run.rollout.dtype)
-    prompt, response = (
-        MEAN_PROMPT_SHARE * run.data.max_prompt_length,
-        MEAN_RESPONSE_SHARE * run.data.max_response_length,
-    )
+    prompt, response = mean_lengths(run.data)
     prompts = run.data.gen_batch_size or run.data.train_batch_size
     lora = engine_lora(run, model)
     for tp in divisors(world):

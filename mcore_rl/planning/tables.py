@@ -29,10 +29,11 @@ def headline(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """One line about the highest peak on a device, for the start of a run."""
+    """One line about the highest peak on a device and the time of a step, for the start of a run."""
     peak = max((each for each in plan.peaks if each.place is Place.device), key=lambda each: each.num_bytes)
     of = f" of {gib(peak.capacity)}" if peak.capacity else ""
-    return f"the plan: {peak.phase.value} needs {gib(peak.num_bytes)}{of} GiB ({peak.where}); see plan.json"
+    needs = f"{peak.phase.value} needs {gib(peak.num_bytes)}{of} GiB ({peak.where})"
+    return f"the plan: {needs}, a step takes {range_text(plan)}; see plan.json"
 
 
 def gib(num_bytes: int) -> str:
@@ -48,6 +49,12 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.2g} s"
 
 
+def range_text(plan: Plan) -> str:
+    """The least and the most seconds of a step."""
+    least, most = map(seconds_text, plan.step_range_s)
+    return f"{least} to {most}"
+
+
 def plan_tables(plan: Plan) -> Group:
     """The plan as tables for the terminal."""
     parts: list[Any] = [Text(headline(plan), style="bold")]
@@ -55,7 +62,7 @@ def plan_tables(plan: Plan) -> Group:
         peaks = [peak for peak in plan.peaks if peak.place is place]
         if peaks:
             parts.append(_memory_table(place, peaks))
-    parts.append(_time_table(plan))
+    parts += [_time_table(plan), Text(plan.calibration.text)]
     if plan.concurrency is not None:
         parts.append(Text(f"the cache of an engine holds {plan.concurrency:.1f} sequences of the greatest length"))
     parts += [Text(f"note: {note}") for note in plan.notes]
@@ -103,7 +110,7 @@ def _time_table(plan: Plan) -> Table:
 def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
     total = max(plan.step_s, 1e-9)
     rows = [(part, seconds_text(seconds), f"{seconds / total:.0%}") for part, seconds in plan.seconds.items()]
-    return [*rows, ("all", seconds_text(plan.step_s), "")]
+    return [*rows, ("all", range_text(plan), "")]
 
 
 def _search_rows(search: Found) -> list[list[str]]:
@@ -149,7 +156,7 @@ def plan_page(plan: Plan, search: Found | None = None) -> str:
     wrong = "".join(f"<p>{text(violation)}</p>" for violation in plan.violations)
     sections = [
         f"<h1>{text(plan.title)}</h1><p>{text(headline(plan))}</p>",
-        f'<div class="verdict {good}"><p>{verdict} A step takes about {seconds_text(plan.step_s)}.</p>{wrong}</div>',
+        f'<div class="verdict {good}"><p>{verdict} A step takes {range_text(plan)}.</p>{wrong}</div>',
         '<p class="soft">~ is an estimate; all else is counted to the byte.</p>',
     ]
     for place in Place:
@@ -158,6 +165,7 @@ def plan_page(plan: Plan, search: Found | None = None) -> str:
             head = [f"GiB of {PLACES[place]}", *(peak.phase.value for peak in peaks)]
             sections += [f"<h2>{text(PLACES[place].capitalize())}</h2>", _bars(peaks), table(head, _memory_rows(peaks))]
     sections += ["<h2>Expected time of a step</h2>", table(["part", "time", "share"], _time_rows(plan))]
+    sections.append(f"<p>{text(plan.calibration.text)}</p>")
     sections += [f"<p>{text(note)}</p>" for note in plan.notes]
     if search is not None:
         sections += ["<h2>Layouts that fit</h2>", table(SEARCH_HEAD, _search_rows(search))]
@@ -199,6 +207,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "num_gpus": plan.num_gpus,
         "num_parameters": plan.num_parameters,
         "step_s": plan.step_s,
+        "step_range_s": list(plan.step_range_s),
+        "calibration": plan.calibration.text,
         "seconds": plan.seconds,
         "tokens": plan.tokens,
         "concurrency": plan.concurrency,

@@ -9,6 +9,7 @@ tell an hour from a day.  Counts of operations are those of ``families/flops.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
@@ -18,16 +19,21 @@ from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
-    EXPERT_EFFICIENCY,
+    EAGER_LAYER_S,
+    EXPERT_COLUMN_FLOPS,
+    EXPERT_DECODE_S,
     HOST_LINK_GB_S,
     LAYER_LATENCY_S,
     LINK_EFFICIENCY,
+    LOCAL_EFFICIENCY,
+    LOCAL_EXPERT_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
     NODES_LATENCY_S,
     ROUND_IMBALANCE,
     ROUND_S,
     STEP_LATENCY_S,
+    device_efficiency,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
 from mcore_rl.planning.training import RolePlan
@@ -57,7 +63,7 @@ class Rates:
         accelerator, reached = cluster.gpus_per_node > 0, cluster.reached
         if accelerator:
             known = peak or peak_tflops(cluster.device_name, precision) or UNKNOWN_TFLOPS
-            flops, share = known * 1e12 * MATMUL_EFFICIENCY, 1.0
+            flops, share = known * 1e12 * MATMUL_EFFICIENCY * device_efficiency(cluster.device_name), 1.0
         else:
             cores = CPU_CORE_GFLOPS[precision.value] * 1e9 * cluster.cpus_per_node
             flops, share = (peak * 1e12 if peak else cores / per_node), 1 / per_node
@@ -80,25 +86,38 @@ class Rates:
         return num_bytes * (size - 1) / size / self.link(size, stride) if size > 1 else 0.0
 
 
-def compute_flops_rate(model: ModelConfig, rates: Rates) -> float:
-    """Operations per second that the matrix products of ``model`` reach."""
-    return rates.flops * (EXPERT_EFFICIENCY if model.moe is not None and rates.accelerator else 1.0)
+def compute_flops_rate(model: ModelConfig, rates: Rates, *, fused: bool = True) -> float:
+    """Operations per second that layers of ``model`` reach.
+
+    fused: they are Transformer Engine's, or an engine's, else the local ones.
+    """
+    return rates.flops * (layers_share(model, rates.flops, fused=fused) if rates.accelerator else 1.0)
 
 
-def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
+def layers_share(model: ModelConfig, flops: float, *, fused: bool) -> float:
+    """What layers of ``model`` reach of ``flops``, the rate of Transformer Engine's dense ones on the same device."""
+    if model.moe is None:
+        return 1.0 if fused else LOCAL_EFFICIENCY
+    if not fused:
+        return LOCAL_EXPERT_EFFICIENCY
+    return 1 / (1 + flops / (EXPERT_COLUMN_FLOPS * model.moe.ffn_hidden_size))
+
+
+def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, num_updates: float = 1) -> float:
     """Seconds of one pass over ``num_sequences`` of the whole run: forward, or with ``train`` also backward.
 
     Includes collectives, the pipeline bubble, and sending between stages.
+    num_updates: in which they are trained; each fills the pipeline anew.
     """
     model, layout, work = role.model, role.layout, role.work
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
     passes = 3 + role.recomputed_share if train else 1
     per_rank = forward * passes / layout.world_size
-    compute = per_rank / compute_flops_rate(model, rates)
+    compute = per_rank / compute_flops_rate(model, rates, fused=role.kernels.fused)
     tokens = num_sequences * work.mean / (layout.dp * layout.cp)  # rows of a context rank
     rounds = 3 + role.recomputed_share if train else 1
     communication = layer_communication_s(role, rates) * tokens * rounds
-    microbatches = max(1.0, num_sequences * work.mean / layout.dp / max(1, role.tokens))
+    microbatches = max(1.0, num_sequences / num_updates * work.mean / layout.dp / max(1, role.tokens))
     bubble = (layout.pp - 1) / (microbatches * layout.vpp)
     hand_on = 0.0
     if layout.pp > 1:
@@ -146,7 +165,8 @@ def optimizer_s(role: RolePlan, rates: Rates) -> float:
 
 def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: float) -> float:
     """Seconds of all updates of a step, which process ``num_sequences`` in all."""
-    return pass_s(role, rates, num_sequences, train=True) + num_updates * optimizer_s(role, rates)
+    passed = pass_s(role, rates, num_sequences, train=True, num_updates=num_updates)
+    return passed + num_updates * optimizer_s(role, rates)
 
 
 def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
@@ -185,9 +205,7 @@ def generation_s(
         (weights + active * held) / rates.memory,
         2 * matmul_parameters(model) * active / layout.tp / rates.flops,
     )
-    if rates.accelerator:
-        seconds += steps * STEP_LATENCY_S
-        seconds += steps * 2 * model.num_layers * LAYER_LATENCY_S * (layout.tp > 1 or layout.ep > 1)
+    seconds += steps * decode_latency_s(model, config, rates)
     prompts = num_prompts * (1 if config.enable_prefix_caching else config.n) / replicas
     prefill = forward_flops(model, [max(1, round(mean_prompt))]) * prompts / layout.tp
     between = 0.0
@@ -199,6 +217,15 @@ def generation_s(
     return seconds + prefill / compute_flops_rate(model, rates), between
 
 
+def decode_latency_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> float:
+    """Seconds of a decode step besides reading weights and cache: scheduling, launches, small reductions."""
+    if not rates.accelerator:
+        return 0.0
+    layer = EAGER_LAYER_S * config.enforce_eager + EXPERT_DECODE_S * (model.moe is not None)
+    layer += 2 * LAYER_LATENCY_S * (config.layout.tp > 1 or config.layout.ep > 1)
+    return STEP_LATENCY_S + model.num_layers * layer
+
+
 def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
     """Seconds of an all-reduce of ``num_bytes`` over ``size`` neighbours on several nodes, whole nodes of them.
 
@@ -206,21 +233,26 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
     faster than inside a node.
     """
     links = min(rates.inter * rates.per_node, rates.intra)
-    return NODES_LATENCY_S + 2 * num_bytes * (size - 1) / size / links
+    nodes = ceil(size / rates.per_node)
+    return NODES_LATENCY_S * log2(max(2, nodes)) + 2 * num_bytes * (size - 1) / size / links
 
 
 def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
     """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
-    total = rollout_weight_bytes(model, config.layout, size)
+    return rollout_weight_bytes(model, config.layout, size) - idle_expert_bytes(model, config, size, active)
+
+
+def idle_expert_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
+    """Bytes of a rank's experts that none of ``active`` sequences chose in a decode step."""
     if model.moe is None:
-        return total
+        return 0.0
     moe, layout = model.moe, config.layout
     sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
     over = layout.tp if layout.ep == 1 else layout.ep
     experts = 3 * model.hidden_size * moe.ffn_hidden_size * moe.num_experts * sparse * size / over
     tokens = active * (layout.dp if layout.experts_span_replicas else 1)
     untouched: float = (1 - moe.top_k / moe.num_experts) ** max(1.0, tokens)
-    return total - experts * untouched
+    return experts * untouched
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,31 @@ def test_modes_are_compared_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(values.read_text())["mean_length"] == 100.5
 
 
+def test_a_plan_takes_the_mean_of_responses_from_a_key_a_number_or_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half the tokens of responses, half the tokens drawn, and less time; the memory is that of the longest."""
+    write_samples(tmp_path, 1, "rollouts", [{"prompt_id": "a", "num_tokens": tokens} for tokens in (50, 206)])
+    plans = []
+    ways = ([], ["data.mean_response_length=128"], ["--lengths", "128"], ["--lengths", str(tmp_path)])
+    for words in ways:
+        file = tmp_path / "plan.json"
+        assert main(["plan", "recipe=qwen25_05b_ppo", "--json", str(file), *words]) == 0
+        plans.append(json.loads(file.read_text()))
+        shown = " ".join(capsys.readouterr().out.split())
+        low, high = plans[-1]["step_range_s"]
+        assert low < plans[-1]["step_s"] < high and plans[-1]["calibration"] in shown
+    whole, *halves = plans
+    assert halves[0] == halves[1] == halves[2]
+    assert halves[0]["tokens"]["drawn"] == whole["tokens"]["drawn"] / 2 and whole["tokens"]["drawn"] == 256 * 256
+    assert halves[0]["step_s"] < whole["step_s"] and halves[0]["peaks"] == whole["peaks"]
+    assert (
+        main(["plan", "recipe=qwen25_05b_ppo", "--search", "--limit", "1", "--lengths", "128", "--json", str(file)])
+        == 0
+    )
+    assert json.loads(file.read_text())["tokens"]["drawn"] == 256 * 128
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -124,7 +149,12 @@ def test_modes_are_compared_and_written(tmp_path: Path, capsys: pytest.CaptureFi
         (["recipe=qwen25_05b_ppo", "cluster=cpu", "--modes"], ["searches layouts of accelerators"]),
         (["recipe=qwen25_05b_ppo", "--modes", "--lengths", "9999"], ["is not within 1 and 512 tokens"]),
         (["recipe=qwen25_05b_ppo", "--modes", "--lengths", "nowhere"], ["has no rollouts/step_N.parquet"]),
-        (["recipe=qwen25_05b_ppo", "--lengths", "9"], ["is read by --modes alone"]),
+        (["recipe=qwen25_05b_ppo", "--lengths", "nowhere"], ["has no rollouts/step_N.parquet"]),
+        (["recipe=gemma2_2b_sft", "--lengths", "9"], ["fine-tuning draws none"]),
+        (
+            ["recipe=qwen25_05b_ppo", "data.mean_response_length=513"],
+            ["data.mean_response_length=513: is more than data.max_response_length=512"],
+        ),
     ],
 )
 def test_modes_refuse_what_they_cannot_compare(

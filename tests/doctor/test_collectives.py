@@ -75,7 +75,7 @@ def test_what_a_link_is_compared_with(tmp_path: Path) -> None:
     assert (expected_link(there, False).value, expected_link(there, True).value) == (450.0, 25.0)
     laptop = Subject(platform=CPU, directory=tmp_path)
     assert expected_link(laptop, False).value is None, "a laptop promises nothing"
-    unknown = replace(alone, platform=replace(alone.platform, device_name="NVIDIA L40S"))
+    unknown = replace(alone, platform=replace(alone.platform, device_name="NVIDIA L4"))
     assert expected_link(unknown, False).value is None, "what the planner guesses is no data sheet"
 
 

@@ -90,7 +90,10 @@ def test_the_values_are_numbers() -> None:
 
 def test_a_line_for_the_start() -> None:
     run_plan, _ = planned()
-    assert short_line(run_plan).startswith("the plan: ") and "of 79.6 GiB" in short_line(run_plan)
+    line = short_line(run_plan)
+    assert line.startswith("the plan: ") and "of 79.6 GiB" in line
+    low, high = (seconds_text(run_plan.step_s * factor) for factor in (1 / 1.25, 1 / 0.75))
+    assert f"a step takes {low} to {high}" in line
 
 
 def test_numbers_are_short() -> None:

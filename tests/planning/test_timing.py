@@ -15,9 +15,14 @@ from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, RolloutConfig, RolloutL
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.planning import timing
 from mcore_rl.planning.overheads import (
-    EXPERT_EFFICIENCY,
+    EAGER_LAYER_S,
+    EXPERT_COLUMN_FLOPS,
+    EXPERT_DECODE_S,
     HOST_LINK_GB_S,
+    LAYER_LATENCY_S,
     LINK_EFFICIENCY,
+    LOCAL_EFFICIENCY,
+    LOCAL_EXPERT_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
     NODES_LATENCY_S,
@@ -127,9 +132,52 @@ def test_rows_travel_to_experts_and_back() -> None:
     assert seconds == pytest.approx(4 * 2 * (2 * 64 * 2) * 3 / 4 / 1e10)
 
 
-def test_experts_reach_less_of_the_peak_on_accelerators_alone() -> None:
-    assert timing.compute_flops_rate(EXPERTS, RATES) == 1e12 * EXPERT_EFFICIENCY
-    assert timing.compute_flops_rate(EXPERTS, replace(RATES, accelerator=False)) == 1e12
+def test_experts_and_local_layers_reach_less_of_the_peak_on_accelerators_alone() -> None:
+    """Experts of 32 columns; and of four, where the dense rate is that of four columns."""
+    narrow = EXPERT_COLUMN_FLOPS * 32
+    assert timing.compute_flops_rate(EXPERTS, RATES) == pytest.approx(1 / (1 / 1e12 + 1 / narrow))
+    even = replace(EXPERTS, moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=4))
+    assert timing.compute_flops_rate(even, RATES) == pytest.approx(0.5e12), "four columns are the dense rate"
+    assert timing.compute_flops_rate(MODEL, RATES, fused=False) == 1e12 * LOCAL_EFFICIENCY
+    assert timing.compute_flops_rate(EXPERTS, RATES, fused=False) == 1e12 * LOCAL_EXPERT_EFFICIENCY
+    on_cpu = replace(RATES, accelerator=False)
+    assert {timing.compute_flops_rate(each, on_cpu, fused=False) for each in (MODEL, EXPERTS)} == {1e12}
+
+
+@pytest.mark.parametrize(
+    ("columns", "peak", "least", "most"),
+    [
+        (768, 148e12, 0.31, 0.40),  # Qwen3-30B-A3B on 32 to 8 H20: docs/perf/dpsk.md of verl
+        (16_384, 989.5e12, 0.75 * 0.493, 0.493),  # Mixtral-8x22B on H100: arXiv:2504.14960
+    ],
+)
+def test_published_mfu_of_experts_that_no_constant_was_fitted_to(
+    columns: int, peak: float, least: float, most: float
+) -> None:
+    model = replace(EXPERTS, moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=columns))
+    rate = timing.compute_flops_rate(model, replace(RATES, flops=peak * MATMUL_EFFICIENCY))
+    assert least < rate / peak < most
+
+
+def test_a_device_reaches_its_own_share_of_the_data_sheet() -> None:
+    rates = {name: Rates.of(load_cluster(name), 8, Precision.bfloat16) for name in ("amd_mi300x", "nvidia_b200")}
+    assert rates["amd_mi300x"].flops == pytest.approx(1307.4e12 * MATMUL_EFFICIENCY * 0.65)
+    assert rates["nvidia_b200"].flops == pytest.approx(2250e12 * MATMUL_EFFICIENCY * 0.6)
+
+
+def test_a_decode_step_waits_for_launches_and_reductions() -> None:
+    """Four layers: two reductions each where a layer is split, launches each without graphs, a router each."""
+    eager, split = rollout(enforce_eager=True), rollout(tp=2)
+    assert timing.decode_latency_s(MODEL, rollout(), RATES) == STEP_LATENCY_S
+    assert timing.decode_latency_s(MODEL, split, RATES) == pytest.approx(STEP_LATENCY_S + 8 * LAYER_LATENCY_S)
+    assert timing.decode_latency_s(MODEL, eager, RATES) == pytest.approx(STEP_LATENCY_S + 4 * EAGER_LAYER_S)
+    assert timing.decode_latency_s(EXPERTS, rollout(), RATES) == pytest.approx(STEP_LATENCY_S + 4 * EXPERT_DECODE_S)
+    assert timing.decode_latency_s(MODEL, eager, replace(RATES, accelerator=False)) == 0.0
+
+
+def test_reductions_over_more_nodes_wait_once_for_every_doubling() -> None:
+    waits = [timing.nodes_reduction_s(0.0, size, RATES) for size in (16, 32, 64)]
+    assert waits == [pytest.approx(count * NODES_LATENCY_S) for count in (1, 2, 3)]
 
 
 def test_a_pipeline_waits_for_its_first_microbatch() -> None:
@@ -137,9 +185,11 @@ def test_a_pipeline_waits_for_its_first_microbatch() -> None:
     two = role("pp=2", 2)
     forward = forward_flops(MODEL, [100]) * 16 / 1e12
     handed = 1_600 * 2 * 64 * 2 / 1e10
-    expected = 3 * forward / 2 * two.imbalance * (1 + 1 / 4) + handed
+    busy = 3 * forward / 2 * two.imbalance
     assert two.imbalance > 1  # the projection to the vocabulary
-    assert timing.pass_s(two, RATES, 16, train=True) == pytest.approx(expected)
+    assert timing.pass_s(two, RATES, 16, train=True) == pytest.approx(busy * (1 + 1 / 4) + handed)
+    updates = timing.update_s(two, RATES, 16, 2) - 2 * timing.optimizer_s(two, RATES)
+    assert updates == pytest.approx(busy * (1 + 1 / 2) + handed), "two updates of two microbatches each"
 
 
 def test_an_optimizer_step_by_hand() -> None:

@@ -115,6 +115,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data.max_prompt_length": COUNT,
     "data.max_response_length": COUNT,
     "data.max_samples": COUNT,
+    "data.mean_response_length": COUNT,
     "data.seed": SEED,
     "data.train_batch_size": COUNT,
     "data.train_max_samples": COUNT,

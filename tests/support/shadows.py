@@ -28,7 +28,7 @@ SMALLER = (
     "model.path", "model.config_overrides", "critic.path", "teacher.path",
     *(f"data.{key}" for key in (
         "train_files", "val_files", "train_batch_size", "gen_batch_size", "max_prompt_length", "max_response_length",
-        "max_length",
+        "mean_response_length", "max_length",
     )),
     "custom_reward_function.path", "reward.num_workers", "reward.overlong.length",
     *(f"rollout.{key}" for key in (
