@@ -46,6 +46,7 @@ from mcore_rl.training.distillation import Teacher, own_columns
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
 from mcore_rl.training.model import DTYPES
+from mcore_rl.training.sequences import forget_cached
 from mcore_rl.types import Denominators, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
@@ -127,6 +128,7 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
     refuse_if_any(violations)
     assert not dist.is_initialized(), "this process is a rank of a world already"
     begin, began = time.perf_counter(), time.process_time()
+    forget_cached()
     make_megatron_run_on_cpu(without=ONLY_ON_CPU if part.accelerator else ())
     layout = Layout.of(part.parallel, part.world_size)
     count = rehearsed_microbatches(layout, layout.coords(part.rank).pp, part.num_microbatches)
@@ -142,6 +144,7 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
                 parameters = sum(each.numel() for chunk in engine.models for each in chunk.parameters())
                 del engine
     finally:
+        forget_cached()
         destroy_groups()
         dist.destroy_process_group()
     return Rehearsal(

@@ -15,7 +15,6 @@ Under context parallelism all keys and values are gathered and every rank attend
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,10 +30,10 @@ from torch import Tensor
 
 from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
 from mcore_rl.training.block_attention import attend_in_blocks
-from mcore_rl.training.sequences import PackedSequences
+from mcore_rl.training.sequences import PackedSequences, cached_on_device
 
 
-@lru_cache(maxsize=64)
+@cached_on_device
 def fixed_size(num_sequences: int, length: int, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
     """Sequences of one length; cached because an unpacked microbatch carries no record that could hold it."""
     lengths = (length,) * num_sequences

@@ -13,11 +13,11 @@ Invariant: a token's output depends on the tokens before it in its own sequence 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mcore_rl.training.sequences import cached_on_device
 
 CHUNK = 64  # tokens, C in the suffixes of shapes; as in ``fla`` and transformers
 
@@ -85,7 +85,7 @@ def _in_chunks(x: Tensor, rows_NC: Tensor) -> Tensor:
     return with_zeros[rows_NC].transpose(1, 2)
 
 
-@lru_cache(maxsize=64)
+@cached_on_device
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     """(rows of each chunk [N, C], T beyond a sequence; place of each row among them [T]; sequences in each turn).
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,23 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mcore_rl.parallel.context import concatenated_ranges, gather_indices, split_indices
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_FORGET: list[Callable[[], None]] = []
+
+
+def cached_on_device(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function whose tensors depend on lengths and a device alone: the last 64 are kept."""
+    cached = lru_cache(maxsize=64)(function)
+    _FORGET.append(cached.cache_clear)
+    return cast(Callable[P, T], cached)
+
+
+def forget_cached() -> None:
+    """Drop what is ``cached_on_device``: tensors of one pretended device are of no use on the next."""
+    for forget in _FORGET:
+        forget()
 
 
 @dataclass(frozen=True)
@@ -138,7 +156,7 @@ def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
 
-@lru_cache(maxsize=64)
+@cached_on_device
 def row_positions(padded_lengths: tuple[int, ...], cp: int, cp_rank: int, device: torch.device) -> Tensor:
     """Position in its own sequence of each row that context rank ``cp_rank`` holds; float32 [T / cp].
 

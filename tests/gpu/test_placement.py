@@ -15,9 +15,8 @@ from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.training import delta_rule
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.sequences import row_positions
+from mcore_rl.training.sequences import forget_cached
 from tests.gpu.two_memories import HOST, THERE, TwoMemories
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights
@@ -80,8 +79,7 @@ def look_at_all(rank: Rank) -> dict[str, list[str]]:
     for name, case in CASES.items():
         for trainable in (False, True):
             memories = TwoMemories()
-            for cached in (row_positions, delta_rule._chunks):
-                cached.cache_clear()  # what they keep is of the memories of the case before
+            forget_cached()  # what is kept is of the memories of the case before
             with memories:
                 groups = init_groups(Layout.of(ParallelConfig(), 1), pretended, THERE, seed=1)
                 problems = look(case, memories, groups, pretended, trainable=trainable)
