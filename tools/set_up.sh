@@ -82,8 +82,9 @@ if [[ $rung == cpu ]]; then
     pip install -qq --no-deps --target .venv/transformer_engine-2.20.2 "transformer-engine==2.20.2; python_version >= '3.12'"
     # Beside it too, and without what they declare, which is gigabytes: other converters, which a test asks what is right.
     rm -rf .venv/bridges
-    pip install -qq --no-deps --target .venv/bridges mbridge==0.15.1 "megatron-bridge==0.3.1; python_version < '3.12'" \
-        "megatron-bridge==0.6.2; python_version >= '3.12'"
+    # Megatron-Bridge 0.6.2 says that it needs Python 3.12 and no other; it is Python alone.
+    pip install -qq --no-deps --ignore-requires-python --target .venv/bridges mbridge==0.15.1 \
+        "megatron-bridge==0.3.1; python_version < '3.12'" "megatron-bridge==0.6.2; python_version >= '3.12'"
 fi
 
 say "5/5 check"

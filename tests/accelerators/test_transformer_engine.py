@@ -68,6 +68,7 @@ def test_every_family_constructs_and_binds_in_two_layouts(outcomes: Outcomes) ->
             assert outcome["bound"] - outcome["parameters"] == buffers, (family, layout)
             assert outcome["configured otherwise"] == [] and outcome["unread"] == {}, (family, layout)
             assert outcome["mlp"] == ("TEGroupedMLP" if family in WITH_EXPERTS else "MLP"), (family, layout)
+            assert outcome["router"] == ("mcore_rl.training.router" if family in WITH_EXPERTS else "builtins")
 
 
 @pytest.mark.parametrize("python", PYTHONS)

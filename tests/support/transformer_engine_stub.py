@@ -163,6 +163,7 @@ def outcome(config: dict[str, Any], layout: str, world_size: int) -> dict[str, A
             "bound": len(bound),
             "parameters": len(list(chunk.parameters())),
             "mlp": type(getattr(mlp, "experts", mlp)).__name__,
+            "router": type(getattr(mlp, "router", None)).__module__,
             "transformer_engine": "transformer_engine" in kinds,
             "configured otherwise": config_differences(configs),
             "unread": unread(configs),
