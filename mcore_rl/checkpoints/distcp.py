@@ -242,6 +242,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class ``name`` of ``module``.  Raises UnpicklingError for one that such a file may not hold."""
+        if module == "pathlib._local":  # Python 3.13's name for it, which others do not know
+            module = "pathlib"
         if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         if module.partition(".")[0] == "megatron":

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_rl.checkpoints import distcp_writer
+from mcore_rl.checkpoints import distcp, distcp_writer
 from mcore_rl.checkpoints.distcp import METADATA, DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import DistcpWriter
 from mcore_rl.checkpoints.new_directory import NewDirectory
@@ -183,3 +184,11 @@ def test_a_directory_without_metadata_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / METADATA).touch()
     assert "Give one of those in it: iter_0000010, iter_0000020" in _refusal(tmp_path)
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_is_read_whichever_python_wrote_it(module: str) -> None:
+    """Python 3.13 names the module of its paths ``pathlib._local``; 3.11 and 3.12 do not."""
+    assert distcp._MetadataUnpickler(io.BytesIO()).find_class(module, "PosixPath") is PosixPath
+    with pytest.raises(pickle.UnpicklingError):
+        distcp._MetadataUnpickler(io.BytesIO()).find_class(module, "rmtree")
