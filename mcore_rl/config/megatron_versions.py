@@ -1,12 +1,13 @@
 """The versions of megatron-core that this package runs with, and all that differs between them for it.
 
-Nothing else of the package asks for a version.  What Megatron passes to our modules in one version alone is a parameter
-of theirs with a default: ``is_mtp_layer`` of routers, ``name`` of attentions.
+Nothing else of the package asks for a version.  Where one way serves both, it stands where it is used: parameters with
+a default for what Megatron passes in one version alone (``is_mtp_layer`` of routers, ``name`` of attentions), norms of
+heads while a model is built (``training/model.py``), attributes by which a gated delta net's checkpoint is described.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -45,6 +46,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+@cache
 def megatron_version() -> str:
     """The version that is installed."""
     return version("megatron-core")
@@ -68,6 +70,14 @@ def dense_mlp(mlp: Any, spec: Any, submodules: Any) -> Any:
     if megatron_version() == "0.16.1":
         return spec(module=mlp, submodules=submodules)
     return partial(mlp.as_mlp_submodule, submodules=submodules)
+
+
+def submodules_of(spec: Any) -> Any:
+    """The submodules of a layer's MLP as Megatron's own specs have it: a ``ModuleSpec`` in 0.16.1, a partial in 0.19.2.
+
+    models/gpt/moe_module_specs.py has both.
+    """
+    return spec.submodules if megatron_version() == "0.16.1" else spec.keywords["submodules"]
 
 
 def grads_for_norm(part: Any) -> list[Any]:

@@ -55,11 +55,11 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         self.qk_dim, self.v_dim, self.num_value_heads = linear.key_dim, linear.value_dim, linear.num_value_heads
         self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
         self.conv_dim_local_tp = (2 * self.qk_dim + self.v_dim) // self.tp_size
-        self.num_v_heads_local_tp = self.dt_bias_dim = self.num_value_heads // self.tp_size
-        self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
-        keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
-        self.in_proj_split_sections = (keys, keys, values, values, heads, heads)
+        keys = self.qk_dim_local_tp = self.qk_dim // self.tp_size
+        values = self.v_dim_local_tp = self.v_dim // self.tp_size
+        heads = self.num_v_heads_local_tp = self.dt_bias_dim = self.num_value_heads // self.tp_size
         self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
+        self.in_proj_split_sections = (keys, keys, values, values, heads, heads)
         self._build(submodules)
         self.reset_parameters()
 
@@ -143,7 +143,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
     def _of_heads(self, inputs_T: Tensor, lengths: tuple[int, ...], *, part: int, parts: int) -> Tensor:
         """The rule of all tokens for part ``part`` of this tensor rank's heads: [T, heads / parts, width of values]."""
         linear, heads = self.linear, self.num_v_heads_local_tp
-        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
 
         def own(x: Tensor, widths: list[int], dim: int) -> Tensor:
             if parts == 1:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -26,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mcore_rl.config.engine import LayerSpec, Precision
-from mcore_rl.config.megatron_versions import dense_mlp
+from mcore_rl.config.megatron_versions import dense_mlp, submodules_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
@@ -210,8 +209,7 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = _head_norms(model)
     if has_experts:
-        mlp = spec.submodules.mlp  # a partial of the layer in 0.19.2, a ModuleSpec of it in 0.16.1
-        (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = Router
+        submodules_of(spec.submodules.mlp).router = Router
     return spec
 
 

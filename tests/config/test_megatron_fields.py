@@ -10,6 +10,7 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from mcore_rl.config import megatron_fields, megatron_versions
 from mcore_rl.config.compose import compose
 from mcore_rl.config.megatron_fields import ALLOWED, REFUSED, TAKEN, megatron_violations
 from mcore_rl.config.megatron_versions import absent_fields
@@ -67,6 +68,17 @@ def test_each_kind_of_mistake_is_said_with_its_remedy() -> None:
     }.items():
         assert words in said[f"actor.megatron.{name}"], name
     assert not megatron_violations({"moe_deepep_num_sms": 24, "bias_dropout_fusion": True, "cp_comm_type": "a2a"})
+
+
+@pytest.mark.parametrize(("version", "absent"), [("0.16.1", ["flash_attention_version"]), ("0.19.2", [])])
+def test_what_the_installed_version_lacks_is_said_beside_all_else(
+    version: str, absent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (megatron_fields, megatron_versions):
+        monkeypatch.setattr(module, "megatron_version", lambda: version)
+    violations = megatron_violations({"flash_attention_version": 3, "hidden_dropout": 0.1})
+    assert [each.key for each in violations] == [f"megatron.{name}" for name in ["hidden_dropout", *absent]]
+    assert all(each.problem == f"megatron-core {version} has no such field" for each in violations[1:])
 
 
 def composed(*more: str) -> RunConfig:

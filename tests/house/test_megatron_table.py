@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS, megatron_version
 from tests.house.source import ROOT
+from tests.support.megatron_source import source_of
 
-VERSIONS = ("0.16.1", "0.19.2")
-# (path below megatron/core, its line in each of VERSIONS, what stands there)
+# (path below megatron/core, its line in each of MEGATRON_VERSIONS, what stands there)
 CITED = (
     ("ssm/gated_delta_net.py", (103, None), "if not HAVE_FLA:"),
     ("ssm/gated_delta_net.py", (297, None), "GDN does not support packed sequence"),
@@ -58,10 +56,7 @@ def cited_by(page: str) -> set[str]:
 
 def moved(path: str, number: int, code: str) -> str | None:
     """None where ``code`` stands on that line of the installed Megatron; else where it is."""
-    spec = find_spec("megatron.core")
-    assert spec is not None and spec.submodule_search_locations is not None
-    file = Path(spec.submodule_search_locations[0], path)
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = (source_of(path) or "").splitlines()
     if code in "".join(lines[number - 1 : number]):
         return None
     now = [str(other) for other, line in enumerate(lines, 1) if code in line]
@@ -78,14 +73,14 @@ def test_every_cited_line_stands_where_it_is_said_to(
     path: str, numbers: tuple[int | None, int | None], code: str
 ) -> None:
     """Where one has moved, put Megatron's module in the place of ours once more: its row may be out of date."""
-    installed = version("megatron-core").partition("+")[0]
-    assert installed in VERSIONS, f"the table knows {' and '.join(VERSIONS)}, and not {installed}"
-    number = numbers[VERSIONS.index(installed)]
+    installed = megatron_version()
+    assert installed in MEGATRON_VERSIONS, f"the table knows {' and '.join(MEGATRON_VERSIONS)}, and not {installed}"
+    number = numbers[MEGATRON_VERSIONS.index(installed)]
     assert number is None or moved(path, number, code) is None
 
 
 def test_a_moved_line_is_found() -> None:
     path, numbers, code = "utils.py", (1205, 1330), "l2 = [[(torch.norm(tensor))"
-    number = numbers[VERSIONS.index(version("megatron-core").partition("+")[0])]
+    number = numbers[MEGATRON_VERSIONS.index(megatron_version())]
     assert f"it is on line {number}" in str(moved(path, number - 1, code))
     assert "it is gone" in str(moved(path, number, "no such code"))

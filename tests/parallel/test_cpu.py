@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from types import CodeType
 
 import pytest
@@ -20,6 +18,7 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from tests.support import cpu_probes
 from tests.support.cpu_probes import PROBES, Report
+from tests.support.megatron_source import source_of
 from tests.support.skips import ACCELERATOR
 
 LINES = [line for patch in PATCHES for line in patch.answers]
@@ -31,12 +30,9 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason=f"{ACCELERATO
 
 def misplaced(line: Line) -> str | None:
     """None where ``line`` stands in its function in the installed Megatron; else where it is now."""
-    spec = find_spec("megatron.core")
-    assert spec is not None and spec.submodule_search_locations is not None
-    path = Path(spec.submodule_search_locations[0], line.path)
-    if not path.exists():
+    text = source_of(line.path)
+    if text is None:
         return f"{line.path} is gone"
-    text = path.read_text()
     extents = extents_of(compile(text, line.path, "exec"))
     numbers = [number for number, other in enumerate(text.splitlines(), 1) if line.code in other]
     first, last = extents.get(line.within, (0, 0))

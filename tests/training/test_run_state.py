@@ -187,7 +187,7 @@ def test_a_fresh_engine_goes_on_bit_for_bit(ranks: list[Observed], case: tuple[s
         assert torch.equal(of_rank.draws[case]["resumed"], of_rank.draws[case]["whole"]), "random numbers go on too"
 
 
-NEWER = Path(sys.prefix) / "megatron-core-0.19.2"
+NEWER = Path(sys.prefix) / f"megatron-core-{MEGATRON_VERSIONS[-1]}"
 
 
 def steps_with(megatron: Path | None, root: Path, verb: str) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def steps_with(megatron: Path | None, root: Path, verb: str) -> dict[str, Any]:
 
 def test_either_version_of_megatron_goes_on_from_the_other(tmp_path: Path, processes: None) -> None:
     if not NEWER.is_dir():
-        pytest.skip(not_installed("megatron-core 0.19.2 beside 0.16.1"))
+        pytest.skip(not_installed(f"{NEWER.name} beside the older one"))
     ended = {}
     for name, first, second in (("old", None, NEWER), ("new", NEWER, None)):
         root = tmp_path / name
