@@ -10,9 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from benchmarks.hostile_code import (
     measure,
 )
 from mcore_rl.config.reward import CodeConfig, RewardConfig
-from mcore_rl.rewards.confinement import MAX_THREADS, Ending, Outcome, run_confined, weaknesses
+from mcore_rl.rewards.confinement import MAX_THREADS, Ending, run_confined, weaknesses
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rewards.scorer import Scorer
 from tests.support.skips import KERNEL
@@ -136,31 +136,25 @@ def test_a_daemon_survives_its_grader_unless_it_is_confined() -> None:
     assert run_confined(DAEMON, LONG).stdout == "refused\n"
 
 
-def running(program: str, config: CodeConfig, look: Callable[[int], bool]) -> Outcome:
-    """The outcome of a program that waits, after ``look`` was true of its process."""
-    outcomes: list[Outcome] = []
-    before = set(descendants())
-    thread = threading.Thread(target=lambda: outcomes.append(run_confined(program, config)))
-    thread.start()
-
-    def seen() -> bool:
-        with suppress(OSError):
-            return any(look(pid) for pid in set(descendants()) - before)
-        return False
-
-    try:
-        wait_until(seen)
-    finally:
-        for pid in set(descendants()) - before:
-            os.kill(pid, signal.SIGKILL)
-        thread.join()
-    return outcomes[0]
-
-
 def test_it_ends_first_where_memory_runs_out() -> None:
-    own = Path("/proc/self/oom_score_adj").read_text()
-    assert own.strip() != "1000"
-    running(HOSTILE["sleep"], LONG, lambda pid: Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n")
+    """Looked at in a program that runs: one that is ended before it is confined is a fault of the machine."""
+    assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
+    before = set(descendants())
+    seen: list[str] = []
+
+    def runs() -> bool:
+        for pid in set(descendants()) - before:
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/fd/1").read_text() == "runs\n":
+                    seen.append(Path(f"/proc/{pid}/oom_score_adj").read_text())
+                    os.kill(pid, signal.SIGKILL)
+        return bool(seen)
+
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(run_confined, "print('runs', flush=True)\n" + HOSTILE["sleep"], LONG)
+        wait_until(runs)
+        assert outcome.result().ending is Ending.failed
+    assert seen == ["1000\n"]
     outcome = run_confined("open('/proc/self/oom_score_adj', 'w').write('0')", LONG)
     assert outcome.message.startswith("PermissionError")
 
