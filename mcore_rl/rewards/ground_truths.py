@@ -8,7 +8,6 @@ How many those are is a warning.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 from mcore_rl.errors import ConfigError, DataError
@@ -17,6 +16,7 @@ from mcore_rl.rewards.math import gold_form, grade_math, parts_by_text
 from mcore_rl.rewards.registry import Grader, grader_of
 
 SHOWN = 5
+MISSING = ("nan", "<na>")  # as pandas writes a missing value as text
 MAX_SHOWN = 80  # characters of a ground truth
 REQUIRES: dict[Grader, Callable[[str], object]] = {grade_gsm8k: gold_number, grade_math: gold_form}
 
@@ -35,7 +35,8 @@ def check_ground_truths(rows: Iterable[tuple[str, str, object]], *, refuse: bool
             grader = grader_of(source)
         except ConfigError:
             continue  # refused elsewhere, once for all rows
-        if isinstance(truth, float) and math.isnan(truth):
+        is_number = isinstance(truth, float) or grader is grade_math
+        if is_number and str(truth).strip().lower() in MISSING:
             problems.append(f"{row}: the ground truth is NaN. Write the answer, or leave the row out")
             continue
         try:

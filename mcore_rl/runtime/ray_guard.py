@@ -37,4 +37,6 @@ def main(descriptor: int, processes: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as Slurm sends to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     main(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 
@@ -27,4 +28,6 @@ def main(descriptor: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as Slurm sends to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     main(int(sys.argv[1]), sys.argv[2])

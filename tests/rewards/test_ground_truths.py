@@ -44,6 +44,8 @@ def test_those_that_no_answer_could_equal_are_refused_by_row(caplog: pytest.LogC
         ("train/1", "gsm8k", "many"),
         ("train/2", "math", " "),
         ("train/3", "math", r"\boxed{}"),
+        ("train/4", "math", float("nan")),
+        ("train/5", "math", "nan"),  # as pandas writes a missing value
     ]
     with pytest.raises(DataError) as caught:
         check_ground_truths(rows)
@@ -52,4 +54,5 @@ def test_those_that_no_answer_could_equal_are_refused_by_row(caplog: pytest.LogC
     assert said in caplog.text
     assert "train/1: ground truth 'many' is not a number" in said
     assert "train/2: ground truth ' ' is no formula" in said and "train/3" in said
+    assert all(f"train/{row}: the ground truth is NaN" in said for row in (4, 5))
     assert "train/0" not in said

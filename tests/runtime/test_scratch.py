@@ -12,10 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.runtime import scratch_guard
 from mcore_rl.runtime.scratch import MAX_BASE, scratch
+from tests.support.guards import tell_to_end
 from tests.support.outsider import as_another_user
 
 KILLED = """
@@ -66,6 +68,10 @@ def test_it_goes_when_its_program_is_killed(processes: None) -> None:
         assert program.stdout is not None
         folder = Path(program.stdout.readline().strip())
         assert folder.is_dir()
+        (guard,) = [
+            each.pid for each in psutil.Process(program.pid).children() if scratch_guard.__file__ in each.cmdline()
+        ]
+        tell_to_end(guard)
         program.send_signal(signal.SIGKILL)
     end = time.monotonic() + 120  # it takes a moment; a busy machine, longer
     while folder.exists() and time.monotonic() < end:

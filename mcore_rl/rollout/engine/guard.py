@@ -51,4 +51,6 @@ def left(group: int) -> list[int]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as Slurm sends to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

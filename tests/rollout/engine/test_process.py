@@ -19,6 +19,7 @@ from mcore_rl.rollout.engine import guard
 from mcore_rl.rollout.engine.process import start_engine
 from mcore_rl.rollout.engine.process_group import group_of
 from tests.support import rollouts
+from tests.support.guards import tell_to_end
 from tests.support.rollouts import wait_until_gone
 
 PROGRAM = """
@@ -38,16 +39,17 @@ def program(directory: Path, log: Path, mode: str, temporary: Path) -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)})
 
 
-def is_guarded(leader: int) -> bool:
-    commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
-    return any(guard.__file__ in command and str(leader) in command for command in commands)
+def guards_of(leader: int) -> list[psutil.Process]:
+    each_with_words = [(each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+    return [each for each, words in each_with_words if guard.__file__ in words and str(leader) in words]
 
 
 @pytest.mark.parametrize("mode", ["stay", "stopped", "end"])
 def test_no_process_outlives_the_program(mode: str, tmp_path: Path, processes: None) -> None:
     """Killed, or at its end without a word, while the engine is still starting; nor is a temporary file left.
 
-    An engine that is stopped does not notice its program's end; its guard does.
+    An engine that is stopped does not notice its program's end; its guard does, though it was told to end: Slurm tells
+    all processes of a job before it kills those that it finds, and a guard's parent may have ended by then.
     """
     rollouts.write("llama", tmp_path)
     temporary = tmp_path / "temporary"
@@ -65,10 +67,12 @@ def test_no_process_outlives_the_program(mode: str, tmp_path: Path, processes: N
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             if mode == "stopped":
-                while not is_guarded(leader):
+                while not guards_of(leader):
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
                 os.kill(leader, signal.SIGSTOP)
+                (its_guard,) = guards_of(leader)
+                tell_to_end(its_guard.pid)
             parent.send_signal(signal.SIGKILL)
         parent.wait(30)
         wait_until_gone(leader)
