@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,13 +22,13 @@ import psutil
 import ray
 from rich.console import Console
 
-from mcore_rl.runtime import ray_guard
-from mcore_rl.tracking.secrets import without_secrets
+from mcore_rl.processes.guarding import start_guard
 
 VITAL = {"gcs_server": "Ray's head", "raylet": "Ray's raylet on this machine"}
 LOOK_S = 5.0  # between two looks whether a process is stopped
 STOPPED_S = 30.0  # a process that is stopped (SIGSTOP) for so long is as good as dead: nothing else notices it
-GUARD_S = 2 * ray_guard.GRACE_S  # the time limit for the guard to finish
+GRACE_S = 5.0  # how long a regular shutdown of Ray may take
+GUARD_S = 2 * GRACE_S  # the time limit for the guard to finish
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,7 @@ def _held(processes: Iterable[psutil.Process], stack: ExitStack) -> list[Held]:
 def _guarded(held: Sequence[Held]) -> Iterator[None]:
     """Ends all of ``held`` on exit, and also if this program is killed meanwhile."""
     reading, writing = os.pipe()
-    handles = [reading, *(each.handle for each in held)]
-    command = [sys.executable, "-I", "-S", ray_guard.__file__, *map(str, handles)]
-    # In a session of its own: a signal to this program's process group must not end the guard.
-    guard = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, pass_fds=handles, start_new_session=True, env=without_secrets()
-    )
+    guard = start_guard([reading], grace_s=GRACE_S, processes=[each.handle for each in held])
     os.close(reading)
     try:
         yield

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.runtime import scratch_guard
-from mcore_rl.tracking.secrets import without_secrets
+from mcore_rl.processes.guarding import start_guard
 
 PREFIX = "mcore-rl-"
 MAX_BASE = 20  # characters of the folder above: Ray's sockets are 85 further down
+GRACE_S = 8.0  # for processes of a killed program: other guards end them meanwhile, and they may write until then
 
 
 _open: list[Path] = []  # this program's folder, while there is one
@@ -42,11 +40,7 @@ def scratch() -> Iterator[Path]:
     base = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(base) <= MAX_BASE else "/tmp"))  # of mode 0700
     reading, writing = os.pipe()
-    command = [sys.executable, "-I", "-S", scratch_guard.__file__, str(reading), str(folder)]
-    # In a session of its own: a signal to this program's process group must not end the guard.
-    guard = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, pass_fds=[reading], start_new_session=True, env=without_secrets()
-    )
+    guard = start_guard([reading], grace_s=GRACE_S, folder=str(folder))
     os.close(reading)
     before = tempfile.tempdir
     home = os.path.expanduser("~")  # HOME, or what the system says of the user; "~" if it says nothing

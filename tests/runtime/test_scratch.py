@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.runtime import scratch_guard
+from mcore_rl.processes import guard
 from mcore_rl.runtime.scratch import MAX_BASE, scratch
 from tests.support.guards import tell_to_end
 from tests.support.outsider import as_another_user
@@ -68,30 +68,10 @@ def test_it_goes_when_its_program_is_killed(processes: None) -> None:
         assert program.stdout is not None
         folder = Path(program.stdout.readline().strip())
         assert folder.is_dir()
-        (guard,) = [
-            each.pid for each in psutil.Process(program.pid).children() if scratch_guard.__file__ in each.cmdline()
-        ]
-        tell_to_end(guard)
+        (its_guard,) = [each.pid for each in psutil.Process(program.pid).children() if guard.__file__ in each.cmdline()]
+        tell_to_end(its_guard)
         program.send_signal(signal.SIGKILL)
     end = time.monotonic() + 120  # it takes a moment; a busy machine, longer
     while folder.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not folder.exists()
-
-
-def test_what_comes_back_is_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a process of the killed program that still writes."""
-    folder, rounds = tmp_path / "folder", []
-    folder.mkdir()
-    monkeypatch.setattr(scratch_guard, "GRACE_S", 0.5)
-
-    def sleep(_: float) -> None:
-        rounds.append(folder.exists())
-        folder.mkdir(exist_ok=True)
-        time.sleep(0.001) if len(rounds) < 3 else monkeypatch.setattr(scratch_guard.time, "monotonic", lambda: 1e12)
-
-    monkeypatch.setattr(scratch_guard, "time", type("Time", (), {"monotonic": time.monotonic, "sleep": sleep}))
-    reading, writing = os.pipe()
-    os.close(writing)
-    scratch_guard.main(reading, str(folder))
-    assert rounds[:3] == [False] * 3 and not folder.exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.rollout.engine import guard
+from mcore_rl.processes import guard
 
 SHARED_MEMORY = "/dev/shm/vllm_"  # files of vLLM's CPU kernels to communicate, removed at a regular end only
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -24,7 +23,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.engine import guard
+from mcore_rl.processes.guarding import start_guard
 from mcore_rl.rollout.engine.engine_node import EngineNode
 from mcore_rl.rollout.protocol import RolloutEngine
 from mcore_rl.rollout.remote_engine import perform
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     Started = VllmEngine | HeadlessEngine
 
 START = 0  # the number of the call that every child answers unasked: its start
+GRACE_S = 3.0  # how long a regular shutdown of an engine may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +198,7 @@ def _have_guard(scratch: Path) -> IO[bytes]:
     parent = multiprocessing.parent_process()
     assert parent is not None
     reading, writing = os.pipe()
-    ends = [reading, parent.sentinel]
-    command = [sys.executable, "-I", "-S", guard.__file__, *map(str, ends), str(os.getpgrp()), str(scratch)]
-    subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
+    start_guard([reading, parent.sentinel], grace_s=GRACE_S, group=os.getpgrp(), folder=str(scratch))
     os.close(reading)
     return open(writing, "wb", buffering=0)
 

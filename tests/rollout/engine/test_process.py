@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.errors import RolloutError
-from mcore_rl.rollout.engine import guard
+from mcore_rl.processes import guard
 from mcore_rl.rollout.engine.process import start_engine
 from mcore_rl.rollout.engine.process_group import group_of
 from tests.support import rollouts
@@ -41,7 +41,7 @@ def program(directory: Path, log: Path, mode: str, temporary: Path) -> subproces
 
 def guards_of(leader: int) -> list[psutil.Process]:
     each_with_words = [(each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
-    return [each for each, words in each_with_words if guard.__file__ in words and str(leader) in words]
+    return [each for each, words in each_with_words if guard.__file__ in words and f'"group": {leader},' in words[-1]]
 
 
 @pytest.mark.parametrize("mode", ["stay", "stopped", "end"])

@@ -1,0 +1,1 @@
+"""Processes beside a program, and how they end with it."""
