@@ -96,6 +96,7 @@ def _killed_and_again(task: Path, directory: Path, traces: Traces, steps: int, r
     assert json.loads((directory / "environment.json").read_text())["resumed_step"] == saved
 
 
-def last_saved(directory: Path) -> int:
-    """The step of the newest checkpoint that is whole: it is written while the next step is computed."""
-    return max(int(path.name[5:]) for path in (directory / "checkpoints").iterdir() if path.name[5:].isdecimal())
+def last_saved(directory: Path) -> int | None:
+    """The step of the newest checkpoint that is whole, if any: each is written while the next step is computed."""
+    names = [path.name[5:] for path in (directory / "checkpoints").iterdir()]
+    return max((int(name) for name in names if name.isdecimal()), default=None)
