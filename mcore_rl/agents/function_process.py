@@ -25,6 +25,7 @@ from typing import Any
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.secrets import redacted, without_secrets
 
 START_S = 60.0  # to start and to import the file
@@ -158,8 +159,8 @@ def describe(place: str, key: str) -> dict[str, Any]:
             file.write(json.dumps({"place": place}).encode() + b"\n")
             file.flush()
             line = file.readline()
-            answer: dict[str, Any] = json.loads(line) if line else {"error": "importing the file ended its process"}
-    except (OSError, ValueError, RecursionError) as error:
+            answer: dict[str, Any] = read_json(line) if line else {"error": "importing the file ended its process"}
+    except (OSError, ValueError) as error:
         answer = {"error": f"importing the file took longer than {START_S:g} s ({error})"}
     finally:
         with suppress(ProcessLookupError):

@@ -19,6 +19,7 @@ from mcore_rl.agents.toolbox.calculator import evaluated, written
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason
+from mcore_rl.json_text import read_json
 
 OBSERVATION = "Observation:"
 # Nothing here can match in two ways: with white space around the name, a line of spaces took cubic time.
@@ -117,8 +118,8 @@ def react_call(text: str, tools: ToolSet) -> ToolCall | None:
         return None
     name, given = action["name"].strip(" \t"), action["input"].strip()
     try:
-        arguments: Any = json.loads(given)
-    except (ValueError, RecursionError):
+        arguments: Any = read_json(given)
+    except ValueError:
         arguments = given
     if not isinstance(arguments, dict) and name in tools.tools:
         parameters = tools.tools[name].tool_schema["function"].get("parameters") or {}

@@ -30,6 +30,7 @@ from jsonschema import Draft202012Validator, SchemaError
 from mcore_rl.agents import program_guard
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.secrets import redacted, without_secrets
 
 KEY = "rollout.agent.mcp_config_path"
@@ -93,10 +94,10 @@ class McpServer:
             # Byte by byte in C: what follows the line belongs to the streams that are opened later.
             with ours.makefile("rb", buffering=0) as file:
                 line = file.readline(LINE)
-            answer: dict[str, Any] = json.loads(line) if line else {"error": "its client's process ended"}
+            answer: dict[str, Any] = read_json(line) if line else {"error": "its client's process ended"}
         except TimeoutError:
             answer = {"error": f"it took longer than {START_S:g} s"}
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             answer = {"error": f"it gave no answer ({error})"}
         if "tools" not in answer:
             self.close()
@@ -170,13 +171,13 @@ class McpServer:
         problem = "ended"
         try:
             while line := await reader.readline():
-                answer = json.loads(line)
+                answer = read_json(line)
                 if "gone" in answer:
                     problem = f"ended: {redacted(str(answer['gone']))[:MAX_ERROR]}"
                     break
                 if (waits := self._waiting.get(answer["id"])) is not None and not waits.done():
                     waits.set_result(answer)
-        except (OSError, ValueError, RecursionError, LookupError) as error:
+        except (OSError, ValueError, LookupError) as error:
             problem = f"gave no answer ({error})"
         self._warn_and_end(problem)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.json_text import read_json
 from mcore_rl.rollout.protocol import Sampling
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 16, 1000  # MAX_STOP: characters of a stop string
@@ -196,8 +197,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = read_json(arguments)
+        except ValueError:
             arguments = function["arguments"]  # as the model wrote it
     called = {"name": function["name"], "arguments": {} if arguments is None else arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": called}
@@ -237,8 +238,8 @@ def digested(value: Any) -> bytes:
 def parsed_body(raw: bytes) -> dict[str, Any]:
     """The JSON object in ``raw``.  ApiError: there is none."""
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        body = read_json(raw)
+    except ValueError as error:
         raise ApiError(400, f"the request is no JSON: {error}"[:200]) from error
     if not isinstance(body, dict):
         raise ApiError(400, "the request is no JSON object")

@@ -33,6 +33,7 @@ from mcore_rl.agents.session import (
 from mcore_rl.config.agent import ProgramConfig, ProgramReward
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason
+from mcore_rl.json_text import read_json
 from mcore_rl.rewards.score import NotANumberError, Score, finite
 from mcore_rl.tracking.secrets import redacted, without_secrets
 
@@ -290,6 +291,6 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         return text

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.schema_checks import wrong_arguments
+from mcore_rl.json_text import read_json
 from mcore_rl.rewards.score import finite
 
 MAX_VALUE = 80  # characters of a wrong argument that the model is shown
@@ -121,8 +122,8 @@ class ToolSet:
         if call.name not in self.tools:
             return f"There is no tool {call.name!r}. The tools are: {', '.join(self.tools) or 'none'}."
         try:
-            arguments = json.loads(call.arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = read_json(call.arguments)
+        except ValueError as error:
             return f"The arguments of {call.name} are no JSON: {error}."
         if not isinstance(arguments, dict):
             return f"The arguments of {call.name} are {_shown(arguments)}. Write a JSON object."

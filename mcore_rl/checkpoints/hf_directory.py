@@ -7,7 +7,6 @@ bytes asked for.  Names are those of the files; this module knows neither ``conf
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.open_files import OpenFiles
 from mcore_rl.checkpoints.safetensors import TensorInfo, read_header, read_slice
 from mcore_rl.errors import CheckpointError
+from mcore_rl.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 SINGLE = "model.safetensors"
@@ -128,10 +128,10 @@ def _nothing_to_read(directory: Path) -> str:
 def _read_index(path: Path) -> tuple[dict[str, set[str] | None], list[str]]:
     again = "Download it again"
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path.read_bytes())
     except OSError as error:
         return {}, [f"{path.name}: cannot be read: {error.strerror}. Check that it may be read"]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return {}, [f"{path.name}: is not JSON ({error}). {again}"]
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

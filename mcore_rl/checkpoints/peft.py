@@ -24,6 +24,7 @@ from mcore_rl.checkpoints.safetensors import read_header
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
+from mcore_rl.json_text import read_json
 from mcore_rl.weights.adapter_table import AdapterTable, all_linear
 from mcore_rl.weights.table import Table
 
@@ -101,8 +102,8 @@ def peft_config(table: AdapterTable, base: str) -> dict[str, Any]:
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """``adapter_config.json``.  Raises CheckpointError: it is missing, unreadable, or of adapters of another kind."""
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         problem = f"{CONFIG} cannot be read: {error}. Give a directory that PEFT saved"
         raise CheckpointError(str(directory), [problem]) from error
     if not isinstance(config, dict):

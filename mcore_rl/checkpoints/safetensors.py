@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, span_of, windows
 from mcore_rl.weights.views import view_of
 
@@ -130,10 +131,10 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
                 return {}, [f"{path.name}: {problem}. {again}"]
             if length > MAX_HEADER_BYTES:
                 return {}, [f"{path.name}: is not a safetensors file: a header of {length} bytes. {again}"]
-            header = json.loads(file.read(length), object_pairs_hook=_Pairs)
+            header = read_json(file.read(length), object_pairs_hook=_Pairs)
     except OSError as error:
         return {}, [f"{path.name}: cannot be read: {error.strerror}. Check that it exists and may be read"]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return {}, [f"{path.name}: its header is not JSON ({error}). {again}"]
     if not isinstance(header, _Pairs):
         return {}, [f"{path.name}: its header is no JSON object. {again}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from mcore_rl.config.cluster import ClusterConfig, ReachedRates, ResidualMemory
 from mcore_rl.config.yaml_files import read_limited
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.json_text import read_json
 
 FORMAT, VERSION = "mcore-rl doctor", 1
 MAX_BYTES = 16 << 20
@@ -41,10 +41,10 @@ def take_measured(cluster: ClusterConfig) -> None:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        values = json.loads(read_limited(Path(path), MAX_BYTES))
+        values = read_json(read_limited(Path(path), MAX_BYTES))
     except ConfigError as error:
         raise ConfigError([replace(each, key=KEY, value=path) for each in error.violations]) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _error(path, "is no JSON", "Write the path of a doctor.json, which mcore-rl doctor writes") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise _error(path, "is not what mcore-rl doctor writes", "Write the path of a doctor.json")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.json_text import read_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -126,8 +128,8 @@ def _calls(calls: Any, place: int) -> list[Any]:
     """The calls of message ``place``, which may be JSON text."""
     if isinstance(calls, str):
         try:
-            calls = json.loads(calls)
-        except (ValueError, RecursionError) as error:
+            calls = read_json(calls)
+        except ValueError as error:
             raise ValueError(f"message {place} has tool_calls that are no JSON: {error}. Write a list") from error
     if not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls):
         form = "Write [{type: function, function: {name, arguments}}, ...]"
@@ -142,8 +144,8 @@ def _call(call: Mapping[str, Any], place: int, form: _Form) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            decoded = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
+            decoded = read_json(arguments) if arguments.strip() else {}
+        except ValueError:
             decoded = None
     else:
         decoded = {} if arguments is None else arguments

@@ -5,7 +5,6 @@ Invariant: every conversation here has a trained token and at most ``max_length`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from mcore_rl.data.rows import (
 )
 from mcore_rl.data.turns import ASSISTANT, Turns
 from mcore_rl.errors import DataError
+from mcore_rl.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -222,16 +222,16 @@ def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
     given = record.get("tools")
     if isinstance(given, str):
         try:
-            given = json.loads(given) if given.strip() else None
-        except (ValueError, RecursionError) as error:
+            given = read_json(given) if given.strip() else None
+        except ValueError as error:
             return f"is no JSON: {error}. {form}"
     if not given:
         return []
     if not isinstance(given, list):
         return f"is no list. {form}"
     try:
-        tools = [json.loads(each) if isinstance(each, str) else each for each in given]
-    except (ValueError, RecursionError) as error:
+        tools = [read_json(each) if isinstance(each, str) else each for each in given]
+    except ValueError as error:
         return f"has an entry that is no JSON: {error}. {form}"
     if not all(isinstance(each, dict) and isinstance(each.get("function"), dict) for each in tools):
         return f"has an entry without function. {form}"

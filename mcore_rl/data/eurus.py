@@ -6,9 +6,10 @@ read is refused here, before anything is written.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from mcore_rl.json_text import read_json
 
 HUB_ID = "PRIME-RL/Eurus-2-RL-Data"
 SPLITS = ("train", "validation")
@@ -58,8 +59,8 @@ def _messages(prompt: object) -> list[tuple[str, str]]:
 def _check_cases(truth: str) -> None:
     """ValueError: ``truth`` is not JSON of as many inputs as outputs, at least one."""
     try:
-        cases = json.loads(truth)
-    except (ValueError, RecursionError) as error:
+        cases = read_json(truth)
+    except ValueError as error:
         raise ValueError(f"reward_model.ground_truth is no JSON: {error}. {REMEDY}") from error
     lists = [cases.get(name) if isinstance(cases, dict) else None for name in ("inputs", "outputs")]
     sizes = {len(each) if isinstance(each, list) else 0 for each in lists}

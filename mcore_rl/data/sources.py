@@ -8,7 +8,6 @@ Only a Hub id needs the network: ``owner/name``, if there is no such path.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pyarrow.parquet as pq
 from mcore_rl.data.tables import BATCH
 from mcore_rl.errors import DataError
 from mcore_rl.hub.selection import MAX_ENTRIES
+from mcore_rl.json_text import read_json
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -94,13 +94,13 @@ def _records(path: Path, problems: list[str]) -> Iterator[Record]:
                 read = (fields for batch in file.iter_batches(BATCH) for fields in batch.to_pylist())
                 yield from (Record(f"{path.name}:{row}", fields) for row, fields in enumerate(read))
         elif path.suffix == ".json":
-            held = json.loads(path.read_text(encoding="utf-8"))
+            held = read_json(path.read_text(encoding="utf-8"))
             rows = held if isinstance(held, list) else [held]
             for row, fields in enumerate(rows):
                 yield from _object(f"{path.name}:{row}", fields, problems)
         else:
             yield from _lines(path, problems)
-    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:  # broken JSON, no UTF-8
+    except (OSError, ValueError, pa.ArrowException) as error:  # broken JSON, no UTF-8
         problems.append(f"{path.name}: cannot be read: {error}. Download it again")
 
 
@@ -110,8 +110,8 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                fields = read_json(line)
+            except ValueError as error:
                 problems.append(f"{path.name} line {number}: is no JSON: {error}. Download the file again")
                 continue
             yield from _object(f"{path.name} line {number}", fields, problems)

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.json_text import read_json
+
 AGAIN = "Write it again (docs/data.md shows how)"
 LINES = (".jsonl", ".jsonl.gz")
 NO_TABLES = (".json", ".csv", ".tsv", ".txt", ".json.gz", ".csv.gz")
@@ -77,8 +79,8 @@ def _of_lines(path: Path, name: str, problems: list[str]) -> FileRows | None:
     try:
         for number, line in _lines(path):
             try:
-                row = json.loads(line, parse_constant=_no_number)
-            except (ValueError, RecursionError) as error:  # of which one is text that is no UTF-8
+                row = read_json(line, parse_constant=_no_number)
+            except ValueError as error:  # of which one is text that is no UTF-8
                 wrong.append(f"line {number} is no JSON ({error})")
                 continue
             if isinstance(row, dict):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.errors import DataError
+from mcore_rl.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,8 +93,8 @@ def _class_of(directory: Path) -> Any:
 def _values(path: Path) -> dict[str, Any]:
     """The values of a json file; {} where there is none, or none that can be read, which transformers says."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = read_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -23,6 +23,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.registry import family_of, readers_of
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.atomic import replaced
 
 # Fields that say which model and which weights there are.
@@ -172,8 +173,8 @@ def changes_asked(arguments: argparse.Namespace) -> ConfigChanges:
             problem, remedy = "is not FIELD=VALUE", "Write rope_theta=1e6, say"
             violations.append(Violation("--config-override", written, problem, remedy))
         try:
-            overrides[name] = json.loads(value)
-        except (ValueError, RecursionError):
+            overrides[name] = read_json(value)
+        except ValueError:
             overrides[name] = value
     refuse_if_any(violations)
     return ConfigChanges(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.files import input_problem
 from mcore_rl.errors import CheckpointError
+from mcore_rl.json_text import read_json
 
 CONFIG = "config.json"
 
@@ -18,10 +18,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     if (problem := input_problem(directory / CONFIG)) and (directory / CONFIG).exists():
         raise CheckpointError(str(directory), [f"config.json: {problem[0]}. {remedy}"])
     try:
-        config = json.loads((directory / CONFIG).read_bytes())
+        config = read_json((directory / CONFIG).read_bytes())
     except OSError as error:
         raise CheckpointError(str(directory), [f"config.json: cannot be read: {error.strerror}. {remedy}"]) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(str(directory), [f"config.json: is not JSON ({error}). {remedy}"]) from error
     if not isinstance(config, dict):
         raise CheckpointError(str(directory), [f"config.json: is no JSON object. {remedy}"])

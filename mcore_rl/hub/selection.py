@@ -5,7 +5,6 @@ Works on names, of a listing of the Hub or of a folder; opens ``state.json`` of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from mcore_rl.hub.names import TABLES, is_inside
+from mcore_rl.json_text import read_json
 
 MAX_ENTRIES = 100_000  # files and folders in a folder of data
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -58,9 +58,9 @@ def weight_files(names: Sequence[str], index: Path) -> list[str]:
     """
     if INDEX in names:
         try:
-            shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            shards = sorted(set(read_json(index.read_bytes())["weight_map"].values()))
             absent = [each for each in shards if each not in names or "/" in each]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SelectionError(f"its {INDEX} cannot be read ({error})", "Name another model or revision") from error
         if absent:
             said = f"its {INDEX} names {_few(map(str, absent))}, which is no file beside it"
@@ -137,8 +137,8 @@ def folder_tables(folder: Path, split: str) -> list[Path]:
 def _arrow_files(state: Path, folder: Path) -> list[str]:
     """The files that a ``state.json`` of ``datasets`` names, relative to ``folder``; none where it is another's."""
     try:
-        files = [each["filename"] for each in json.loads(state.read_bytes())["_data_files"]]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        files = [each["filename"] for each in read_json(state.read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
         return []
     if odd := [each for each in files if not (isinstance(each, str) and is_inside(each))]:
         raise SelectionError(f"its {STATE} names {_few(map(str, odd))}", "Write the data set again")

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from mcore_rl.json_text import read_json
 from mcore_rl.rewards.confinement import Ending, Outcome, Step
 from mcore_rl.rewards.plain_data import encode
 
@@ -141,8 +142,8 @@ def read_cases(ground_truth: object) -> list[Case]:
     """The test cases of a row, in order.  ValueError, with what is wrong: it has none of the forms above."""
     if isinstance(ground_truth, str):
         try:
-            ground_truth = json.loads(ground_truth)
-        except (ValueError, RecursionError) as error:
+            ground_truth = read_json(ground_truth)
+        except ValueError as error:
             raise ValueError(f"ground truth is not JSON: {error}. {_FORMS}") from error
     if isinstance(ground_truth, Mapping):
         for key in ("assert_case", "test_list"):

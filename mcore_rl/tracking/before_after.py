@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import text
 from mcore_rl.tracking.run_files import RecordedRun
@@ -109,8 +109,8 @@ def conversation(prompt: Any) -> str:
     """Messages, or their JSON, as text with the roles; plain text unchanged."""
     if isinstance(prompt, str):
         try:
-            messages = json.loads(prompt) if prompt.startswith("[{") else None
-        except (ValueError, RecursionError):
+            messages = read_json(prompt) if prompt.startswith("[{") else None
+        except ValueError:
             messages = None
     else:
         messages = prompt

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.atomic import replaced
 
 
@@ -42,8 +43,8 @@ def step_rows(path: Path) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = read_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool):
             rows.append(row)

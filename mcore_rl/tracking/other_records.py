@@ -5,7 +5,6 @@ Of the last step a run that goes on, or was killed, may have written some record
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.jsonl import step_rows
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledGroup, ScheduledStep
@@ -169,9 +169,9 @@ COLUMNS = ("step", "prompt_id", "finish", "versions")
 
 def _versions(row: Mapping[str, Any]) -> list[int]:
     try:
-        spans = json.loads(row["versions"])
+        spans = read_json(row["versions"])
         return [span["version"] for span in spans]
-    except (LookupError, ValueError, RecursionError, TypeError):
+    except (LookupError, ValueError, TypeError):
         return []
 
 

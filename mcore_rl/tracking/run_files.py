@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.lanes import LANES, StepLanes, read_lanes
 from mcore_rl.tracking.metrics import PHASES
@@ -122,8 +122,8 @@ def read_run(path: Path | str) -> RecordedRun:
 def _object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if there is none."""
     try:
-        value = json.loads(_text(path))
-    except (ValueError, RecursionError):
+        value = read_json(_text(path))
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

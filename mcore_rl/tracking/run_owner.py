@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Self
 
 from mcore_rl.errors import ConfigError, RunDirectoryError, Violation
+from mcore_rl.json_text import read_json
 
 OWNER = "owner.json"
 BEAT_S = 10.0
@@ -248,8 +249,8 @@ class RunOwner:
 def read_owner(path: Path) -> Owner | None:
     """The owner that the file names; None if there is none, or it cannot be read."""
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, TypeError):
+        return Owner(**read_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
 
 

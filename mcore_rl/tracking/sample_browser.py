@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.before_after import SampleRow, conversation, pairs, score_of
 from mcore_rl.tracking.page import UNPRINTABLE
 from mcore_rl.tracking.run_files import RecordedRun
@@ -144,7 +145,7 @@ def _turns(segments: object) -> list[list[Any]] | None:
     segments: the column's JSON; None, or what is no list of segments, as of a run of long ago: None.
     """
     try:
-        read = json.loads(segments) if isinstance(segments, str) else None
+        read = read_json(segments) if isinstance(segments, str) else None
         if not isinstance(read, list):
             return None
         return [
@@ -155,5 +156,5 @@ def _turns(segments: object) -> list[list[Any]] | None:
             ]
             for each in read[1:]
         ]  # fmt: skip
-    except (ValueError, RecursionError, TypeError, LookupError, AttributeError, OverflowError):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None

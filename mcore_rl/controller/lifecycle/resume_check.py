@@ -30,6 +30,7 @@ from mcore_rl.controller.lifecycle.run_contents import (
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.hub.names import with_names
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.secrets import redact_settings
 
@@ -96,9 +97,9 @@ class Identity:
     def read(cls, checkpoint: Path) -> Identity:
         """The identity of the run that wrote ``checkpoint``.  CheckpointError: it cannot be read."""
         try:
-            read = cls(**json.loads((checkpoint / RUN).read_text(encoding="utf-8")))
+            read = cls(**read_json((checkpoint / RUN).read_text(encoding="utf-8")))
             return replace(read, config=redact_settings(read.config))  # older versions redacted less
-        except (OSError, ValueError, RecursionError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 str(checkpoint), [f"{RUN} cannot be read: {error}. Resume from another step"]
             ) from error

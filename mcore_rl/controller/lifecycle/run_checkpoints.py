@@ -19,6 +19,7 @@ from mcore_rl.checkpoints.manifest import MANIFEST, FileSum, damage, write_manif
 from mcore_rl.checkpoints.new_directory import wait_for_disk
 from mcore_rl.config.trainer import ResumeMode, TrainerConfig
 from mcore_rl.errors import CheckpointError, ConfigError, Violation
+from mcore_rl.json_text import read_json
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.run_directory import set_aside
 
@@ -97,8 +98,8 @@ def to_resume(trainer: TrainerConfig, warn: Callable[[str], None]) -> Path | Non
 def read_progress(checkpoint: Path) -> Progress:
     """The progress that ``begin`` wrote.  CheckpointError: it cannot be read."""
     try:
-        return Progress(**json.loads((checkpoint / STATE).read_text()))
-    except (OSError, ValueError, RecursionError, TypeError) as error:
+        return Progress(**read_json((checkpoint / STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         problem = f"{STATE} cannot be read: {error}. Resume from another step"
         raise CheckpointError(str(checkpoint), [problem]) from error
 
