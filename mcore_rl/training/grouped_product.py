@@ -1,6 +1,6 @@
-"""Products of groups of rows with one matrix each, which experts are made of: one kernel for all, or one after another.
+"""Products of groups of rows with one matrix each, which experts are made of: all in one kernel, or one after another.
 
-``torch._grouped_mm`` (aten/src/ATen/native/cuda/GroupedBlas.cpp and GroupedMMUtils.h, torch 2.11 and 2.13) reads where a
+``torch._grouped_mm`` (torch 2.11 and 2.13: aten/src/ATen/native/cuda/GroupedBlas.cpp, GroupedMMUtils.h) reads where a
 group ends on the device, so that the host never waits to learn it.  It is used where it is one kernel; elsewhere it
 would read the ends back itself and multiply group by group, and ``Groups.counts`` does that once for all products.
 

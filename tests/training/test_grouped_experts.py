@@ -1,4 +1,4 @@
-"""All experts at once against Megatron's loop of them, and tokens that stay against Megatron's dispatcher, bit for bit."""
+"""All experts at once against Megatron's loop, and tokens that stay against Megatron's dispatcher, bit for bit."""
 
 from __future__ import annotations
 
