@@ -152,8 +152,8 @@ class EngineConfig:
     overlap_offload: where engines share the devices, the optimizer's state comes back from host memory while the first
     minibatch computes, and leaves while the engines receive weights if the plan has room for it then; None: on
     accelerators.
-    gradient_accumulation_fusion: the product that makes a weight's gradient adds it to the float32 one, by a kernel of
-    NVIDIA Apex; None: where that is installed.
+    gradient_accumulation_fusion: the product that makes a weight's gradient adds it to the float32 one; None: on
+    accelerators.
     tp_comm_overlap: matrix products overlap with the communication of tensor ranks, in buffers of Transformer Engine's,
     which have one shape: every microbatch is padded to ``microbatch_tokens``.
     megatron: fields of Megatron's TransformerConfig by name, as far as ``megatron_fields.py`` allows them.

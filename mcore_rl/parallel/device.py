@@ -18,6 +18,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -259,6 +260,21 @@ def trim_heap() -> None:
 def pinned_empty_like(platform: Platform, tensor: Tensor) -> Tensor:
     """An empty host tensor of ``tensor``'s shape and dtype: page-locked on an accelerator, for faster copies."""
     return torch.empty_like(tensor, device="cpu", pin_memory=platform.is_accelerator)
+
+
+@lru_cache(maxsize=16)
+def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch._grouped_mm`` is one kernel, or one call of C++, on ``device`` for matrices of ``dtype``.
+
+    On NVIDIA's Hopper and Blackwell for data centres (9.x, 10.x), in bfloat16 alone: ``_grouped_mm_cuda`` in
+    aten/src/ATen/native/cuda/GroupedBlas.cpp.  Elsewhere, and on AMD unless ROCM_ALLOW_GROUP_GEMM_CK is set (pytorch
+    171140), it copies the ends of the groups to the host and multiplies group by group.
+    """
+    if device.type != "cuda":
+        return True
+    if torch.version.hip is not None or dtype is not torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def have_transformer_engine() -> bool:

@@ -93,12 +93,15 @@ class RowBytes:
     core: the part of ``kept`` that selective recompute does not keep.
     passed: the input of the layer, which is all that full recompute keeps.
     backward: the temporaries of the layer's backward.
+    stacked: bytes of the layer however many rows there are: the local experts' larger matrices side by side, in every
+    product, and their gradients before they are added.
     """
 
     kept: float
     core: float
     passed: float
     backward: float
+    stacked: float = 0.0
 
     def held(self, recompute: Recompute) -> float:
         """What one layer keeps for backward."""
@@ -135,6 +138,7 @@ def layer_bytes(
         core=core,
         passed=e * h / tp,
         backward=gathered + max(attention_backward, mlp_backward),
+        stacked=_stacked(model, parallel, kernels) if kind.has_experts else 0.0,
     )
 
 
@@ -244,11 +248,18 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
     plain = model.activation is Activation.silu
     kept = sent * e * (h + (3 if plain else CLAMPED_GATE) * width)
     kept += (ROUTER_BYTES_PER_EXPERT * moe.num_experts + ROUTER_BYTES_PER_CHOICE * moe.top_k) / tp
-    # Backward runs expert by expert (local) or over all at once (grouped); rows are sent there and back.
-    at_once = 1.0 if kernels.fused else 1 / max(1, moe.num_experts // parallel.ep)
     temporaries = _gate_temporaries(kernels) if plain else GATE_TEMPORARIES_UNCOMPILED
-    backward = sent * e * (2 * h + at_once * temporaries * width)
+    backward = sent * e * (2 * h + temporaries * width)  # rows are sent there and back
     if moe.shared_ffn_hidden_size:
         shared, shared_backward = _gated(model, kernels, moe.shared_ffn_hidden_size / tp)
         kept, backward = kept + shared, max(backward, shared_backward)
     return kept, backward
+
+
+def _stacked(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> float:
+    """Gate and up of all experts of a rank; of one expert nothing is stacked (``training/grouped_product.py``)."""
+    assert model.moe is not None
+    experts = model.moe.num_experts // parallel.ep
+    if kernels.fused or experts == 1:
+        return 0.0
+    return kernels.size * experts * 2 * model.moe.ffn_hidden_size / parallel.etp * model.hidden_size

@@ -210,7 +210,7 @@ class RolePlan:
         kept = sum(layer.held(recompute) for layer in layers)
         if layout.pp > 1:  # the output that a chunk sends on stays in memory until its backward
             kept += len(chunks) * layers[0].passed
-        working = max(layer.working(recompute) for layer in layers) * rows
+        working = max(layer.working(recompute) * rows + layer.stacked for layer in layers)
         logits = 0.0
         if stage == layout.pp - 1:
             logits = self._head.kept * rows
@@ -229,7 +229,7 @@ class RolePlan:
     def scoring(self, stage: int) -> StepBytes:
         """The temporary memory of a forward pass without gradient: one layer's tensors, or the logits."""
         kinds = {self.model.kind(layer) for chunk in self._chunks(stage) for layer in chunk}
-        layer = max(self._layers[kind].kept for kind in kinds) * self.rows
+        layer = max(self._layers[kind].kept * self.rows + self._layers[kind].stacked for kind in kinds)
         logits = self._head.kept * self.rows if stage == self.layout.pp - 1 else 0.0
         passed = 2 * self._layers[next(iter(kinds))].passed * self.rows
         return StepBytes(activations=round(passed), logits=round(logits), working=round(max(0.0, layer - logits)))

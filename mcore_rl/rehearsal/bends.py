@@ -63,7 +63,7 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list
     from megatron.core.transformer.moe import token_dispatcher
 
     from mcore_rl.parallel import cpu
-    from mcore_rl.training import distillation, engine
+    from mcore_rl.training import distillation, engine, local_dispatcher
 
     bends = [
         Bend(cpu, "CPU", "Megatron's current device is the rehearsal's", lambda _: DEVICE),  # type: ignore[arg-type, return-value]
@@ -91,6 +91,12 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list
             "permute",
             "its masked_select gives as many rows as were chosen, which the caller knows",
             lambda real: _selecting(real, meter),
+        ),
+        Bend(
+            local_dispatcher.LocalDispatcher,
+            "dispatch_postprocess",
+            "the router's choices decide how many rows an expert has",
+            _counted,
         ),
     ]
     return bends + (_kernels(meter) if accelerator else [])
@@ -210,6 +216,15 @@ def _forced(real: Callable[..., Any], meter: DeviceMeter, imbalance: float) -> C
     return preprocess
 
 
+def _counted(real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def dispatch_postprocess(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, counts_E, probs = real(self, hidden_states, probs)
+        return rows, torch.tensor(_evenly(len(rows), counts_E.numel())).to(DEVICE), probs
+
+    return dispatch_postprocess
+
+
 def _evenly(number: int, parts: int) -> list[int]:
     each, more = divmod(number, parts)
     return [each + (part < more) for part in range(parts)]
@@ -235,7 +250,7 @@ def _kernels(meter: DeviceMeter) -> list[Bend]:
     import torch.nn.functional as F
     from megatron.core.fusions import fused_bias_swiglu
 
-    from mcore_rl.training import attention, attention_kernels
+    from mcore_rl.training import attention, attention_kernels, grouped_product
 
     fusions = [
         Bend(fused_bias_swiglu, name, "torch.compile makes one kernel of it", _shaped_as(shape))
@@ -249,6 +264,7 @@ def _kernels(meter: DeviceMeter) -> list[Bend]:
         *fusions,
         Bend(F, "rms_norm", "the CPU composes it; an accelerator has a kernel", lambda real: norm),
         Bend(attention, "varlen_can_run", "asks the device", lambda real: _has_varlen),
+        Bend(grouped_product, "multiplies_groups", "asks the device", lambda real: _has_grouped),
         Bend(attention, "attend_varlen", "knows the lengths that its operations depend on", attend.lengths_known),
         Bend(attention_kernels, "varlen_attn", "runs on an accelerator only", lambda real: attend.packed),
         Bend(F, "scaled_dot_product_attention", "the CPU has other kernels", lambda real: attend.dense),
@@ -300,6 +316,10 @@ def _has_varlen(query: Tensor, value: Tensor, packed: Any, window: int | None = 
     width = query.shape[-1]
     fits = width % _VARLEN_HEAD_DIM_MULTIPLE == 0 and width <= _VARLEN_MAX_HEAD_DIM
     return query.dtype in _VARLEN_DTYPES and width == value.shape[-1] and fits
+
+
+def _has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16
 
 
 class _Attention:

@@ -47,6 +47,7 @@ PROJECT, MEGATRON = f"{ROOT}/", "/megatron/core/"
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
+_GROUPED_PRODUCT = aten._grouped_mm.default  # torch's table of operations lacks it
 _READS_ONE = aten._local_scalar_dense.default
 # Their results have as many elements as the data say: the host waits to know how many.
 _SIZED_BY_DATA = (aten.nonzero.default, aten.masked_select.default)
@@ -176,6 +177,8 @@ class DeviceMeter(TorchDispatchMode):
         result = self._run(func, args, kwargs)
         if not self._kernels:
             self.track(result, func.__name__)
+        if func is _GROUPED_PRODUCT:
+            self.compute(2 * args[0].numel() * args[1].shape[-1], func.__name__)
         if func._overloadpacket in flop_registry:
             self.compute(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result), func.__name__)
         return result

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from mcore_rl.config.lora import AdapterInit
 from mcore_rl.parallel.groups import ProcessGroups
+from mcore_rl.training.grouped_product import Groups, grouped_linear
 from mcore_rl.training.sandwich import NormedRowParallelLinear
 from mcore_rl.weights.adapter_table import AdaptedRule, AdapterTable
 from mcore_rl.weights.binding import Bound, bind
@@ -136,6 +137,8 @@ def attach(chunks: Sequence[GPTModel], table: AdapterTable, groups: ProcessGroup
             grouped.setdefault(linear, []).append(adapter)
             continue
         linear.lora = adapter
+        if bound.local.expert is not None:
+            continue  # ``GroupedExperts`` adds them
         if not isinstance(linear, NormedRowParallelLinear):
             if hasattr(linear, "return_layernorm_output"):  # Transformer Engine fuses a norm with the linear behind it
                 linear.return_layernorm_output = True
@@ -176,9 +179,17 @@ def _add_grouped(
     linear: Any, arguments: tuple[Tensor, Sequence[int]], results: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """arguments: rows of all experts of the rank, one expert after another, and the number of each."""
-    rows, counts = arguments[0], list(arguments[1])
-    parts = zip(linear.lora, rows.split(counts), results[0].split(counts), strict=True)
-    return torch.cat([adapter(x, output) for adapter, x, output in parts]), *results[1:]
+    rows, counts = arguments[0], torch.tensor(list(arguments[1]))
+    return add_of_groups(list(linear.lora), Groups(counts, rows.device), rows, results[0]), *results[1:]
+
+
+def add_of_groups(adapters: Sequence[Adapter], groups: Groups, rows: Tensor, output: Tensor) -> Tensor:
+    """``output`` of linears, one a group of ``rows``, with the part of each one's adapters added to its rows."""
+    if adapters[0].is_off:
+        return output
+    inner = grouped_linear(rows, groups, [adapter._a(rows.dtype) for adapter in adapters])
+    added = grouped_linear(inner, groups, [adapter._b(rows.dtype) for adapter in adapters])
+    return output + adapters[0].scale * added
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
+from mcore_rl.parallel.weight_gradient import take_apexs_place
 from mcore_rl.training.adapters import attach, start, sum_expert_replicas
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.training.full_kl import full_kl
@@ -93,6 +94,8 @@ class Engine:
         self.head, self.layer_spec = head, layer_spec
         self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
         with phase("build", role=role):
+            if fusions.gradient_accumulation_fusion:
+                take_apexs_place()
             settings = transformer_config(model, parallel, config, layer_spec, fusions)
             if fusions.tp_comm_overlap:
                 share_buffers(rows_per_context_rank(config.microbatch_tokens, groups), model, groups.layout, platform)

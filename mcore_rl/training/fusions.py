@@ -17,6 +17,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import Violation
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.weight_gradient import adds_up
 
 # What transformer_config.py (__post_init__, moe_permute_fusion) looks for, Transformer Engine 2.1 and newer.
 PERMUTE_KERNELS = (
@@ -115,8 +116,8 @@ def _overlap_violations(
 def _no_accumulation(platform: Platform) -> str | None:
     if not platform.is_accelerator:
         return "it is a kernel for accelerators"
-    if not parallel_linears._grad_accum_fusion_available:
-        return "NVIDIA Apex's extension for it (fused_weight_gradient_mlp) cannot be imported"
+    if not parallel_linears._grad_accum_fusion_available and not adds_up(platform.device_type):
+        return "torch adds no bfloat16 product to a float32 matrix here, and NVIDIA Apex is not installed"
     return None
 
 

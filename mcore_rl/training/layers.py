@@ -17,7 +17,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -34,6 +33,7 @@ from mcore_rl.training.attention import PackedAttention
 from mcore_rl.training.expert_bias import ExpertOutputLinear
 from mcore_rl.training.gated_attention import GatedSelfAttention
 from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
+from mcore_rl.training.grouped_experts import GroupedExperts
 from mcore_rl.training.joint_norm import JointHeadNorm
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
 from mcore_rl.training.norm import RMSNorm
@@ -60,7 +60,7 @@ def _local_layer(model: ModelConfig, layer: int) -> ModuleSpec:
     mlp = dense_mlp(MLP, ModuleSpec, linears)
     if has_experts:
         of_experts = replace(linears, linear_fc2=ExpertOutputLinear) if model.linear_bias else linears
-        experts = ModuleSpec(module=SequentialMLP, submodules=of_experts)
+        experts = ModuleSpec(module=GroupedExperts, submodules=of_experts)
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)  # built where the configuration gives a width
         parts = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
         mlp = ModuleSpec(module=MoELayer, submodules=parts)

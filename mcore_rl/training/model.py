@@ -28,6 +28,7 @@ from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.fusions import UNFUSED, Fusions
 from mcore_rl.training.hidden_head import HiddenHead
 from mcore_rl.training.layers import block_spec, has_head_norms
+from mcore_rl.training.local_dispatcher import keep_tokens_local
 from mcore_rl.training.rope import PackedRotaryEmbedding, frequency_sets, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
 
@@ -215,6 +216,7 @@ def build_chunks(
         if chunk_index == 0 and model.embedding_scale != 1.0:
             chunk.embedding.register_forward_hook(ScaledEmbeddings(model.embedding_scale, config.params_dtype))
         _reduce_experts_over_their_own_group(chunk)
+        keep_tokens_local(chunk)
         _forget_routing(chunk)
         if is_last and head is Head.value:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)

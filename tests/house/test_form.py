@@ -28,6 +28,7 @@ READS_ENVIRONMENT = (
 ENVIRONMENT = ("environ", "environb", "getenv", "putenv", "unsetenv")
 PATCHES_MODULES = (
     "mcore_rl/parallel/cpu.py",
+    "mcore_rl/parallel/weight_gradient.py",  # the module that Megatron looks for under Apex's name
     "mcore_rl/parallel/plain_objects.py",  # torch's unpickler of what other ranks send, which has no setting
     "mcore_rl/runtime/scratch.py",  # tempfile.tempdir, which Python says to set so
     "mcore_rl/rollout/receiver/plain_experts.py",  # vLLM's choice of a kernel, in its own workers

@@ -250,7 +250,7 @@ def test_rows_of_experts_are_as_many_as_were_asked_for(processes: None) -> None:
     even, busy = (
         ledger_of(part(EXPERTS, "ep=2", world_size=2, imbalance=imbalance)).operations for imbalance in (1.0, 1.5)
     )
-    key = (TRAIN, False, "mm.default")
+    key = (TRAIN, False, "_grouped_mm.default")
     experts = 3 * 2 * (TOKENS * 2) * 3 * 256 * 320 * 4  # forward and backward of three matrices, four layers
     assert busy[key] - even[key] == experts / 2
 
@@ -279,6 +279,24 @@ def test_a_new_read_of_the_device_is_refused(processes: None) -> None:
     assert dense == experts == []
     assert len(spoilt) == 2, "of both training steps"
     assert all("mcore_rl/training/microbatch.py" in line and "at_targets: item" in line for line in spoilt)
+
+
+def reads_of_experts(ledger: Ledger) -> int:
+    """Reads in layers with experts, of one pass."""
+    places = ("/moe/", "grouped_product.py", "grouped_experts.py", "local_dispatcher.py")
+    return sum(
+        count
+        for read, count in ledger.reads.items()
+        if read.phase == TRAIN and any(place in read.path for place in places)
+    )
+
+
+def test_no_layer_with_experts_waits_where_tokens_stay(processes: None) -> None:
+    """In float32 no kernel takes all experts at once: four layers learn their numbers of rows, once a microbatch."""
+    assert reads_of_experts(ledger_of(part(EXPERTS))) == 0
+    exact = EngineConfig(precision=Precision.float32, microbatch_tokens=TOKENS, layer_spec=LayerSpec.local)
+    microbatches = 1  # of a stage that is alone
+    assert reads_of_experts(ledger_of(part(EXPERTS, engine=exact))) == 4 * microbatches
 
 
 # ---- how much is rehearsed ----

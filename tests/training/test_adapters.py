@@ -198,12 +198,20 @@ class Grouped(torch.nn.Module):
 class Low(torch.nn.Module):
     """An adapter that adds ``factor`` times the first four inputs."""
 
+    is_off, scale = False, 2.0
+
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
 
     def forward(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         return output + self.factor * x[:, :4]
+
+    def _a(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.eye(4, 6, dtype=dtype)
+
+    def _b(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.factor / self.scale * torch.eye(4, dtype=dtype)
 
 
 def test_experts_of_one_grouped_linear_each_add_their_own() -> None:

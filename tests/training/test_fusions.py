@@ -11,14 +11,25 @@ import pytest
 from megatron.core.tensor_parallel import layers as parallel_linears
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import fused_a2a, moe_utils
+from torch import Tensor
 
-from mcore_rl.config.engine import Device, Dispatcher, FlexBackend, LayerSpec, MoeTrainConfig, OptimizerConfig
+from mcore_rl.config.engine import (
+    Device,
+    Dispatcher,
+    FlexBackend,
+    LayerSpec,
+    MoeTrainConfig,
+    OptimizerConfig,
+    Precision,
+)
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.parallel import weight_gradient
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import engine as engine_module
+from mcore_rl.training import fusions as fusions_module
 from mcore_rl.training.fusions import PERMUTE_KERNELS, UNFUSED, Fusions, resolve_fusions, share_buffers
 from mcore_rl.training.model import transformer_config
 from mcore_rl.types import LossInputs, LossSums
@@ -68,8 +79,16 @@ def test_without_them_none_is_used_and_asking_is_refused() -> None:
         gradient_accumulation_fusion=True, moe=MoeTrainConfig(permute_fusion=True, dispatcher=Dispatcher.flex)
     )
     assert said.keys() == {"gradient_accumulation_fusion", "moe.permute_fusion", "moe.flex_backend"}
-    assert "fused_weight_gradient_mlp" in said["gradient_accumulation_fusion"]
+    assert "NVIDIA Apex is not installed" in said["gradient_accumulation_fusion"]
     assert "Transformer Engine 2.1" in said["moe.permute_fusion"] and "deep_ep" in said["moe.flex_backend"]
+
+
+def test_torchs_own_product_adds_up_where_apex_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusions_module, "adds_up", lambda device_type: device_type == engines.CPU.device_type)
+    bare = Fusions(overlap_grad_reduce=True, gradient_accumulation_fusion=True)
+    assert resolved() == (bare, {})
+    assert resolved(gradient_accumulation_fusion=False)[0] == Fusions(overlap_grad_reduce=True)
+    assert resolved(platform=engines.CPU, spec=LOCAL) == (UNFUSED, {})
 
 
 @pytest.mark.usefixtures("everything")
@@ -143,6 +162,61 @@ def test_megatron_s_configuration_has_them() -> None:
     plain = transformer_config(MOE, parallel, engines.config(), LOCAL)
     assert not plain.gradient_accumulation_fusion and not plain.moe_permute_fusion
     assert plain.moe_token_dispatcher_type == "alltoall" and not plain.deallocate_pipeline_outputs
+
+
+def accumulated(groups: ProcessGroups, model: ModelConfig, precision: Precision, *, fused: bool) -> list[Tensor]:
+    """The gradient buffers after a step of several microbatches, as the optimizer was given them."""
+    seen: list[Tensor] = []
+    real = engine_module.resolve_fusions
+    engine_module.resolve_fusions = lambda *_: (Fusions(gradient_accumulation_fusion=fused), [])
+    try:
+        engine = engines.build(groups, model, engines.config(microbatch_tokens=32, precision=precision))
+    finally:
+        engine_module.resolve_fusions = real
+    assert engine.models[0].config.gradient_accumulation_fusion is fused
+    assert engine.optimizer is not None
+    step = engine.optimizer.step
+
+    def stepping(**given: Any) -> Any:
+        seen.extend(each.grad_data.clone() for chunk in engine.chunks for each in chunk.buffers)
+        return step(**given)
+
+    engine.optimizer.step = stepping  # type: ignore[method-assign]
+    whole = batches.ragged(model.vocab_size, (29, 30, 18, 23, 28, 31))
+    engine.train_step(whole, batches.policy_loss, batches.denominators(whole), with_entropy=True)
+    return seen
+
+
+def fused_and_not(rank: Rank) -> dict[str, tuple[list[Tensor], list[Tensor], int]]:
+    """For each case: gradients added by products, and apart; and how many products added."""
+    seen, calls = {}, 0
+    real = weight_gradient.wgrad_gemm_accum_fp32
+
+    def counted(*given: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        real(*given)
+
+    weight_gradient.wgrad_gemm_accum_fp32 = counted
+    with engines.world(rank), engines.groups_of() as groups:
+        for name, model in (("dense", DENSE), ("tied", models.dense(tie_output=True)), ("experts", MOE)):
+            for precision in Precision:
+                apart, before = accumulated(groups, model, precision, fused=False), calls
+                fused = accumulated(groups, model, precision, fused=True)
+                seen[f"{name}, {precision.value}"] = fused, apart, calls - before
+    return seen
+
+
+def test_gradients_that_products_add_up_are_the_same(processes: None) -> None:
+    """Over several microbatches, also of a weight that is embedding and output: float32 adds in another order, and
+    without the fusion bfloat16 gradients are rounded before they are added.
+    """
+    for case, (fused, apart, calls) in run_ranks(fused_and_not, 1, (), timeout_s=240)[0].items():
+        layers, linears = DENSE.num_layers, 2 if case.startswith("experts") else 4
+        assert calls % (layers * linears + 1) == 0 < calls, f"{case}: every linear and the output, each microbatch"
+        for ours, theirs in zip(fused, apart, strict=True):
+            bound = 1e-5 if "float32" in case else 1e-2
+            assert float((ours - theirs).norm()) <= bound * float(theirs.norm()) > 0, case
 
 
 def overlapping(rank: Rank) -> list[tuple[bool, int | None, bool, str]]:

@@ -190,7 +190,7 @@ def megatron(verl: str, ours: str) -> list[KeyRow]:
             f"{fields}.gradient_accumulation_fusion",
             f"{ours}.gradient_accumulation_fusion",
             "transformer_field",
-            "by itself where Apex is installed; false switches it off",
+            "by itself on accelerators; false switches it off",
         ),
         part(f"{fields}.tp_comm_overlap", f"{ours}.tp_comm_overlap", "transformer_field"),
         part(
