@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from os.path import commonprefix
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.data.borders import Borders
@@ -206,7 +205,8 @@ class Turns:
         except Exception:  # noqa: BLE001 - a template is a program of the user's and may refuse what is no conversation
             return part[0]
         opening = before[len(closed) :] if before.startswith(closed) else ""
-        shared = commonprefix([opening, text[part[0] : part[1]]])
+        both = zip(opening, text[part[0] : part[1]], strict=False)
+        shared = "".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], both))
         if shared != opening:  # it opens a thought that the row does not have
             shared = shared[: max(self.borders.end_of_added(shared), shared.rfind("\n") + 1)]
         return part[0] + len(shared)
