@@ -146,7 +146,7 @@ def _module_of(name: str) -> list[Path]:
     module = name.rpartition(".")[0]
     try:
         spec = find_spec(module) if module and module.partition(".")[0] != OURS else None
-    except (ImportError, ValueError):
+    except Exception:  # noqa: BLE001  whatever a package of the user's does when it is imported; its loader says it
         return []
     return [Path(spec.origin)] if spec is not None and spec.has_location and spec.origin else []
 

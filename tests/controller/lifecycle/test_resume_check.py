@@ -289,10 +289,21 @@ def test_what_yaml_files_name_is_looked_at_too(
 
 
 @pytest.mark.parametrize(
-    "text", ["tools: 5", "interaction: [5]", "mcpServers: [a]", "mcpServers: {a: {args: 5, cwd: [1]}}", "[", "- 1"]
+    "text",
+    [
+        "tools: 5",
+        "interaction: [5]",
+        "mcpServers: [a]",
+        "mcpServers: {a: {args: 5, cwd: [1]}}",
+        "[",
+        "- 1",
+        "tools: [{class_name: broken.part.Tool}, {class_name: Tool}, {class_name: ..}]",
+    ],
 )
 def test_a_yaml_file_of_another_form_is_a_file(text: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """Whoever reads it says what is wrong."""
+    """Whoever reads it says what is wrong, of a package that cannot be imported too."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("raise KeyError")
     (tmp_path / "tools.yaml").write_text(text)
     assert list(identity_of(config).contents["rollout.agent.tool_config_path"]) == ["tools.yaml (1)"]
 
