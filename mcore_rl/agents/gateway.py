@@ -91,7 +91,9 @@ class Gateway:
                 app.router.add_post("/v1/completions", self._for_all(self._completion))
                 app.router.add_post("/v1/episode/reward", self._for_all(self._reward))
                 app.router.add_get("/v1/models", self._for_all(self._models))
-                runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
+                runner = web.AppRunner(
+                    app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0, logger=_silent()
+                )
                 await runner.setup()
                 serve = runner.server
                 assert serve is not None
@@ -164,7 +166,7 @@ class Gateway:
         """Whose request it is.  ApiError: nobody's."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         access = self._open.get("".join(key.split("-")[2:3])) if scheme.lower() == "bearer" else None
-        if access is None or not hmac.compare_digest(access.key.encode(), key.strip().encode()):
+        if access is None or not hmac.compare_digest(access.key.encode(), key.strip().encode(errors="surrogateescape")):
             said = "no such key, or its episode is over. Send the OPENAI_API_KEY of the program's environment"
             raise ApiError(401, said, code="invalid_api_key")
         if not self.connections.know(request.transport, access):
@@ -262,6 +264,13 @@ class Gateway:
                     "a program asks for %s: the run's own distribution is drawn from, since it is what is trained. "
                     "Others of %s are not told", each, name,
                 )  # fmt: skip
+
+
+def _silent() -> logging.Logger:
+    """aiohttp's logger: it would write a traceback of each request that is none, which anybody here may send."""
+    silent = logging.getLogger(f"{__name__}.http")
+    silent.disabled = True
+    return silent
 
 
 async def _body(request: web.Request, most: int) -> bytes:

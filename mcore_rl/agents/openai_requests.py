@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,10 +197,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where} is no call of a function with a name", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = read_json(arguments)
-        except ValueError:
-            arguments = function["arguments"]  # as the model wrote it
+        with suppress(ValueError):
+            read = read_json(arguments)
+            arguments = arguments if _is_deep(read) else read  # else as the model wrote it
     called = {"name": function["name"], "arguments": {} if arguments is None else arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": called}
 
@@ -248,9 +248,9 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _is_deep(body: Any) -> bool:
-    """Whether ``body`` is nested deeper than ``MAX_DEPTH``."""
-    level = [body]
+def _is_deep(value: Any) -> bool:
+    """Whether ``value`` is nested deeper than ``MAX_DEPTH``."""
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
         inner = [each.values() if isinstance(each, dict) else each for each in level]
         level = [each for values in inner for each in values if isinstance(each, (dict, list))]

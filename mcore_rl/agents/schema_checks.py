@@ -2,14 +2,17 @@
 
 What a schema can ask for is limited: a regular expression has ``MAX_PATTERN`` characters at most, those of one
 check have ``MATCH_S`` together, a check takes at most ``MAX_STEPS`` keywords, and no reference is followed out of it.
+Values are compared by their text, once each: jsonschema compares the items of an array in pairs.
 
 Invariant: a check ends within a second, whatever the schema and the arguments are.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import regex
@@ -21,6 +24,7 @@ from referencing import Registry
 MATCH_S = 0.05
 MAX_PATTERN = 1000
 MAX_STEPS = 10_000
+MAX_ERRORS = 20  # that are told
 
 
 class TooDearError(Exception):
@@ -32,7 +36,7 @@ def wrong_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     check = _Check()
     kind = extend(Draft202012Validator, {name: check.counted(each) for name, each in check.keywords.items()})
     validator = kind(dict(schema), registry=Registry())  # an own registry: jsonschema's default asks the network
-    return sorted(validator.iter_errors(arguments), key=lambda error: error.json_path)
+    return sorted(islice(validator.iter_errors(arguments), MAX_ERRORS), key=lambda error: error.json_path)
 
 
 class _Check:
@@ -40,6 +44,7 @@ class _Check:
 
     def __init__(self) -> None:
         self._steps, self._seconds = MAX_STEPS, MATCH_S
+        self._texts_of: dict[int, set[str]] = {}  # by the id of a list of values
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -49,7 +54,11 @@ class _Check:
             "pattern": self._pattern,
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._additional_properties,
-            "unevaluatedProperties": self._unevaluated_properties,
+            "unevaluatedProperties": self._unevaluated,
+            "unevaluatedItems": self._unevaluated,
+            "uniqueItems": self._unique_items,
+            "enum": self._enum,
+            "const": self._const,
         }
 
     def counted(self, check: Any) -> Any:
@@ -100,5 +109,33 @@ class _Check:
         }
         return Draft202012Validator.VALIDATORS["additionalProperties"](validator, inner, others, {})
 
-    def _unevaluated_properties(self, validator: Any, inner: Any, instance: Any, schema: Any) -> Any:
-        raise TooDearError("the schema has unevaluatedProperties, which is not checked. Write additionalProperties")
+    def _unevaluated(self, validator: Any, inner: Any, instance: Any, schema: Any) -> Any:
+        said = "the schema has unevaluatedProperties or unevaluatedItems, which are not checked"
+        raise TooDearError(f"{said}. Write additionalProperties or items")
+
+    def _unique_items(self, validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if unique and validator.is_type(instance, "array") and len({_text(each) for each in instance}) < len(instance):
+            yield ValidationError(f"{instance!r} has non-unique elements")
+
+    def _enum(self, validator: Any, values: Sequence[Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if id(values) not in self._texts_of:
+            self._texts_of[id(values)] = {_text(each) for each in values}
+        if _text(instance) not in self._texts_of[id(values)]:
+            yield ValidationError(f"{instance!r} is not one of {values!r}")
+
+    def _const(self, validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if _text(instance) != _text(value):
+            yield ValidationError(f"{value!r} was expected")
+
+
+def _text(value: Any) -> str:
+    """The text that equal JSON values share: 1 is 1.0 and not true, and objects have no order."""
+    return json.dumps(_with_integers(value), sort_keys=True)
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _with_integers(each) for key, each in value.items()}
+    return [_with_integers(each) for each in value] if isinstance(value, list | tuple) else value

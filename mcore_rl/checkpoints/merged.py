@@ -57,7 +57,10 @@ class MergedWeights:
             if tensor.shape != table.hf_tensors[name].shape:
                 problems.append(f"{name} has shape {tuple(tensor.shape)}, for {table.hf_tensors[name].shape}")
         if problems:
-            raise CheckpointError(str(base.directory), [f"{each}. Give adapters of this model" for each in problems])
+            remedy = (
+                "Give adapters of this model; of its embedding, or of an output projection tied to it, PEFT merges them"
+            )
+            raise CheckpointError(str(base.directory), [f"{each}. {remedy} (docs/lora.md)" for each in problems])
         held = {name: base.tensors[name] for name in table.hf_tensors if name in base.tensors}
         specs = {name: TensorSpec(name, info.dtype, info.shape) for name, info in held.items()}
         dtype = next(iter(specs.values())).dtype

@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.peft_tensors import adapter_name
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
-from mcore_rl.checkpoints.stacked import expert_parameters
+from mcore_rl.checkpoints.stacked import OF_MODULE, expert_parameters
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.families.blocks import HF_LAYER
 from mcore_rl.families.stacks import Stack, StackedPart
@@ -124,7 +124,9 @@ class PeftCheckpoint(HfCheckpoint):
         if experts is None or not self._table.model.moe:
             rank = info.shape[0] if half[2] == "A" else info.shape[-1]
             if self._rank_fits(name, half[1], rank):
-                self._halves[name] = _Half(info, self._factor(half[1], half[2]), rank)
+                in_files = f"{half[1]}.".replace(*OF_MODULE[::-1]).removesuffix(".")
+                module = in_files if f"{in_files}.weight" in self._table.hf_tensors else half[1]
+                self._halves[adapter_name(module, half[2])] = _Half(info, self._factor(half[1], half[2]), rank)
             return
         depth = outer[experts[1]] - 1 - experts[2].count(".base_layer")
         wrapped = self._wrapped(experts[1], outer[experts[1]])

@@ -31,8 +31,8 @@ from mcore_rl.weights.views import view_of
 Slab = tuple[str, int]  # stored tensor, expert
 
 
-# Mixtral's name in files -> the module's; the modules of the other families have the names of the files.
-_OF_MODULE = ("block_sparse_moe.gate.", "mlp.gate.")
+# Mixtral's name in files, and the module's; the modules of the other families have the names of the files.
+OF_MODULE = ("block_sparse_moe.gate.", "mlp.gate.")
 
 
 def expert_parameters(family: Family) -> tuple[Stack, ...]:
@@ -68,7 +68,7 @@ def parts_of(table: Table, checkpoint: HfCheckpoint | None = None) -> dict[str, 
 
 
 def _name_in_files(name: str, fused: bool) -> str:
-    return name.replace(*_OF_MODULE) if fused else name
+    return name.replace(*OF_MODULE) if fused else name
 
 
 def stored_tensors(table: Table, checkpoint: HfCheckpoint | None = None) -> dict[str, HfInfo]:

@@ -52,6 +52,10 @@ class Borders:
         spelled = list(self._spelled.finditer(text))
         return bool(spelled) and not text[spelled[-1].end() :].strip()
 
+    def end_of_added(self, text: str) -> int:
+        """Where the last added token ends that ``text`` spells; 0: it spells none."""
+        return max((each.end() for each in self._spelled.finditer(text)), default=0)
+
     def _whole(self, text: str) -> tuple[list[int], Offsets]:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoded["input_ids"]), [(left, right) for left, right in encoded["offset_mapping"]]

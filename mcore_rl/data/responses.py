@@ -29,6 +29,7 @@ from mcore_rl.data.rows import (
     read_files,
     style_of,
 )
+from mcore_rl.data.tables import writable
 from mcore_rl.errors import DataError
 from mcore_rl.tracking.atomic import replaced
 
@@ -176,7 +177,7 @@ def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Gen
     for name, column in columns.items():
         prompts = prompts.append_column(name, column)
     with replaced(path) as new:
-        pq.write_table(prompts, new)
+        pq.write_table(writable(prompts), new)
 
 
 class ResponseSet:

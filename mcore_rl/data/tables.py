@@ -143,6 +143,27 @@ def _flat_object(value: dict[str, Any]) -> dict[str, Any]:
     return {key: json.dumps(each) if isinstance(each, (dict, list)) else each for key, each in value.items()}
 
 
+def writable(table: pa.Table) -> pa.Table:
+    """``table`` as parquet can hold it: null in the place of objects of which no row has a field."""
+    for place, column in enumerate(table.schema):
+        if _has_no_fields(column.type):
+            values = [_without_empty(value) for value in table.column(place).to_pylist()]
+            table = table.set_column(place, column.name, pa.array(values))
+    return table
+
+
+def _has_no_fields(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind) and kind.num_fields == 0:
+        return True
+    return any(_has_no_fields(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_empty(each) for key, each in value.items()} or None
+    return [_without_empty(each) for each in value] if isinstance(value, list) else value
+
+
 def _changes(array: pa.Array, values: Sequence[Any]) -> bool:
     """Whether ``array``, made of ``values``, reads differently: fields that are null, numbers of another kind."""
     if not pa.types.is_nested(array.type):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.data.borders import Borders
@@ -171,12 +172,18 @@ class Turns:
         rendered: Any = render_jinja_template(conversations=[messages], **asked, **given)
         (text,), (parts,) = rendered
         assistants = _assistants(messages)
+        if len(parts) != len(assistants):  # an end that only goes on behind a part is never drawn
+            parts = [
+                (begin, end)
+                for (_, before), (begin, end) in pairwise([(0, -1), *parts])
+                if begin != before or self.borders.without_added(text[begin:end]).strip()
+            ]
         if len(parts) != len(assistants):
             if list(places) != assistants:
                 said = f"marks {len(parts)} parts in {len(assistants)} turns of the assistant"
-                raise ValueError(f"the chat template {said}, and not all are trained: nothing shows whose they are")
-            apart = [part for number, part in enumerate(parts) if number == 0 or text[parts[number - 1][1] : part[0]]]
-            return text, [_Turn(-1, begin, end, begin) for begin, end in apart]  # what only goes on is never drawn
+                said += ", and not all are trained: nothing shows whose they are"
+                raise ValueError(f"the chat template {said}. Train all turns, or use a template with a part for each")
+            return text, [_Turn(-1, begin, end, begin) for begin, end in parts]
         turns = []
         for place, (begin, end) in zip(assistants, parts, strict=True):
             if place in places:
@@ -185,12 +192,24 @@ class Turns:
         return text, turns
 
     def _border(self, messages: list[dict[str, Any]], place: int, text: str, part: tuple[int, int]) -> int:
-        """Where in ``text`` the prompt of turn ``place`` ends; where its tagged ``part`` begins if it has none."""
+        """Where in ``text`` the prompt of turn ``place`` ends; where its tagged ``part`` begins if it has none.
+
+        A template that writes earlier turns differently (gpt-oss drops their reasoning) has that prompt nowhere in
+        ``text``; its end, the opening of the turn, is looked for at the beginning of the part.
+        """
         try:
             before = self._render(messages[:place], opens=True)
+            if text.startswith(before) and len(before) < part[1]:
+                return len(before)
+            closed = self._render(messages[:place])
         except Exception:  # noqa: BLE001 - a template is a program of the user's and may refuse what is no conversation
             return part[0]
-        return len(before) if text.startswith(before) and len(before) < part[1] else part[0]
+        opening = before[len(closed) :] if before.startswith(closed) else ""
+        both = zip(opening, text[part[0] : part[1]], strict=False)
+        shared = "".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        if shared != opening:  # it opens a thought that the row does not have
+            shared = shared[: max(self.borders.end_of_added(shared), shared.rfind("\n") + 1)]
+        return part[0] + len(shared)
 
     def _untagged(self, messages: list[dict[str, Any]], text: str, places: Sequence[int]) -> Iterator[_Turn]:
         """The turns ``places`` of the assistant in ``text``."""

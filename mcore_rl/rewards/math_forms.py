@@ -126,7 +126,7 @@ _CHOICE = re.compile(r"(?:\\text\{\s*)?\(([A-J])\)\s*\}?(?:\s*\}?)(.*)", re.DOTA
 _CHOICE_POINT = re.compile(r"(?:\\text\{\s*)?([A-J])\s*[.:)]\s*\}?\s*(.*)", re.DOTALL)
 _LETTER = re.compile(r"\\text\{\s*([A-Z])\s*\}|([A-Z])")
 _WORDS = re.compile(r"\\text\{([^{}\\$]*[A-Za-z][^{}\\$]*)\}|((?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'\u2019. -]*)")
-_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([^()=]{1,12}\))?|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\))"
+_NAME = r"(?:\\?[A-Za-z]+(?:_(?:\{\w+\}|\w+))?(?:\([^()=]{1,12}\))?|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\))"
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*([^=]+)", re.DOTALL)
 _SET_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*[^|:]*)?[|:]\s*(.+)\\\}", re.DOTALL)
 _ORDER = re.compile(r"(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))")

@@ -39,18 +39,25 @@ _SUBJECT = r"(?:answers?|(?:correct|right|best|final)\s+(?:option|choice|result|
 _VERB = (
     r"(?:\b(?:is|are|equals|be)\b(?:\s+(?:thus|therefore|then|simply|indeed|exactly|about|approximately)\b)*\s*:?|[:=])"
 )
-_ANCHOR = re.compile(rf"\b{_SUBJECT}(?:[^.:=\n\ue000]{{0,80}}?{_VERB}|[ \t]*\n)\s*", re.IGNORECASE)
+_OPTION = r"(?:(?:option|choice)\s+(?=\(?(?-i:[A-J])\b))?"
+_ANCHOR = re.compile(rf"\b{_SUBJECT}(?:[^.:=\n\ue000]{{0,80}}?{_VERB}|[ \t]*\n)\s*{_OPTION}", re.IGNORECASE)
 _END = re.compile(r"[.!?](?=\s|$)|\n|$")
 _REASON = re.compile(
     r",?\s+(?:since|because|as|which|due to)\b|,\s*(?:so|where|with|for|not|but|and (?:thus|so|not))\b"
 )
-_NOT = r"\b(?:(?:is|are|can|could)n['\u2019]t|(?:is|are|be) not|cannot be)\b"
+_NOT = (
+    r"(?:(?:(?:is|are|ca|wo|could|would)n['\u2019]t|cannot|can not|will not|could not)(?: be)?"
+    r"|(?:is|are|be) (?:[a-z]+ly )?(?:not|never|neither|anything but))\b"
+)
+_SAYS = r"\b(?:is|are|equals|be)\s+\(?(?:[-+]?\d|(?-i:[A-J])\b)"  # what follows it denies something else
 _DENIED = re.compile(  # the answer is not 5; 5 is not the answer
-    rf"{_NOT} (?:the|an?|our) (?:\w+ )?answer\b|\b{_SUBJECT}[^.:=\n\ue000]{{0,80}}?{_NOT}",
+    rf"\b{_NOT} (?:the|an?|our) (?:\w+ )?answer\b|\b{_SUBJECT}(?:(?!{_SAYS})[^.:=\n\ue000]){{0,80}}?\b{_NOT}",
     re.IGNORECASE,
 )
 _SENTENCES = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
-_BOUND = re.compile(r"(?:at (?:least|most)|(?:more|less|fewer|greater) than|between|over|under|up to|above|below)\b")
+_BOUND = re.compile(
+    r"(?:at (?:least|most)|(?:no )?(?:more|less|fewer|greater) than|between|over|under|up to|above|below)\b"
+)
 _SUM = re.compile(r"\A(?!.*(?<![A-Za-z\\])[A-Za-z].*=)(?=.*\d\s*=).*=\s*", re.DOTALL)  # 5 + 3 = 8 says 8
 # What a sentence says about an answer instead of one.
 _REMARK = re.compile(
@@ -67,7 +74,7 @@ def stated(response: str) -> str | None:
         formulas.append(next(group for group in match.groups() if group is not None).strip())
         return f"\ue000{len(formulas) - 1}\ue001"
 
-    text = _FORMULA.sub(hold, re.sub("[\ue000\ue001]", "", response[-TAIL:]))
+    text = _FORMULA.sub(hold, re.sub("[\ue000\ue001\u201c\u201d]", "", response[-TAIL:]))
     text = _BLOCKS.sub("\n", _LABELS.sub("\nAnswer: ", _TAGS.sub("", text)))
     text = _SLANTED.sub(lambda match: match[1] or match[2], _MARKS.sub("", text))
     text = "".join(sentence for sentence in _SENTENCES.split(text) if not _DENIED.search(sentence))

@@ -8,8 +8,9 @@ knows nothing of how prompts are drawn: it only counts.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError, Violation
@@ -17,6 +18,7 @@ from mcore_rl.tracking.other_records import record_violations, unproven
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledDrop, ScheduledGroup, ScheduledStep, read_schedule
 
 REASONS = ("filter_groups", "surplus")  # for which a group that was drawn may be dropped
+SHOWN = 100  # prompts that are missing in one epoch, and named
 LOST, MASKED = "lost", "mask"  # why nothing of a group that was trained is in the loss
 DataPlace = tuple[int, int]  # (epoch, number) of a prompt
 
@@ -114,6 +116,7 @@ def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
     """Prompts that an epoch has twice or not at all, and those of an epoch that had not begun."""
     seen: dict[DataPlace, list[int]] = defaultdict(list)  # steps
     ids, told, gap = dict[int, str](), set[DataPlace](), 0  # more prompts that were drawn than are known of
+    before: ScheduledStep | None = None
     for step in steps:
         had: list[ScheduledGroup | ScheduledDrop] = [*step.groups, *step.dropped]
         for each in had:
@@ -130,8 +133,16 @@ def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
                 yield f"epoch {each.epoch}: prompt {each.id} is there twice, in step {seen[place][0]} and {step.step}"
         again = Counter(step.again)
         for place in sorted(again):
+            epoch, number = place
             if again[place] > 1 or place in seen:
                 yield f"step {step.step}: {_name(place, ids)} is under way, and is there {again[place]} times or done"
+            if not (0 <= epoch <= step.epoch and 0 <= number < step.num_prompts):
+                yield f"step {step.step}: {_name(place, ids)} of epoch {epoch} is under way, and cannot have been drawn"
+        if before is not None and before.step == step.step - 1:
+            for place in sorted({*before.again} - again.keys() - seen.keys()):
+                was = f"was under way after step {before.step}, and is neither done nor under way"
+                yield f"step {step.step}: {_name(place, ids)} {was}"
+        before = step
         drawn = step.epoch * step.num_prompts + step.position
         known = len(seen) + len(again)
         if drawn - known != gap:
@@ -139,12 +150,21 @@ def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
             counts = f"{drawn} prompts were drawn, and {known} were trained, dropped or are under way"
             yield f"step {step.step}: {counts}: {abs(gap)} {'missing' if gap > 0 else 'too many'}"
     if steps:
-        last = steps[-1]
-        there = seen.keys() | {*last.again}
-        for epoch in range(last.epoch):
-            for number in range(last.num_prompts):
-                if (epoch, number) not in there:
-                    yield f"epoch {epoch}: {_name((epoch, number), ids)} was neither trained nor dropped for a reason"
+        yield from _missing(steps[-1], seen.keys() | {*steps[-1].again}, ids)
+
+
+def _missing(last: ScheduledStep, there: Set[DataPlace], ids: Mapping[int, str]) -> Iterator[str]:
+    """Prompts of epochs that are over which are not ``there``; the first of many: a wrong line may say millions."""
+    held = Counter(epoch for epoch, number in there if 0 <= epoch < last.epoch and 0 <= number < last.num_prompts)
+    for epoch, count in sorted(held.items()):
+        missing = last.num_prompts - count
+        numbers = (number for number in range(last.num_prompts) if (epoch, number) not in there)
+        for number in islice(numbers, min(missing, SHOWN)):
+            yield f"epoch {epoch}: {_name((epoch, number), ids)} was neither trained nor dropped for a reason"
+        if missing > SHOWN:
+            yield f"epoch {epoch}: {missing - SHOWN} more were neither trained nor dropped for a reason"
+    if len(held) < last.epoch:
+        yield f"the ledger has no prompt of {last.epoch - len(held)} of the {last.epoch} epochs that are over"
 
 
 def _name(place: DataPlace, ids: dict[int, str]) -> str:

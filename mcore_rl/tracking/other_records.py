@@ -5,6 +5,7 @@ Of the last step a run that goes on, or was killed, may have written some record
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,8 @@ def record_violations(run_dir: Path, steps: Sequence[ScheduledStep]) -> Iterator
 
 def unproven(run_dir: Path, steps: Sequence[ScheduledStep]) -> Iterator[str]:
     """What nothing in ``run_dir`` proves."""
-    yield "what the steps computed (trainer.replay trains them again), and that the data have as many prompts"
+    yield "what the steps computed, with which settings and in how many updates (trainer.replay trains them again)"
+    yield "which responses were masked, and that the data have as many prompts"
     if not read_settings(run_dir):
         yield f"mode, batch and bound of the lines, since {CONFIG} cannot be read"
     absent = [step.step for step in steps if step.step not in sample_files(run_dir, "rollouts")]
@@ -159,8 +161,9 @@ def _sample_violations(path: Path, name: str, step: ScheduledStep) -> Iterator[s
         versions = [version for row in drawn if row.get("finish") != "abort" for version in _versions(row)]
         drawing = [group for group in stated if group.lost < group.samples]
         ends = [each for group in drawing for each in (group.oldest, group.newest) if each is not None]
-        if versions and ends and (min(versions), max(versions)) != (min(ends), max(ends)):
-            told = f"{min(versions)} to {max(versions)}, and the ledger says {min(ends)} to {max(ends)}"
+        said = f"{min(ends)} to {max(ends)}" if len(ends) == 2 * len(drawing) and ends else "none"
+        if versions and drawing and said != f"{min(versions)} to {max(versions)}":
+            told = f"{min(versions)} to {max(versions)}, and the ledger says {said}"
             yield f"{name}: prompt {prompt} has tokens of versions {told}"
 
 
@@ -176,7 +179,7 @@ def _versions(row: Mapping[str, Any]) -> list[int]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _named(steps: Sequence[int]) -> str:

@@ -30,11 +30,17 @@ _SETTING = (
 )
 _SETTING_NAME = re.compile(_SETTING, re.IGNORECASE)
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
+_VARIABLE = r"(?-i:[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)S?)"  # NAME=VALUE in a command
 _WRITTEN = re.compile(
-    rf"(?<![\w-])((?:[\"']?{_SETTING}[\"']?\s*[:=]\s*|--?{_SETTING}(?:\s*=\s*|\s+)|--?u(?:ser)?[\s=]\s*[^\s:]+:)"
-    rf"[\"']?{_SCHEME})[^\s\"'&,;}}]+",
+    rf"(?<![\w-])((?:[\"']?{_SETTING}[\"']?\s*[:=]\s*|{_VARIABLE}=|--?{_SETTING}(?:\s*=\s*|\s+)"
+    rf"|--?u(?:ser)?[\s=]\s*[^\s:]+:)[\"']?{_SCHEME})(?:\[[^\]]*\]?|[^\s\"'&,;}}\]]+)",
     re.IGNORECASE,
 )
+# An override of a group whose names are not ours, on the command line of a run: (up to the name, the name, its value).
+_FREE_OVERRIDE = re.compile(r"([+~]*[\w.]*\b(?:reward_kwargs|env|headers)\.(?:[\w-]+\.)*([\w-]+)=).+", re.DOTALL)
+# Parameters of a URL: ?api_key=X, &token=X, and signatures.
+_PARAMETER = re.compile(rf"([?&](?:{_SETTING}|key|sig|(?:[a-z0-9]+-)*signature)=)[^&#\s\"']+", re.IGNORECASE)
+_PASSWORD_FIELD = re.compile(r"(\b(?:password|passwd|pwd)\s*=\s*)[^\s;&]+", re.IGNORECASE)  # of a database's address
 _OPTION = re.compile(rf"--?(?:{_SETTING}|u|user|H)", re.IGNORECASE)  # its value is the next word, if it is a secret
 _BEARER = re.compile(r"\b((?:bearer|basic)\s+)[^\s\"']{8,}", re.IGNORECASE)
 _URL_USER = re.compile(r"(://)[^/\s@]+@")
@@ -103,13 +109,25 @@ def _settings(value: Any, *, free: bool) -> Any:
         return {key: _setting(str(key), each, free=free or key in _FREE) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return _words(value, free=free)
-    return _BEARER.sub(rf"\1{MASK}", without_url_passwords(value)) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    shown = _PARAMETER.sub(rf"\1{MASK}", _BEARER.sub(rf"\1{MASK}", without_url_passwords(value)))
+    return _PASSWORD_FIELD.sub(rf"\1{MASK}", shown) if free else shown
 
 
 def _setting(name: str, value: Any, *, free: bool) -> Any:
+    secret_name = _SETTING_NAME.fullmatch(name) or (free and not isinstance(value, int) and is_secret(name, ""))
+    return _masked(value) if secret_name else _settings(value, free=free)
+
+
+def _masked(value: Any) -> Any:
+    """``value``, which stands under the name of a secret, with *** for every text and number in it."""
+    if isinstance(value, Mapping):
+        return {key: _masked(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(each) for each in value]
     held = isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", 0)
-    secret_name = _SETTING_NAME.fullmatch(name) or (free and isinstance(value, str) and is_secret(name, ""))
-    return MASK if held and secret_name else _settings(value, free=free)
+    return MASK if held else value
 
 
 def _words(words: Sequence[Any], *, free: bool) -> list[Any]:
@@ -124,6 +142,9 @@ def _words(words: Sequence[Any], *, free: bool) -> list[Any]:
         if (option and _SETTING_NAME.fullmatch(bare)) or (bare in ("u", "user") and ":" in word):
             shown.append(MASK)
         else:
+            override = _FREE_OVERRIDE.fullmatch(word)
+            if override and is_secret(override[2], ""):
+                word = f"{override[1]}{MASK}"
             shown.append(_settings(_WRITTEN.sub(rf"\1{MASK}", word), free=free))
         option = word if _OPTION.fullmatch(word) else ""
     return shown

@@ -14,6 +14,7 @@ import pytest
 
 from mcore_rl.agents import connections, gateway
 from mcore_rl.agents.connections import MAX_STRANGERS
+from mcore_rl.agents.openai_requests import read_message
 from mcore_rl.agents.text_lengths import TextLengths
 from mcore_rl.errors import RolloutError
 from tests.agents.test_gateway import ASK, TOOLS, post, served
@@ -61,6 +62,25 @@ async def test_a_hostile_request_is_refused(path: str, body: Any, param: str | N
         status, said = await post(one.url, one.access.key, path, json.dumps(body).encode())
         assert (status, said["error"]["param"]) == (400, param), said
         assert not one.access.conversations.turns and not one.access.conversations.failure.done()
+
+
+@pytest.mark.parametrize("deep_text", ['{"a":' * 900 + "1" + "}" * 900, "[" * 950 + "]" * 950])
+@awaited
+async def test_arguments_that_nest_too_deep_are_the_text_that_they_are(deep_text: str) -> None:
+    """A model may have written them, and the program sends them back."""
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": deep_text}}
+    said = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "no"}]
+    async with served(["a"], prompt=20_000) as one:
+        assert (await one.say(said, tools=TOOLS)).choices[0].message.content == "a"
+        (episode,) = one.episodes()
+        assert deep_text in style("qwen2.5").decode(episode.segments[0].tokens).replace(" ", "")
+
+
+def test_json_that_nests_deep_is_told_from_what_does_not() -> None:
+    for depth, is_text in ((63, False), (64, False), (65, True), (900, True)):
+        function = {"name": "a", "arguments": "[" * depth + "]" * depth}
+        message = read_message({"role": "assistant", "tool_calls": [{"function": function}]})
+        assert isinstance(message["tool_calls"][0]["function"]["arguments"], str) is is_text, depth
 
 
 @pytest.mark.parametrize(
@@ -201,6 +221,27 @@ async def test_refused_conversations_leave_nothing() -> None:
             with pytest.raises(openai.BadRequestError, match="max_turns"):
                 await one.say([{"role": "user", "content": f"more {number}"}])
         assert len(conversations._prompts) == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mcore-rl-PUBLIC-\xff\xfe\r\n\r\n", b"401"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n", b"401"),
+        (b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: 1\r\n\r\n", b"400"),
+        (b"\x00\x16\x03\x01 nonsense\r\n\r\n", b"400"),
+    ],
+)
+@awaited
+async def test_strangers_write_nothing_into_the_log(
+    sent: bytes, status: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(["a"]) as one:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(one.url.rpartition(":")[2].partition("/")[0]))
+        writer.write(sent.replace(b"PUBLIC", one.access.key.split("-")[2].encode()))
+        assert (await reader.read(100)).split()[1] == status
+        writer.close()
+    assert not [each for each in caplog.records if each.name != "asyncio"]
 
 
 @awaited

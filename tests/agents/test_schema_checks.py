@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from mcore_rl.agents.schema_checks import MATCH_S, TooDearError, wrong_arguments
+from mcore_rl.agents.schema_checks import MATCH_S, MAX_ERRORS, TooDearError, wrong_arguments
 from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolSchema, ToolSet
 
 
@@ -32,12 +32,32 @@ def doubling(depth: int) -> dict[str, Any]:
         ({"properties": {"a": {"contains": {"not": {"pattern": "^(a|aa)+$"}}}}}, {"a": ["a" * 80 + "b"]}),
         ({"patternProperties": {f"^(a|aa)+{n}?$": {} for n in range(1000)}}, {"a" * 28 + "b": 1}),
         (doubling(40), {"x": 1}),
+        ({"properties": {"a": {"unevaluatedItems": False}}}, {"a": [1]}),
     ],
 )
 def test_a_check_that_is_dear_is_ended(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
     begun = time.process_time()
     with pytest.raises(TooDearError):
         wrong_arguments(schema, arguments)
+    assert time.process_time() - begun < 20 * MATCH_S
+
+
+MANY = [{"x": number} for number in range(3000)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "count"),
+    [
+        ({"uniqueItems": True}, MANY, 0),
+        ({"uniqueItems": True}, [*MANY, MANY[7]], 1),
+        ({"items": {"enum": MANY}}, MANY, 0),
+        ({"items": {"enum": MANY}}, [{"y": 1}] * 3000, MAX_ERRORS),
+        ({"items": {"const": MANY[:100]}}, [MANY[:100]] * 50, 0),
+    ],
+)
+def test_comparisons_of_many_values_are_not_dear(schema: dict[str, Any], values: list[Any], count: int) -> None:
+    begun = time.process_time()
+    assert len(wrong_arguments({"properties": {"a": schema}}, {"a": values})) == count
     assert time.process_time() - begun < 20 * MATCH_S
 
 
@@ -61,6 +81,8 @@ def test_nothing_that_a_schema_refers_to_is_loaded(monkeypatch: pytest.MonkeyPat
         {"additionalProperties": False},
         {"required": ["a"], "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}},
          "$defs": {"n": {"type": "array", "items": {"pattern": "b"}}}},
+        {"properties": {"a": {"uniqueItems": True}, "x": {"enum": [1, True, "2", {"b": [2.0]}]}}},
+        {"properties": {"a": {"const": ["b", "c"]}, "x": {"const": {"c": 1, "b": [2]}}}},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -74,6 +96,10 @@ def test_nothing_that_a_schema_refers_to_is_loaded(monkeypatch: pytest.MonkeyPat
         {"ax": 1},
         {"x1": "y", "b": 2},
         {"a": 1, "x": 2},
+        {"a": [1, 1.0], "x": 1.0},
+        {"a": [1, True], "x": False},
+        {"a": [{"b": 1, "c": 2}, {"c": 2, "b": 1}], "x": {"b": [2], "c": 1.0}},
+        {"a": [[0], [False]], "x": {"b": [2]}},
     ],
 )
 def test_errors_are_those_of_jsonschema(schema: dict[str, Any], arguments: dict[str, Any]) -> None:

@@ -32,6 +32,23 @@ def test_nothing_and_empty_pieces_are_sound() -> None:
     assert check.problems() == []
 
 
+def test_the_look_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait for the next piece by spinning: loading took five times the processor time."""
+    threads, seen, isnan = torch.get_num_threads(), list[int](), math.isnan
+
+    def asked(number: float) -> bool:
+        seen.append(torch.get_num_threads())
+        return isnan(number)
+
+    monkeypatch.setattr(math, "isnan", asked)
+    torch.set_num_threads(2)
+    try:
+        NanCheck().see("a", torch.zeros(8))
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [1]
+
+
 def test_the_look_keeps_nothing_of_what_is_sound_and_the_threads_as_they_were() -> None:
     """A number kept for each window pins the heap above the windows: a conversion then grows with its model."""
     check, threads = NanCheck(), torch.get_num_threads()

@@ -11,6 +11,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -99,6 +100,41 @@ def test_peft_computes_what_the_merged_model_does(kind: str, targets: list[str],
     with open_peft(directory, table) as held:
         assert held.tensors.keys() == given.keys()
         assert all(torch.equal(held.read(name), tensor) for name, tensor in given.items()), "read as it was written"
+
+
+@pytest.mark.tier("ci")  # vLLM takes half a minute to import
+@pytest.mark.parametrize("rslora", [False, True], ids=["plain", "rslora"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_vllm_takes_the_experts_adapters_apart_as_they_were(kind: str, rslora: bool, tmp_path: Path) -> None:
+    """With ``--enable-mixed-moe-lora-format`` and ``is_3d_lora_weight``.  Its kernels for them need a GPU."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    lora = replace(LORA, use_rslora=rslora)
+    base, directory, given = _written(kind, tmp_path, lora)
+    helper = PEFTHelper.from_local_dir(str(directory), None)
+    assert max(helper.r, *helper.rank_pattern.values()) == 2 * lora.rank, "--max-lora-rank"
+    modules = {name.removeprefix(adapters.PEFT).rpartition(".lora_")[0].rpartition(".")[2] for name in given}
+    loaded = LoRAModel.from_local_checkpoint(str(directory), modules | {"experts"}, helper, device="cpu")
+    for each in loaded.loras.values():
+        each.optimize()
+    config = SimpleNamespace(**read_config(base))
+    manager = SimpleNamespace(_get_lora_layer_weights=LoRAModel.get_lora, model=SimpleNamespace(config=config))
+    w = ("w1", "w2", "w3") if kind == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+    layers = [name for name in loaded.loras if name.endswith(".mlp.experts")]
+    assert layers
+    for layer in layers:
+        num_experts = loaded.loras[layer].lora_a.shape[0] // lora.rank
+        module = SimpleNamespace(local_num_experts=num_experts, global_num_experts=num_experts, ep_rank=0)
+        LoRAModelManager._convert_3d_to_2d_moe_lora(manager, loaded, module, layer)
+        held = loaded.loras[layer]
+        for place, name in enumerate(w):
+            for expert in range(num_experts):
+                stem = f"{adapters.PEFT}{layer}.{expert}.{name}"
+                stem = stem.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else stem
+                a, b = (given[f"{stem}.lora_{which}.weight"] for which in "AB")
+                torch.testing.assert_close(held.lora_b[place][expert] @ held.lora_a[place][expert], lora.scale * b @ a)
 
 
 def test_merged_tensors_by_hand(tmp_path: Path) -> None:
@@ -279,7 +315,8 @@ def test_adapters_of_another_rank_than_their_file_says_are_not_merged(tmp_path: 
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 OF_EXPERTS = [f"experts.{{e}}.{name}_proj" for name in ("gate", "up", "down")]
-TRAINED: dict[str, tuple[str, dict[str, object], LoraConfig]] = {
+# None: routers have no adapters in a run.
+TRAINED: dict[str, tuple[str, dict[str, object], LoraConfig | None]] = {
     "patterns": (
         "qwen2",
         {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 6},
@@ -312,6 +349,18 @@ TRAINED: dict[str, tuple[str, dict[str, object], LoraConfig]] = {
         {"target_modules": ["o_proj"], "target_parameters": PARAMETERS[:1]},
         LoraConfig(rank=4, alpha=6.0, target_modules=["o_proj", *OF_EXPERTS[:2]]),
     ),
+    "every linear layer, the router too": ("mixtral", {"target_modules": "all-linear"}, None),
+    "the router's parameter": (
+        "qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}, None,
+    ),
+    "experts, named in another order": (
+        "gpt_oss", {"target_modules": [], "target_parameters": PARAMETERS[::-1], "rank_pattern": {"down_proj": 2}},
+        LoraConfig(rank=4, alpha=6.0, target_modules=OF_EXPERTS),
+    ),
+    "experts of one layer": (
+        "qwen3_moe", {"target_modules": [], "target_parameters": PARAMETERS, "layers_to_transform": [1]},
+        LoraConfig(rank=4, alpha=6.0, target_modules=OF_EXPERTS),
+    ),
     "the output projection": (
         "mixtral", {"target_modules": ["lm_head", "k_proj"]},
         LoraConfig(rank=4, alpha=6.0, target_modules=["lm_head", "k_proj"]),
@@ -343,6 +392,8 @@ def test_what_peft_trained_is_merged_and_trained_on(case: str, tmp_path: Path) -
     assert (theirs - _logits(tmp_path / "base")).abs().max() > 1e-2, "the adapters do something"
     merge(tmp_path / "base", tmp_path / "theirs", tmp_path / "merged", report=_quiet)
     torch.testing.assert_close(_logits(tmp_path / "merged"), theirs, rtol=1e-5, atol=5e-5)
+    if lora is None:
+        return
     table = AdapterTable(Table(*model_of(read_config(tmp_path / "base"))), lora)
     with open_peft(tmp_path / "theirs", table) as held:
         ours = {name: held.read(name).float() for name in held.tensors}
@@ -362,6 +413,16 @@ def test_a_changed_output_projection_is_refused(tmp_path: Path) -> None:
     weights[name] = weights[name] + 1
     save_file(weights, tmp_path / "theirs" / WEIGHTS)
     with pytest.raises(CheckpointError, match=r"is not lm_head.weight of .* the model changed. Merge them with PEFT"):
+        merge(tmp_path / "base", tmp_path / "theirs", tmp_path / "merged", report=_quiet)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_of_the_embedding_are_refused_with_what_helps(target: str, tmp_path: Path) -> None:
+    """Of a model whose output projection is its embedding, too."""
+    tied = tiny_models.TINY["qwen2"]["tie_word_embeddings"]
+    assert tied, "the model of this test"
+    _trained("qwen2", tmp_path, target_modules=["q_proj", target])
+    with pytest.raises(CheckpointError, match=rf"{target}\S* is of no layer .*PEFT merges them \(docs/lora.md\)"):
         merge(tmp_path / "base", tmp_path / "theirs", tmp_path / "merged", report=_quiet)
 
 

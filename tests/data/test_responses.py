@@ -9,10 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_rl.config.data import DataConfig
 from mcore_rl.config.reward import Style
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import Generated, ResponseSet, taken_columns, write_responses
 from mcore_rl.errors import DataError
-from tests.support.prompt_files import not_utf8, row, write
+from tests.support.chat_styles import style
+from tests.support.prompt_files import not_utf8, row, write, write_as
 
 
 def answered(*responses: str, **columns: Any) -> dict[str, Any]:
@@ -54,6 +57,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         }  # fmt: skip
         assert (each.responses, each.num_tokens) == ((f"{n}0", f"{n}1"), (10 * n, 10 * n + 1))
         assert each.truncated == (False, True)
+
+
+def test_objects_without_fields_are_written(tmp_path: Path) -> None:
+    """Calls without arguments in every line of jsonl, which pyarrow has as a type that parquet does not."""
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {}}}
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so", "tool_calls": [call]}]
+    path = write_as(tmp_path / "p.jsonl", [row(prompt=prompt, extra_info={"index": 0, "tags": [{}]})] * 2)
+    prompts = PromptSet.load([path], DataConfig(), style("qwen2.5"), max_samples=None, title="data.train_files")
+    write_responses(tmp_path / "made.parquet", prompts.table(), [[Generated("5", 1, "stop")]] * 2)
+    again = PromptSet.load([tmp_path / "made.parquet"], DataConfig(), style("qwen2.5"), max_samples=None, title="x")
+    text = style("qwen2.5").apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    for read in (prompts[1], again[1]):
+        assert style("qwen2.5").decode(list(read.tokens)) == text
+    assert again[0].extra_info == {"index": 0, "tags": [None]}
 
 
 def test_conversations_are_kept_beside_what_was_said_last(tmp_path: Path) -> None:

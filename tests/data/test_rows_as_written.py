@@ -269,6 +269,9 @@ def test_a_turn_ends_with_a_token_at_which_engines_stop(tmp_path: Path) -> None:
         "{%- generation %}{{- eos_token }}{%- endgeneration %}{%- endif %}"
     )
     assert runs("phi3", read(path, parted, "phi3")) == ["b<|end|>", "d<|end|>"]
+    assert runs("phi3", read(path, parted, "phi3", trained_turns=TrainedTurns.last)) == ["d<|end|>"]
+    weighed = [message | ({"weight": 0} if place == 3 else {}) for place, message in enumerate(SAID)]
+    assert runs("phi3", read(write_as(tmp_path / "w.parquet", [{"messages": weighed}]), parted, "phi3")) == ["b<|end|>"]
     assert runs("glm", read(path, style("glm"), "glm")) == ["\nb<|user|>", "\nd<|user|>"], "the other role's opener"
     config = SftDataConfig(messages_key="messages")
     glm = style("glm")
@@ -283,6 +286,27 @@ def test_a_turn_ends_with_a_token_at_which_engines_stop(tmp_path: Path) -> None:
     number = qwen.convert_tokens_to_ids("<|im_end|>")
     with pytest.raises(DataError, match=rf"end with <\|im_end\|>, write {number} into eos_token_id of generation_conf"):
         ConversationSet.load([path], config, base, max_samples=None, title="x")
+
+
+def test_what_opens_a_turn_is_not_trained_where_earlier_turns_are_written_differently(tmp_path: Path) -> None:
+    """As in TRL's gptoss_training.jinja and deepseekv3_training.jinja, whose tags hold the opening of the turn."""
+    qwen = style("qwen2.5")
+    thoughtless = type(qwen)(tokenizer_object=qwen.backend_tokenizer, eos_token="<|im_end|>")
+    thoughtless.chat_template = (  # the last turn of all keeps what it thought; its prompt is nowhere in the text
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{%- generation %}{{- '<|im_start|>assistant\n' }}"
+        "{{- (m.thinking + '/' if m.thinking and loop.last) ~ m.content + '<|im_end|>' }}{%- endgeneration %}"
+        "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    call = {"role": "assistant", "content": "b", "thinking": "why"}
+    messages = [SAID[0], call, call | {"content": "e"}, *SAID[2:]]
+    path = write_as(tmp_path / "c.jsonl", [{"messages": messages}])
+    assert runs("qwen2.5", read(path, thoughtless, "qwen2.5")) == ["b<|im_end|>", "e<|im_end|>", "d<|im_end|>"]
+    opened = type(qwen)(tokenizer_object=qwen.backend_tokenizer, eos_token="<|im_end|>")
+    opened.chat_template = thoughtless.chat_template.replace(
+        "assistant\n' }}{%- endif %}", "assistant\n' }}{{- '<think>\n' }}{%- endif %}"
+    )
+    assert runs("qwen2.5", read(path, opened, "qwen2.5")) == ["b<|im_end|>", "e<|im_end|>", "d<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "deepseek", "mistral", "mistral-legacy", "gemma", "phi3"])

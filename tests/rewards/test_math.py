@@ -83,6 +83,8 @@ def test_the_answer_is_what_is_compared_as_it_is_written(response: str, answer: 
         (r"{\color{red} (1, 2)}", "(1, 2)"), (r"\underline{\mathbf{650}}", "650"), ("`650`", "650"), ("__650__", "650"),
         ("10:30 a.m.",
         r"10:30 \text{ a.m.}"),
+        (r"\sum_{k=1}^{100} 2^k", "2^{101}-2"), ("5050", r"\sum_{k=1}^{100} k"), (r"\prod_{k=1}^{10} k", "10!"),
+        ("x_{1} = 5", "5"), ("x_1 = 5", "5"),
     ],
 )  # fmt: skip
 def test_the_same_in_other_words(answer: str, ground_truth: str) -> None:
@@ -107,6 +109,8 @@ def test_the_same_in_other_words(answer: str, ground_truth: str) -> None:
         ("10^{10^{10}} - 10^{10^{10}} + x", "x + 1"), (r"\text{not } 5", "5"), (r"5 \text{ or more}", "5"), ("7", "C"),
         (r"(B) \text{ or } (C)", "B"), ("(B) or (C)", "B"), ("1200", "(1,200)"), ("(1,200)", "1200"),
         ("10000000000000.5", "10000000000000.6"), (r"\cancel{5}", "5"), ("x = 65, 960", "65960"),
+        (r"\sum_{k=1}^{100} 2^k", "2^{101}-1"), (r"\sum_{k=1}^{100} k", "100"),
+        (r"\sum_{k=2}^{100} k", r"\sum_{k=1}^{100} k"),
         ("The slope is 6, so it rises", "The slope is 5, so it rises"), ("x" * 5000, "x"), (r"\{1, 1, 2\}",
         r"\{1, 2\}"),
     ],

@@ -93,13 +93,15 @@ def write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema | None = Non
 def write_as(path: Path, rows: list[dict[str, Any]]) -> Path:
     """``rows`` in a file of the kind that its name says: parquet, jsonl, jsonl.gz, arrow."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    table = pa.Table.from_pylist(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines))
-    elif path.suffix == ".jsonl":
+        return path
+    if path.suffix == ".jsonl":
         path.write_bytes(lines)
-    elif path.suffix == ".arrow":  # a stream, as the ArrowWriter of ``datasets`` writes
+        return path
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".arrow":  # a stream, as the ArrowWriter of ``datasets`` writes
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
     else:

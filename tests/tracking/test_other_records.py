@@ -18,7 +18,7 @@ import yaml
 from mcore_rl.tracking.ledger import audit
 from mcore_rl.tracking.samples import write_samples
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep
-from tests.tracking.test_ledger import BATCH, BOUND, STEPS, played, write
+from tests.tracking.test_ledger import BATCH, BOUND, PROMPTS, STEPS, played, write
 
 CONFIG = {
     "trainer": {"mode": "async", "save_rollouts": True, "record_rollouts": True},
@@ -59,8 +59,8 @@ def run(tmp_path: Path) -> Path:
 def test_the_run_itself_holds_and_what_is_not_proven_is_said(run: Path) -> None:
     got = audit(run)
     assert got.violations == ()
-    (only,) = got.unproven
-    assert only.startswith("what the steps computed")
+    computed, masked = got.unproven
+    assert computed.startswith("what the steps computed") and "updates" in computed and "masked" in masked
     (run / "config.yaml").unlink()
     (run / "rollouts" / f"step_{STEPS}.parquet").unlink()  # it may not have been written yet
     got = audit(run)
@@ -133,6 +133,16 @@ def put(**fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda row: row.update(fields)
 
 
+def again_at(place: tuple[int, int]) -> Callable[[Path], None]:
+    """The first prompt that is under way after step 4 is another one; before, it was under way, too."""
+
+    def mutate(row: dict[str, Any]) -> None:
+        assert row["again"]
+        row["again"][0] = list(place)
+
+    return of_line(SCHEDULE, 3, mutate)
+
+
 def all_bounds(lines: list[str]) -> list[str]:
     return [json.dumps({**json.loads(line), "bound": 9}) for line in lines]
 
@@ -164,6 +174,11 @@ MUTANTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "ledger: mode": (of_line(SCHEDULE, 3, put(mode="sync")), "has mode sync, not async"),
     "ledger: another batch": (of_line(SCHEDULE, 3, put(batch=BATCH + 1)), "step 4: "),
     "ledger: more prompts": (of_line(SCHEDULE, 3, put(num_prompts=11)), "has num_prompts 11, not 10"),
+    "ledger: a million million prompts": (
+        of_lines(SCHEDULE, lambda lines: [json.dumps({**json.loads(line), "num_prompts": 10**12}) for line in lines]),
+        f"{10**12 - PROMPTS - 100} more were neither trained",
+    ),
+    "ledger: a thousand million epochs": (of_line(SCHEDULE, STEPS - 1, put(epoch=10**9)), "has no prompt of 9999999"),
     "ledger: version": (of_line(SCHEDULE, 3, put(version=7)), "began with weights of version 7"),
     "ledger: version is a text": (of_line(SCHEDULE, 3, put(version="3")), "step 4: its line"),
     "ledger: position": (of_line(SCHEDULE, 3, lambda row: row.update(position=row["position"] + 1)), "1 missing"),
@@ -176,6 +191,18 @@ MUTANTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "ledger: another prompt": (column("id", 2, set_at(0, "train.parquet:77")), "is prompt train.parquet:77"),
     "ledger: newer tokens": (column("newest", 4, set_at(0, 9)), "version 9, which was not there yet"),
     "ledger: other lost": (column("lost", 2, lambda values: set_at(0, 1 - min(1, values[0]))(values)), "step 3: "),
+    "ledger: versions are null": (
+        of_line(SCHEDULE, 2, lambda row: row["groups"].update(oldest=[None] * BATCH, newest=[None] * BATCH)),
+        "and the ledger says none",
+    ),
+    "ledger: the oldest version is null": (column("oldest", 2, set_at(0, None)), "and the ledger says none"),
+    "ledger: another prompt under way": (again_at((9, 9)), "of epoch 9 is under way, and cannot have been drawn"),
+    "ledger: a prompt of a number too high is under way": (again_at((0, PROMPTS)), "cannot have been drawn"),
+    "ledger: a prompt that is under way vanishes": (again_at((0, 0)), "is neither done nor under way"),
+    "metrics: a number is NaN": (
+        of_lines("metrics.jsonl", lambda lines: [*lines[:3], lines[3][:-1] + ', "x": NaN}', *lines[4:]]),
+        "has x that is no number",
+    ),
     "metrics: the file missing": (delete("metrics.jsonl"), "metrics.jsonl does not"),
     "metrics: a line missing": (of_lines("metrics.jsonl", lambda lines: lines[:3] + lines[4:]), "step 4: the ledger"),
     "metrics: a line doubled": (of_lines("metrics.jsonl", lambda lines: [*lines[:3], *lines[2:]]), "has 2 lines"),

@@ -106,6 +106,18 @@ HIDDEN = "kq-7f3a91d0c5e2"
         {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.api_key={HIDDEN}"]},
         {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs={{api_key:{HIDDEN}}}"]},
         {"command": ["mcore-rl", "train", f"rollout.agent.program.url=http://u:{HIDDEN}@host"]},
+        {"custom_reward_function": {"reward_kwargs": {"api_keys": [HIDDEN, HIDDEN], "auth": ["me", HIDDEN]}}},
+        {"custom_reward_function": {"reward_kwargs": {"api_key": {"value": HIDDEN, "of": [{"x": HIDDEN}]}}}},
+        {"custom_reward_function": {"reward_kwargs": {"dsn": f"host=x password={HIDDEN} user=y"}}},
+        {"rollout": {"agent": {"program": {"url": f"https://host/run?api_key={HIDDEN}"}}}},
+        {"rollout": {"agent": {"program": {"url": f"https://host/run?a=b&token={HIDDEN}&c=d"}}}},
+        {"reward": {"judge": {"url": f"https://host/v1?key={HIDDEN}"}}},
+        {"data": {"train_files": [f"https://host/a.parquet?X-Amz-Signature={HIDDEN}"]}},
+        {"rollout": {"agent": {"program": {"command": ["env", f"SERPER_KEY={HIDDEN}", "solve"]}}}},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.openai_key={HIDDEN}"]},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.judge.key={HIDDEN}"]},
+        {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.api_keys=[{HIDDEN},{HIDDEN}]"]},
+        {"command": ["mcore-rl", "train", f"+custom_reward_function.reward_kwargs.keys=[{HIDDEN}, {HIDDEN}]"]},
         {"megatron": {"x": {"secret": HIDDEN, "list": [{"access_token": HIDDEN}], "password": 123456789}}},
     ],
 )
@@ -119,9 +131,10 @@ def test_what_is_no_secret_of_a_configuration_stays() -> None:
         "data": {"prompt_key": "prompt", "max_prompt_length": 512, "reward_fn_key": "source"},
         "rollout": {"stop_token_ids": [1], "max_tokens": 5, "agent": {"program": {
             "command": ["python", "solve.py", "--max-tokens", "100", "-u", "x", "--key-column=a", "tokenizer=b"],
-            "url": "http://localhost:8000/a@b", "env": ["OPENAI_API_KEY"]}}},
+            "url": "http://localhost:8000/a@b?page=2&max_tokens=5", "env": ["OPENAI_API_KEY"]}}},
         "reward": {"judge": {"api_key_env": "JUDGE_API_KEY"}},
         "custom_reward_function": {"reward_kwargs": {"max_tokens": 5, "pattern": "a:b@c", "threshold": 0.5}},
+        "command": ["mcore-rl", "train", "data.prompt_key=question", "custom_reward_function.reward_kwargs.weight=2"],
     }  # fmt: skip
     assert redact_settings(values, {}) == values
 

@@ -22,6 +22,7 @@ from mcore_rl.controller.lifecycle.run_contents import (
     ADAPTERS,
     AGENT,
     AGENT_FILES,
+    ALGORITHM_FILES,
     TEMPLATE,
     TOKENIZER,
     Sums,
@@ -35,11 +36,12 @@ from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.secrets import redact_settings
 
 RUN = "run.json"
-# What may change where the user names the checkpoint: how results are judged and how episodes run.
+# What may change where the user names the checkpoint: how results are judged, episodes run and advantages computed.
 JUDGES = (
     *("custom_reward_function.path", "reward_model.model.path", "reward_model.model", "reward.judge.path"),
     "data.val_files",
     *(f"{AGENT}{key}" for key in AGENT_FILES),
+    *ALGORITHM_FILES,
 )
 MEANT = ". If the change is meant, name the checkpoint: trainer.resume_mode=path trainer.resume_from_path="
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"

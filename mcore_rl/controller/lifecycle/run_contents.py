@@ -1,4 +1,4 @@
-"""Checksums of what a resumed run depends on, besides its checkpoint: weights, tokenizer, rewards, data, agents.
+"""Checksums of what a resumed run depends on besides its checkpoint: weights, tokenizer, rewards, data, agents, code.
 
 Only content counts.  Where files are, what they are called and when they were written does not, so that models, data
 and whole runs can be copied elsewhere.
@@ -7,11 +7,14 @@ and whole runs can be copied elsewhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import xxhash
+import yaml
 
 from mcore_rl.checkpoints.manifest import sum_of, sum_text
 
@@ -25,10 +28,12 @@ WHOLE_BYTES, HEADER_BYTES = 64 << 20, 1 << 20
 PIECES, PIECE_BYTES = 64, 64 << 10
 # Keys of ``rollout.agent`` that name files, or FILE.py:NAME, or a list or mapping of those.
 AGENT = "rollout.agent."
-AGENT_FILES = (
-    *("tools", "loops", "tool_parser", "program.function", "program.command"),
-    *("tool_config_path", "mcp_config_path", "interaction_config_path", "search_corpus"),
-)
+CORPUS = "search_corpus"  # may be a folder
+YAML = ("tool_config_path", "mcp_config_path", "interaction_config_path")  # name classes and programs
+AGENT_FILES = ("tools", "loops", "tool_parser", "program.function", "program.command", *YAML, CORPUS)
+# Keys that name parts of an algorithm as FILE.py:NAME.
+ALGORITHM_FILES = ("algorithm.adv_estimator", "actor.loss_mode")
+OURS = "mcore_rl"  # whose own classes are of its version, which may change
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -76,35 +81,74 @@ def contents_of(values: Mapping[str, Any], weights: Mapping[str, Path]) -> dict[
     contents["custom_reward_function.path"] = _whole([Path(custom)] if custom else [])
     files = [Path(name) for name in values["data"].get("val_files") or []]
     contents["data.val_files"] = {f"file {number}": _sum(file) for number, file in enumerate(files, 1)}
-    contents |= _agents_files((values.get("rollout") or {}).get("agent") or {})
+    for key in ALGORITHM_FILES:
+        contents[key] = _numbered(_files_at(str(_value(values, key))))
+    for key in AGENT_FILES:
+        contents[f"{AGENT}{key}"] = _numbered(_agents_files(key, _value(values, f"{AGENT}{key}")))
     return {key: sums for key, sums in contents.items() if sums}
 
 
-def _agents_files(agent: Mapping[str, Any]) -> dict[str, Sums]:
-    """The files that say how episodes run: tools, loops, programs and their data."""
-    contents = dict[str, Sums]()
-    for key in AGENT_FILES:
-        value: Any = agent
-        for part in key.split("."):
-            value = (value or {}).get(part)
-        names = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
-        files = [file for name in names if name for file in _files_at(str(name))]
-        contents[f"{AGENT}{key}"] = {f"{file.name} ({number})": _sampled(file) for number, file in enumerate(files, 1)}
-    return contents
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    held: Any = values
+    for part in key.split("."):
+        held = (held or {}).get(part)
+    return held
+
+
+def _numbered(files: Sequence[Path]) -> Sums:
+    return {f"{file.name} ({number})": _sampled(file) for number, file in enumerate(files, 1)}
+
+
+def _agents_files(key: str, value: Any) -> list[Path]:
+    """The files that ``value`` of a key of ``rollout.agent`` names: tools, loops, programs and their data."""
+    names = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
+    places = [str(name) for name in names if name]
+    if key == CORPUS and places and (folder := Path(places[0]).expanduser()).is_dir():
+        return sorted(file for file in folder.rglob("*") if file.is_file())
+    files = [file for place in places for file in _files_at(place)]
+    return [*files, *(inner for file in files if key in YAML for inner in _named_in(file))]
 
 
 def _files_at(place: str) -> list[Path]:
-    """The files at a path, in a folder, or of FILE.py:NAME; none where it names something else."""
+    """The file at a path, or of FILE.py:NAME; none where it names something else."""
     for name in (place, place.rpartition(":")[0]):
         path = Path(name).expanduser()
         try:
             if name and path.is_file():
                 return [path]
-            if name and path.is_dir() and name == place:
-                return sorted(file for file in path.rglob("*") if file.is_file())
         except (OSError, ValueError):  # too long for a name, or not one at all
             continue
     return []
+
+
+def _named_in(file: Path) -> Iterator[Path]:
+    """The files that a yaml file names: those of its classes, and the programs of its MCP servers."""
+    try:
+        held = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return  # whoever reads it says what is wrong
+    held = held if isinstance(held, dict) else {}
+    for entry in [*_listed(held.get("tools")), *_listed(held.get("interaction"))]:
+        yield from _module_of(str(entry.get("class_name"))) if isinstance(entry, dict) else ()
+    servers = held.get("mcpServers")
+    for server in servers.values() if isinstance(servers, dict) else ():
+        if isinstance(server, dict):
+            for word in [server.get("command"), *_listed(server.get("args"))]:
+                yield from _files_at(os.path.join(str(server.get("cwd") or ""), str(word or "")))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _module_of(name: str) -> list[Path]:
+    """The file of the class at ``MODULE.CLASS``."""
+    module = name.rpartition(".")[0]
+    try:
+        spec = find_spec(module) if module and module.partition(".")[0] != OURS else None
+    except Exception:  # noqa: BLE001  whatever a package of the user's does when it is imported; its loader says it
+        return []
+    return [Path(spec.origin)] if spec is not None and spec.has_location and spec.origin else []
 
 
 def weights_of(directory: Path) -> Sums:

@@ -21,7 +21,9 @@ from mcore_rl.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> dict[str, Any]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own.py").write_text("def estimate(): ...")
     for name in ("one", "two"):
         (tmp_path / f"{name}.parquet").write_text(name)
     (tmp_path / "model").mkdir()
@@ -41,8 +43,8 @@ def config(tmp_path: Path) -> dict[str, Any]:
         },
         "custom_reward_function": {"path": str(tmp_path / "reward.py")},
         "rollout": {"agent": agent(tmp_path)},
-        "actor": {"optim": {"lr": 1e-6}, "parallel": {"tp": 1}},
-        "algorithm": {"adv_estimator": "rloo"},
+        "actor": {"optim": {"lr": 1e-6}, "parallel": {"tp": 1}, "loss_mode": "ppo_clip"},
+        "algorithm": {"adv_estimator": f"{tmp_path}/own.py:own"},
         "trainer": {"default_local_dir": "runs/a", "resume_mode": "auto", "save_freq": 10},
     }
 
@@ -58,14 +60,24 @@ AGENT_FILES = {
     "interaction_config_path": "interactions.yaml",
     "search_corpus": "corpus/b.jsonl",
 }
+# What the yaml files name, by their keys.
+NAMED = {
+    "tool_config_path": "own_tools.py",
+    "mcp_config_path": "server.py",
+    "interaction_config_path": "own_user.py",
+}
 
 
 def agent(place: Path) -> dict[str, Any]:
     """``rollout.agent`` with a file of each kind."""
     (place / "corpus").mkdir()
     (place / "corpus" / "a.jsonl").write_text("a")
-    for name in AGENT_FILES.values():
-        (place / name).write_text("before")
+    for name in (*AGENT_FILES.values(), *NAMED.values()):
+        (place / name).write_text("before = 1")
+    (place / "tools.yaml").write_text("tools: [{class_name: own_tools.Tool}, {class_name: mcore_rl.agents.tools.T}]")
+    (place / "interactions.yaml").write_text("interaction: [{class_name: own_user.User}]")
+    servers = "mcpServers: {a: {command: python, args: [server.py, ., 3], cwd: PLACE}, b: {url: 'http://x'}}"
+    (place / "mcp.yaml").write_text(servers.replace("PLACE", str(place)))
     return {
         "tools": ["calculator", f"{place}/tool.py:search"],
         "loops": {"own": f"{place}/loop.py:Loop"},
@@ -218,6 +230,10 @@ CONTENTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda place: (place / "reward.py").write_text("def compute_score(*_): return 0.0"),
         r"custom_reward_function\.path=.*: reward.py differs .*If the change is meant, name the checkpoint: trainer",
     ),
+    "algorithm": (
+        lambda place: (place / "own.py").write_text("def estimate(): return 1"),
+        r"algorithm\.adv_estimator=.*own.py:own: own.py \(1\) differs .*If the change is meant, name the checkpoint",
+    ),
     "validation data": (
         lambda place: (place / "val.parquet").write_text("lav"),
         r"data\.val_files=.*: file 1 differs from .*trainer\.resume_mode=path trainer\.resume_from_path=.*step_1",
@@ -235,7 +251,7 @@ def test_other_content_at_the_same_place_is_refused(
         identity_of(config).check(checkpoint)
     assert len(refused.value.violations) == 1
     config["trainer"]["resume_mode"] = "path"
-    if changed in ("rewards", "validation data"):
+    if changed in ("rewards", "algorithm", "validation data"):
         (told,) = identity_of(config).check(checkpoint)
         assert "differs from what the checkpoint was made with" in told
     else:
@@ -247,7 +263,8 @@ def test_other_content_at_the_same_place_is_refused(
 def test_files_of_agents_that_changed_are_refused_and_may_be_meant(
     key: str, config: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / AGENT_FILES[key]).write_text("after")
+    file = tmp_path / AGENT_FILES[key]
+    file.write_text(f"{file.read_text()}\n# after")
     with pytest.raises(ConfigError, match=r"differs from .*If the change is meant, name the checkpoint") as refused:
         identity_of(config).check(checkpoint)
     (violation,) = refused.value.violations
@@ -255,6 +272,47 @@ def test_files_of_agents_that_changed_are_refused_and_may_be_meant(
     config["trainer"]["resume_mode"] = "path"
     (told,) = identity_of(config).check(checkpoint)
     assert told.startswith(f"rollout.agent.{key}: ")
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_what_yaml_files_name_is_looked_at_too(
+    key: str, config: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / NAMED[key]).write_text("after = 1")
+    with pytest.raises(ConfigError, match=r"differs from .*If the change is meant, name the checkpoint") as refused:
+        identity_of(config).check(checkpoint)
+    (violation,) = refused.value.violations
+    assert violation.key == f"rollout.agent.{key}" and NAMED[key] in violation.problem
+    config["trainer"]["resume_mode"] = "path"
+    (told,) = identity_of(config).check(checkpoint)
+    assert told.startswith(f"rollout.agent.{key}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tools: 5",
+        "interaction: [5]",
+        "mcpServers: [a]",
+        "mcpServers: {a: {args: 5, cwd: [1]}}",
+        "[",
+        "- 1",
+        "tools: [{class_name: broken.part.Tool}, {class_name: Tool}, {class_name: ..}]",
+    ],
+)
+def test_a_yaml_file_of_another_form_is_a_file(text: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """Whoever reads it says what is wrong, of a package that cannot be imported too."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("raise KeyError")
+    (tmp_path / "tools.yaml").write_text(text)
+    assert list(identity_of(config).contents["rollout.agent.tool_config_path"]) == ["tools.yaml (1)"]
+
+
+def test_a_folder_that_a_command_names_is_not_read(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    """It may hold the run itself, or a whole disk."""
+    config["rollout"]["agent"]["program"]["command"] += [str(tmp_path), "/"]
+    (told,) = identity_of(config).check(checkpoint)
+    assert told.startswith("rollout.agent.program.command: ['bash', ")
 
 
 def test_files_of_agents_that_moved_are_the_same(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
@@ -274,6 +332,7 @@ def test_all_contents_are_told_at_once(config: dict[str, Any], checkpoint: Path,
     keys = [violation.key for violation in refused.value.violations]
     assert keys == [
         "model.path", "model.tokenizer_path", "model.tokenizer_path", "custom_reward_function.path", "data.val_files",
+        "algorithm.adv_estimator",
     ]  # fmt: skip
 
 
