@@ -116,6 +116,16 @@ def node_id(case: ElementTree.Element) -> str:
     return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py::"
 
 
+def alike(file: str, failures: dict[str, str]) -> dict[str, list[str]]:
+    """Reason -> the names of the tests of ``file`` that fail for it."""
+    groups: dict[str, list[str]] = {}
+    for test, why in failures.items():
+        path, _, name = test.partition("::")
+        if path == file:
+            groups.setdefault(why, []).append(name)
+    return groups
+
+
 def reason(part: ElementTree.Element) -> str:
     """The first line of what a failure says."""
     return (part.get("message") or part.text or "").strip().partition("\n")[0][:200]
@@ -143,13 +153,9 @@ def main() -> None:
     print(f"\n{requirement}: {len(after)} tests see other lines than with the lock ({too} fail with it too)")
     for file in sorted({test.partition("::")[0] for test in after}):
         print(file)
-        print(
-            "".join(
-                f"  {test.partition('::')[2] or 'could not be collected'}\n    {why}\n"
-                for test, why in after.items()
-                if test.startswith(f"{file}::")
-            )
-        )
+        for why, names in alike(file, after).items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(f"  {names[0] or 'could not be collected'}{more}\n    {why}")
     raise SystemExit(1 if after else 0)
 
 
