@@ -19,7 +19,6 @@ fail() { printf '\noracles: failed: %s\n' "$*" >&2; exit 1; }
 missing_packages() {
     command -v chromium chromium-browser google-chrome >/dev/null || echo chromium
     command -v g++ >/dev/null || echo g++
-    command -v setpriv >/dev/null || echo util-linux
     if [[ $(uname -m) == x86_64 ]]; then
         [[ -e /usr/include/x86_64-linux-gnu/asm/unistd_64.h ]] || echo linux-libc-dev
     else

@@ -4,9 +4,9 @@
     python tools/upgrade_report.py megatron-core==0.19.2  # runs the tests that look at that package's own lines
 
 The version is unpacked into build/upgrade, without what it declares, and stands before the environment's on the path
-of the tests; the environment itself is not changed.  Tests that fail with the locked version too are left out.  A wheel
-that only newer Pythons may install is tried on this one all the same, since most are Python alone.  docs/upgrading.md
-tells what comes after.
+of the tests; the environment itself is not changed.  Files in which a test fails are run with the locked version too,
+and what fails there as well is left out.  A wheel that only newer Pythons may install is tried on this one all the
+same, since most are Python alone.  docs/upgrading.md tells what comes after.
 """
 
 from __future__ import annotations
@@ -107,11 +107,23 @@ def failures_of(tests: Iterable[str], beside: Path | None) -> dict[str, str]:
         if not report.is_file():
             raise SystemExit("pytest ended without a report: see above")
         cases = ElementTree.parse(report).iter("testcase")
-        failed = ((case, part) for case in cases for part in case if part.tag in ("failure", "error"))
-        return {
-            f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": reason(part)
-            for case, part in failed
-        }
+        return {node_id(case): reason(part) for case in cases for part in case if part.tag in ("failure", "error")}
+
+
+def node_id(case: ElementTree.Element) -> str:
+    """FILE::TEST of a case; FILE:: where the file could not be collected, a case without a class."""
+    module, name = case.get("classname", ""), case.get("name", "")
+    return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py::"
+
+
+def alike(file: str, failures: dict[str, str]) -> dict[str, list[str]]:
+    """Reason -> the names of the tests of ``file`` that fail for it."""
+    groups: dict[str, list[str]] = {}
+    for test, why in failures.items():
+        path, _, name = test.partition("::")
+        if path == file:
+            groups.setdefault(why, []).append(name)
+    return groups
 
 
 def reason(part: ElementTree.Element) -> str:
@@ -133,14 +145,17 @@ def main() -> None:
         raise SystemExit(f"{requirement}: write NAME==VERSION")
     tests = LOOKING.get(canonicalize_name(requirement.name), OTHERS)
     folder = unpack(requirement)
-    before = failures_of(tests, None)
-    after = {test: why for test, why in failures_of(tests, folder).items() if test not in before}
-    print(f"\n{requirement}: {len(after)} tests see other lines than with the lock ({len(before)} fail with it too)")
+    failing = failures_of(tests, folder)
+    files = sorted({test.partition("::")[0] for test in failing})
+    before = failures_of(files, None) if files else {}
+    after = {test: why for test, why in failing.items() if test not in before}
+    too = len(failing) - len(after)
+    print(f"\n{requirement}: {len(after)} tests see other lines than with the lock ({too} fail with it too)")
     for file in sorted({test.partition("::")[0] for test in after}):
         print(file)
-        print(
-            "".join(f"  {test.partition('::')[2]}\n    {why}\n" for test, why in after.items() if test.startswith(file))
-        )
+        for why, names in alike(file, after).items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(f"  {names[0] or 'could not be collected'}{more}\n    {why}")
     raise SystemExit(1 if after else 0)
 
 

@@ -27,6 +27,7 @@ from mcore_rl.doctor.vendor_tools import (
     is_fast,
     libraries_in,
     links,
+    torch_build,
     torch_runtime,
     vendor_libraries_in,
 )
@@ -200,19 +201,23 @@ def _topology(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 # ---- libraries ----
 
 
-def library_diagnosis(loaded: Mapping[str, set[str]], doubled: Sequence[tuple[str, ...]], kind: Device) -> Diagnosis:
-    """loaded: family of libraries -> directories.  doubled: distributions of one library, by ``doubled_packages``."""
+def library_diagnosis(loaded: Mapping[str, set[str]], doubled: Sequence[tuple[str, ...]], build: Device) -> Diagnosis:
+    """Judge what a training process has loaded of a vendor's libraries.
+
+    loaded: family of libraries -> directories.  doubled: distributions of one library, by ``doubled_packages``.
+    build: what torch was built for: the CPU's build alone should load none, whatever the machine.
+    """
     twice = [f"{family} from {' and '.join(sorted(places))}" for family, places in loaded.items() if len(places) > 1]
     problems = [*twice, *(f"{' and '.join(group)} are installed together" for group in doubled)]
-    if kind is Device.cpu and loaded:
+    if build is Device.cpu and loaded:
         problems = [f"a CPU build has loaded {', '.join(sorted(loaded))}"]
-    verdict = Verdict.FAIL if twice or (kind is Device.cpu and loaded) else Verdict.WARN if problems else Verdict.PASS
+    verdict = Verdict.FAIL if twice or (build is Device.cpu and loaded) else Verdict.WARN if problems else Verdict.PASS
     remedy = "Keep one: uninstall the other, and take its folder out of LD_LIBRARY_PATH"
     return Diagnosis(
         check="libraries",
         verdict=verdict,
         measured="; ".join(problems) or (f"one each of {', '.join(sorted(loaded))}" if loaded else "none of a vendor"),
-        expected="none of a vendor" if kind is Device.cpu else "one copy of each",
+        expected="none of a vendor" if build is Device.cpu else "one copy of each",
         remedy=remedy if problems else "",
     )
 
@@ -239,7 +244,7 @@ def loaded_libraries(rank: Rank, platform: Platform) -> dict[str, set[str]]:
 def _libraries(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     loaded = run_ranks(loaded_libraries, 1, (subject.platform,), timeout_s=limit_s)[0]
     names = [distribution.name for distribution in importlib.metadata.distributions()]
-    yield library_diagnosis(loaded, doubled_packages(names), subject.platform.kind)
+    yield library_diagnosis(loaded, doubled_packages(names), torch_build())
 
 
 # ---- limits, and the cluster's yaml ----

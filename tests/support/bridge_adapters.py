@@ -1,7 +1,7 @@
 """mbridge and Megatron-Bridge behind one face, and what each is given so that it runs on a CPU, with these versions.
 
 Imported behind Transformer Engine (tests/support/bridge_imports.py).  Each of ADAPTATIONS is left out once by
-``bridge_cases.LIMITS``, which shows that it is needed, and what for.
+``bridge_cases.LIMITS``, which shows with which versions it is needed, and what for.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from transformers import AutoConfig
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.training.model import padded_vocab_size
+from tests.support.bridge_cases import LIMITS
 
 Chunks = list[torch.nn.Module]
 Weights = dict[str, Tensor]
@@ -61,7 +62,7 @@ class MegatronBridge:
 
     def __init__(self, directory: Path, model: ModelConfig, tp: int) -> None:
         self._bridge = MegatronBridgeOf.from_hf_pretrained(str(directory), torch_dtype=torch.bfloat16)
-        self._linear = model.linear_attention
+        self._model = model
 
     def load(self, chunks: Chunks) -> None:
         self._tell_sizes(chunks)
@@ -75,9 +76,15 @@ class MegatronBridge:
             return {name: tensor.clone() for name, tensor in named}
 
     def _tell_sizes(self, chunks: Chunks) -> None:
-        """Those of linear attention, which our layers do not take from there."""
-        for name, value in vars(self._linear).items() if self._linear else ():
-            for chunk in chunks:
+        """Write into Megatron's configuration what our layers do not take from there.
+
+        That is whether the output is tied, a field of the bridge's own configuration (0.3.1 asks the model where it
+        has none), and the sizes of linear attention.
+        """
+        linear = self._model.linear_attention
+        for chunk in chunks:
+            chunk.config.share_embeddings_and_output_weights = self._model.tie_output
+            for name, value in vars(linear).items() if linear else ():
                 setattr(chunk.config, f"linear_{name}", value)
 
 
@@ -164,12 +171,15 @@ ADAPTATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
+NEEDED = {limit.without for limit in LIMITS.values() if limit.now}  # with the versions that are installed
+
+
 @contextmanager
 def adapted(without: str = "") -> Iterator[None]:
-    """All ADAPTATIONS but ``without``."""
+    """All ADAPTATIONS that are needed but ``without``."""
     assert not without or without in ADAPTATIONS, without
     with ExitStack() as stack:
         for name, patch in ADAPTATIONS.items():
-            if name != without:
+            if name in NEEDED and name != without:
                 stack.enter_context(patch())
         yield

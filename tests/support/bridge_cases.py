@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from mcore_rl.config.megatron_versions import megatron_version
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
@@ -45,7 +47,7 @@ def layouts(bridge: str, model: ModelConfig) -> Iterator[str]:
     """Those of its kind that it can have (experts with biases are never cut), less those that LIMITS has."""
     for layout in LAYOUTS if model.moe is None else EXPERT_LAYOUTS:
         whole_norm = model.joint_qk_norm and "tp=" in layout
-        tied_stages = model.tie_output and "vpp=" in layout
+        tied_stages = model.tie_output and "vpp=" in layout and bool(LIMITS["a tied output under vpp"].now)
         limited = bridge == "megatron-bridge" and (whole_norm or tied_stages)
         if not limited and not layout_violations(model, parse_layout(layout), WORLD_SIZE):
             yield layout
@@ -57,6 +59,7 @@ class Limit:
 
     models: asked one after the other, each to be loaded and exported; the last comes out wrong, or one is refused.
     without: the adaptation that is left out.  says: part of the refusal, or of a name that comes out wrong.
+    beside_0_19: the same with the versions beside megatron-core 0.19.2, where it differs; "" where all comes out right.
     """
 
     bridge: str
@@ -64,6 +67,12 @@ class Limit:
     says: str
     layout: str = ""
     without: str = ""
+    beside_0_19: str | None = None
+
+    @property
+    def now(self) -> str:
+        """What it says with the versions that are installed."""
+        return self.says if self.beside_0_19 is None or megatron_version() == "0.16.1" else self.beside_0_19
 
 
 _MIXTRAL, _QWEN2 = (checkpoints.MODELS[name] for name in ("mixtral", "qwen2"))
@@ -97,23 +106,26 @@ LIMITS = {
         bridge="mbridge",
         models=(checkpoints.MODELS["deepseek_v3"],),
         without="files read on a CPU",
-        says="requires a CUDA or other accelerator backend",
+        says="Found no NVIDIA driver" if torch.version.cuda else "requires a CUDA or other accelerator backend",
     ),
     # Bridge.export_weights gathers what is marked as split; Transformer Engine's Linear marks every weight (its
-    # module/linear.py), also those of latents, which Megatron keeps whole (parallel_mode="duplicated").
+    # module/linear.py), also those of latents, which Megatron keeps whole (parallel_mode="duplicated").  0.19.2 takes the
+    # mark from those (extensions/transformer_engine.py, TELinear.__init__).
     "latents under tp": Limit(
         bridge="mbridge",
         models=(checkpoints.MODELS["deepseek_v3"],),
         layout="tp=2,etp=2",
         without="down projections that are whole",
         says="self_attn.kv_a_proj_with_mqa.weight",
+        beside_0_19="",
     ),
-    # ColumnParallelMapping.hf_to_megatron.
+    # ColumnParallelMapping.hf_to_megatron; 0.6.2 pads there, and exports the padding too.
     "a vocabulary that tp does not divide": Limit(
         bridge="megatron-bridge",
         models=(checkpoints.MODELS["llama"],),
         layout="tp=2",
         says="Cannot evenly split dimension 0 size 101 across 2 TP ranks",
+        beside_0_19="lm_head.weight",
     ),
     # Its mapping of OLMoE's norm over all heads is replicated, and so are the norms of its provider's model.
     "a norm over all heads under tp": Limit(
@@ -122,9 +134,14 @@ LIMITS = {
         layout="tp=2",
         says="layernorm",
     ),
-    # MegatronModelBridge._broadcast_shared_embeddings looks at the first chunk of a rank: "TODO: Fix for VPP".
+    # MegatronModelBridge._broadcast_shared_embeddings looks at the first chunk of a rank, "TODO: Fix for VPP"; 0.6.2
+    # looks at the last one of the last stage.
     "a tied output under vpp": Limit(
-        bridge="megatron-bridge", models=(_QWEN2,), layout="pp=2,vpp=2", says="Output layer not found"
+        bridge="megatron-bridge",
+        models=(replace(_QWEN2, vocab_size=_DIVISIBLE),),
+        layout="pp=2,vpp=2",
+        says="Output layer not found",
+        beside_0_19="",
     ),
     # AutoMapping knows Megatron's classes.
     "our classes": Limit(
@@ -140,12 +157,14 @@ LIMITS = {
         without="a norm that is not zero-centred",
         says="self_attention.out_norm.weight",
     ),
+    # MegatronParamMapping.scatter_to_tp_ranks; 0.6.2 makes them contiguous itself.
     "gloo and views": Limit(
         bridge="megatron-bridge",
         models=(replace(checkpoints.MODELS["llama"], vocab_size=_DIVISIBLE),),
         layout="tp=2",
         without="contiguous parts",
         says="self_attention.linear_proj.weight",
+        beside_0_19="",
     ),
     "objects between stages": Limit(
         bridge="megatron-bridge",

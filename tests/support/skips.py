@@ -7,7 +7,7 @@ What no installation can bring is an accelerator, another user or a kernel.  Eve
 from __future__ import annotations
 
 ACCELERATOR = "accelerator: "  # is missing, too small, or there where the test is of machines without one
-ANOTHER_USER = "another user: "  # this one cannot become him, or he cannot run this Python
+ANOTHER_USER = "another user: "  # this one cannot become him
 KERNEL = "kernel: "  # with what it lets this user mount, the processor's features and the C library
 NOT_INSTALLED = "not installed: "
 REASONS = (ACCELERATOR, ANOTHER_USER, KERNEL, NOT_INSTALLED)
