@@ -63,6 +63,7 @@ def engine_of(directory: Path) -> dict[str, Any]:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.v1.attention.selector import get_attn_backend
     from vllm.v1.executor import Executor
 
@@ -80,10 +81,12 @@ def engine_of(directory: Path) -> dict[str, Any]:
     arguments = engine_arguments(directory, config, model, platform, EXTENSION)
     settings = AsyncEngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(settings):
-        attention = get_attn_backend(settings.model_config.get_head_size(), torch.bfloat16, "auto").get_name()
+        head_size = settings.model_config.get_head_size()
+        attention = get_attn_backend(head_size, torch.bfloat16, "auto").get_name()
+        version = get_flash_attn_version(head_size=head_size)
     experts, kept, _ = chosen_experts(settings, settings.kernel_config.moe_backend)
     return {
-        "attention": attention,
+        "attention": f"{attention} {version}",
         "experts": experts,
         "kept": kept,
         "executor": Executor.get_class(settings).__name__,
