@@ -18,6 +18,8 @@ RUN := runs/arithmetic
 CHECKED := mcore_rl tests benchmarks tools launch
 DOCS := .venv/docs
 ORACLES := .venv/.ready-oracles
+BARE := .venv/bare-gpu-machine/.ready
+GPU_KIT := build/gpu-kit
 TRIED := build/resolve
 MEGATRON := $(CURDIR)/.venv/megatron-core-0.19.2
 OF_MEGATRON := tests/parallel/test_cpu.py tests/config/test_megatron_fields.py tests/planning/test_states.py tests/rehearsal \
@@ -41,7 +43,8 @@ GATE = failed=; try() { echo "== $$1"; "$$@" || failed="$$failed $$1"; }; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train check test test-ci test-megatron test-full lint format types docs resolve upgrade-report bench lock dist clean
+.PHONY: help train check test test-ci test-megatron test-full lint format types docs resolve upgrade-report bench gpu-kit lock \
+	dist clean
 export PYTHON3
 
 help: ## This list
@@ -68,7 +71,7 @@ test-megatron: $(STAMP) $(ORACLES) ## The tests that say how Megatron computes, 
 	  $(PYTEST) --tier=ci $(OF_MEGATRON) && $(PYTEST) --tier=test tests/invariance && \
 	  $(PYTEST) --tier=ci tests/invariance -k "w2-tp2 and (olmoe or qwen3_next or gpt_oss)"; }
 
-test-full: $(STAMP) $(ORACLES) ## Lint, types, levels and every test
+test-full: $(STAMP) $(ORACLES) $(BARE) ## Lint, types, levels and every test; installs 5 GB more, on Python 3.12
 	@$(GATE)
 
 lint: $(STAMP) ## ruff's rules and format, and who imports whom
@@ -107,6 +110,9 @@ bench: $(STAMP) ## Every benchmark, one after the other; each prints its targets
 	@failed=; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; done; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
+gpu-kit: $(STAMP) ## What a whole run on a bare GPU machine needs, in build/gpu-kit (docs/gpu_facts.md)
+	@$(BIN)/python -m benchmarks.gpu_run build $(GPU_KIT)
+
 upgrade-report: $(STAMP) ## PACKAGE=NAME==VERSION: which lines that tests look at have moved; without it, what is newer
 	@$(BIN)/python tools/upgrade_report.py $(PACKAGE)
 
@@ -129,6 +135,10 @@ clean: ## Remove caches and builds; .venv and runs/ stay
 # What tests are held against, and need beside the environment.
 $(ORACLES): tools/set_up_oracles.sh tests/oracles.txt tests/framework.txt tests/megatron.txt | $(STAMP)
 	@tools/set_up_oracles.sh $@
+
+# A GPU machine without its GPU, for the test that unpacks the kit there.
+$(BARE): tools/set_up_bare_machine.sh tests/bare_gpu_machine.txt | $(STAMP)
+	@tools/set_up_bare_machine.sh $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@tools/set_up.sh $(RUNG) $@ $(TORCH_INDEX_URL)

@@ -36,15 +36,27 @@ SECTIONS = "benchmarks.gpu_sections"
 LIMIT_S = 570.0  # of all; a command on a borrowed machine often has ten minutes
 WRITE_S = 15.0  # before LIMIT_S no section is started that could take longer
 ERROR_CHARACTERS = 6_000
+NO_TIME = "no time was left for it"
 
 
 @dataclass(frozen=True)
 class Section:
-    """name: on the command line.  function: ``module:name`` below ``SECTIONS``.  limit_s: that it may take."""
+    """One process that measures something.
+
+    name: on the command line.  function: ``module:name`` in ``package``.  limit_s: that it may take.  least_s: with
+    less time than this it is not started.
+    """
 
     name: str
     function: str
     limit_s: float
+    package: str = SECTIONS
+    least_s: float = 0.0
+
+    @property
+    def module(self) -> str:
+        """The module of its function."""
+        return f"{self.package}.{self.function.partition(':')[0]}"
 
 
 PLAN = (
@@ -81,19 +93,20 @@ class Outcome:
         return self.status in ("ok", "skipped")
 
 
-def run_section(section: Section, options: argparse.Namespace, context: ProcessContext, limit_s: float) -> Outcome:
-    """One section in a fresh process, which is ended after ``limit_s``."""
+def run_section(
+    section: Section, options: argparse.Namespace, context: ProcessContext, limit_s: float, folder: Path
+) -> Outcome:
+    """One section in a fresh process, which is ended after ``limit_s``.  folder: where sections leave files."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "facts.jsonl")
-        path.touch()
-        arguments = (f"{SECTIONS}.{section.function}", options.device, options.tiny, limit_s, str(path))
-        error = ""
-        try:
-            run_ranks(enter, 1, arguments, timeout_s=limit_s, context=context)
-        except Exception as problem:  # noqa: BLE001  # of whatever kind: the other sections go on
-            error = f"{type(problem).__name__}: {problem}"[-ERROR_CHARACTERS:]
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    path = folder / f"{section.name}.facts.jsonl"
+    path.write_bytes(b"")
+    arguments = (f"{section.package}.{section.function}", options.device, options.tiny, limit_s, str(path))
+    error = ""
+    try:
+        run_ranks(enter, 1, arguments, timeout_s=limit_s, context=context)
+    except Exception as problem:  # noqa: BLE001  # of whatever kind: the other sections go on
+        error = f"{type(problem).__name__}: {problem}"[-ERROR_CHARACTERS:]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     facts = [line for line in lines if "skipped" not in line]
     outcome = Outcome(section.name, "ok", round(time.monotonic() - began, 1), facts=facts)
     if error:
@@ -134,13 +147,15 @@ class Report:
     """The two files, written anew after every section and by the clock at the end."""
 
     def __init__(self, options: argparse.Namespace, names: Iterable[str]) -> None:
-        self._options, self._names, self._began = options, list(names), time.time()
+        self._options = options
+        self._names = list(names)
+        self._began = time.time()
         self.outcomes: list[Outcome] = []
 
     def write(self) -> None:
         """Both files, by way of a temporary name."""
         left = self._names[len(self.outcomes) :]
-        outcomes = [*self.outcomes, *(Outcome(name, "failed", 0.0, "no time was left for it") for name in left)]
+        outcomes = [*self.outcomes, *(Outcome(name, "skipped", 0.0, NO_TIME) for name in left)]
         record = {
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
             "seconds": round(time.time() - self._began, 1),
@@ -166,7 +181,7 @@ def context_for(options: argparse.Namespace, plan: Sequence[Section]) -> Process
     if not options.tiny:
         return FRESH
     context = multiprocessing.get_context("forkserver")
-    modules = {f"{SECTIONS}.{section.function.partition(':')[0]}" for section in plan}
+    modules = {section.module for section in plan}
     if f"{SECTIONS}.parity" in modules:  # which imports this only where it finds transformers
         modules.add("tests.support.engine_parity")
     context.set_forkserver_preload(sorted(modules))
@@ -183,41 +198,71 @@ def environment_of(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> 
 
 
 def main(arguments: Sequence[str] | None = None, plan: Sequence[Section] = PLAN) -> int:
-    """Exit status: 1 where something failed or is wrong, 2 where there is nothing to measure."""
+    """Exit status: see ``run_plan``."""
     options = parse_options(arguments, [section.name for section in plan])
+    with tempfile.TemporaryDirectory() as folder:
+        return run_plan(options, plan, Path(folder))
+
+
+def run_plan(
+    options: argparse.Namespace,
+    plan: Sequence[Section],
+    folder: Path,
+    *,
+    lends_time: bool = False,
+    report_type: type[Report] = Report,
+) -> int:
+    """Run the sections that ``options`` choose, one after the other.
+
+    folder: where sections leave files that later ones read.  lends_time: a section may take, beyond its own limit, what
+    those before it have left of theirs.
+    Exit status: 0; 1 where something failed, is wrong or had no time; 2 where there is nothing to measure.
+    """
     if options.device != Device.cpu.value and not torch.accelerator.is_available():
         print(f"torch {torch.__version__} sees no accelerator; --device cpu --tiny runs the same code on the CPU")
         return 2
     chosen = [section for section in plan if not options.only or section.name in options.only]
-    report, deadline = Report(options, [section.name for section in chosen]), time.monotonic() + options.limit_s
+    report = report_type(options, [section.name for section in chosen])
+    deadline = time.monotonic() + options.limit_s
     clock = threading.Timer(options.limit_s, report.out_of_time)
     clock.daemon = True
     clock.start()
     context = context_for(options, chosen)
+    unspent_s = 0.0
+    all_ran = True
     for section in chosen:
-        limit_s = min(section.limit_s, deadline - time.monotonic() - WRITE_S)
-        if limit_s <= 0:
-            break
+        limit_s = min(section.limit_s + unspent_s, deadline - time.monotonic() - WRITE_S)
+        if limit_s <= section.least_s:
+            needed = f": {max(0.0, limit_s):.0f} s, of {section.least_s:.0f} at least" if section.least_s else ""
+            report.outcomes.append(Outcome(section.name, "skipped", 0.0, NO_TIME + needed))
+            all_ran = False
+            continue
         print(f"== {section.name}, at most {limit_s:.0f} s", flush=True)
         with inherited_environment(environment_of(options, report.outcomes)):
-            report.outcomes.append(run_section(section, options, context, limit_s))
-        outcome = report.outcomes[-1]
+            outcome = run_section(section, options, context, limit_s, folder)
+        report.outcomes.append(outcome)
+        if lends_time:
+            unspent_s = max(0.0, unspent_s + section.limit_s - outcome.seconds)
         print(f"== {outcome.name}: {outcome.status} in {outcome.seconds:g} s {outcome.why}", flush=True)
         report.write()
     clock.cancel()
     report.write()
     print(options.table.read_text(encoding="utf-8"))
-    all_ran = len(report.outcomes) == len(chosen)
     return 0 if all_ran and all(outcome.passed for outcome in report.outcomes) else 1
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str], limit_s: float) -> None:
+    """The options of whatever runs sections.  limit_s: of all of them, the default."""
+    parser.add_argument("--device", choices=[device.value for device in Device], default=Device.auto.value)
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test on the CPU")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="SECTION", help=", ".join(names))
+    parser.add_argument("--limit-s", type=float, default=limit_s, help="of all sections (default: %(default)g)")
 
 
 def parse_options(arguments: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="what one GPU can tell, in one table and one JSON file")
-    parser.add_argument("--device", choices=[device.value for device in Device], default=Device.auto.value)
-    parser.add_argument("--tiny", action="store_true", help="sizes for a test on the CPU")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="SECTION", help=", ".join(names))
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all sections (default: %(default)g)")
+    add_options(parser, names, LIMIT_S)
     parser.add_argument("--json", type=Path, default=Path("gpu_facts.json"), help="default: %(default)s")
     parser.add_argument("--table", type=Path, default=Path("gpu_facts.md"), help="default: %(default)s")
     return parser.parse_args(arguments)

@@ -43,13 +43,18 @@ class Skipped(Exception):  # no error: this machine lacks what the section needs
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how a section runs.  rank: the only one.  tiny: sizes for a test on the CPU.  limit_s: it may take."""
+    """Where and how a section runs.
+
+    rank: the only one.  tiny: sizes for a test on the CPU.  limit_s: that it may take.  folder: for files that it
+    leaves, or finds there from sections before it.
+    """
 
     rank: Rank
     platform: Platform
     device: torch.device
     tiny: bool
     limit_s: float
+    folder: Path
 
     @property
     def context(self) -> ProcessContext:
@@ -87,7 +92,7 @@ def enter(rank: Rank, function: str, device: str, tiny: bool, limit_s: float, pa
     Each fact is a line of the file ``path`` before the next one is measured, so that a process that dies leaves them.
     """
     platform = detect(Device(device))
-    bench = Bench(rank, platform, set_device(platform, 0), tiny, limit_s)
+    bench = Bench(rank, platform, set_device(platform, 0), tiny, limit_s, Path(path).parent)
     module, _, name = function.partition(":")
     with Path(path).open("a", encoding="utf-8") as lines:
         try:

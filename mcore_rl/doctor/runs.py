@@ -33,8 +33,8 @@ CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyRun:
-    """What a run of the tiny task was, and how it ended.
+class WatchedRun:
+    """What a run was, and how it ended.
 
     metrics: by step.  output: of its program.  exit_code: None if it did not end in time.
     """
@@ -88,15 +88,44 @@ def _precision(subject: Subject) -> str:
 
 
 def tiny_run(
-    subject: Subject, name: str, placement: str, limit_s: float, *, nodes: int = 1, steps: int = 2, kill: bool = False
-) -> TinyRun:
-    """Runs the tiny task; with ``kill``, kills its engine after the first step.  None of its processes is left."""
+    subject: Subject,
+    name: str,
+    placement: str,
+    limit_s: float,
+    *,
+    nodes: int = 1,
+    steps: int = 2,
+    kill: bool = False,
+    more: Sequence[str] = (),
+) -> WatchedRun:
+    """Runs the tiny task.  kill: its engine, after the first step.  more: overrides."""
     directory = subject.directory / name.replace(" ", "_")
     task = write_task(directory / "task", prompts=4 * max(8, nodes * subject.num_ranks))
-    run, log = directory / "run", directory / "output.log"
-    command = [sys.executable, "-m", "mcore_rl.cli", "train"]
-    command += tiny_overrides(subject, task, run, placement, nodes, steps)
-    begun, until = time.monotonic(), time.monotonic() + limit_s - min(LEAVE_S, limit_s / 4)
+    run = directory / "run"
+    words = ["train", *tiny_overrides(subject, task, run, placement, nodes, steps), *more]
+    log = directory / "output.log"
+    return watched_run(name, words, run, log, limit_s, steps=steps, precision=_precision(subject), kill=kill)
+
+
+def watched_run(
+    name: str,
+    words: Sequence[str],
+    run: Path,
+    log: Path,
+    limit_s: float,
+    *,
+    steps: int,
+    precision: str,
+    kill: bool = False,
+) -> WatchedRun:
+    """Runs ``mcore-rl WORDS``, and ends it in time for ``limit_s``.  None of its processes is left.
+
+    run: its directory.  log: gets its output.  steps, precision: as ``words`` say.  kill: its engine, after the first
+    step.
+    """
+    command = [sys.executable, "-m", "mcore_rl.cli", *words]
+    begun = time.monotonic()
+    until = begun + limit_s - min(LEAVE_S, limit_s / 4)
     with log.open("w") as out:
         process = _started(command, out)
         try:
@@ -107,10 +136,10 @@ def tiny_run(
         finally:
             exit_code = process.poll()
             _end(process)
-    return TinyRun(
+    return WatchedRun(
         name=name,
         steps=steps,
-        precision=_precision(subject),
+        precision=precision,
         exit_code=exit_code,
         metrics=_metrics(run),
         output=log.read_text(errors="replace"),
@@ -168,7 +197,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ---- judgement ----
 
 
-def run_diagnosis(run: TinyRun, *, restarted: bool = False) -> Diagnosis:
+def run_diagnosis(run: WatchedRun, *, restarted: bool = False) -> Diagnosis:
     """FAIL where it does not end well, a step is missing, or a number is not what it must be.
 
     restarted: an engine was killed, and must have been started again.
@@ -211,7 +240,7 @@ def _number_problems(metrics: Mapping[str, Any], limit: float) -> Iterator[str]:
         yield f"step {step}: log-probs of sampler and trainer differ by {difference:.1e}"
 
 
-def _ending(run: TinyRun) -> str:
+def _ending(run: WatchedRun) -> str:
     lines = [line.strip() for line in run.output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     last = (errors or lines or ["it wrote nothing"])[-1][:300]

@@ -16,7 +16,7 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.doctor import runs
 from mcore_rl.doctor.checks import Subject, Verdict
-from mcore_rl.doctor.runs import TinyRun, run_diagnosis, tiny_overrides
+from mcore_rl.doctor.runs import WatchedRun, run_diagnosis, tiny_overrides
 from mcore_rl.parallel.device import detect
 from tests.doctor.test_software import H100
 
@@ -24,13 +24,13 @@ METRICS = tuple(
     {"step": step, "actor/grad_norm": 0.5, "rollout/logprob_diff_mean": 1e-6, "time/step": 2.0, "time/sync": 0.2}
     for step in (1, 2)
 )
-GOOD = TinyRun(
+GOOD = WatchedRun(
     name="colocated run", steps=2, precision="float32", exit_code=0, metrics=METRICS, output="", log=Path("log"),
     seconds=30.0,
 )  # fmt: skip
 
 
-def measured(run: TinyRun, *, restarted: bool = False) -> tuple[Verdict, str]:
+def measured(run: WatchedRun, *, restarted: bool = False) -> tuple[Verdict, str]:
     diagnosis = run_diagnosis(run, restarted=restarted)
     assert bool(diagnosis.remedy) == (diagnosis.verdict is Verdict.FAIL)
     return diagnosis.verdict, diagnosis.measured

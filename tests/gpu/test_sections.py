@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def look(rank: Rank, name: str, tiny: bool) -> tuple[list[dict[str, Any]], list[
     section = vars(importlib.import_module(f"benchmarks.gpu_sections.{module}"))[function]
     memories = TwoMemories()
     with memories:
-        facts = [asdict(fact) for fact in section(Bench(rank, platform, THERE, tiny, 60.0))]
+        facts = [asdict(fact) for fact in section(Bench(rank, platform, THERE, tiny, 60.0, Path()))]
     return facts, list(memories.mixed)
 
 

@@ -13,6 +13,7 @@ DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "devi
 ALLOWED = {
     "mcore_rl/parallel/pinned.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
+    "benchmarks/gpu_run/engine_alone.py": {"cudagraph_mode"},  # vLLM's name, on ROCm too
     "mcore_rl/rehearsal/rank.py": {"cuda"},  # the kind of device that a rehearsed engine believes in
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",

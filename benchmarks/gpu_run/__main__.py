@@ -1,0 +1,50 @@
+"""A whole run on one GPU of a machine that has little more than torch.
+
+    python -m benchmarks.gpu_run build KIT            # here, without a GPU: what that machine lacks
+    python -m benchmarks.gpu_run unpack KIT SITE      # there, with nothing installed
+    python -m benchmarks.gpu_run run --kit KIT --out OUT
+    python -m benchmarks.gpu_run run --out OUT --device cpu --tiny        # the same parts on the CPU
+
+``run`` unpacks the kit first, where it is given; it says what its options are with --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0, or 1 with one message; ``run`` has its own."""
+    if arguments and arguments[0] == "run":
+        from benchmarks.gpu_run.run import main as run
+
+        return run(arguments[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    building = commands.add_parser("build", help="make the kit")
+    building.add_argument("kit", type=Path, help="a folder, which is written anew")
+    unpacking = commands.add_parser("unpack", help="unpack the kit")
+    unpacking.add_argument("kit", type=Path)
+    unpacking.add_argument("site", type=Path, help="a folder for PYTHONPATH, which must not be there yet")
+    commands.add_parser("run", help="run all parts, or a choice")
+    options = parser.parse_args(arguments)
+    if options.command == "unpack":
+        from benchmarks.gpu_run.unpack import unpack
+
+        unpack(options.kit, options.site)
+        return 0
+    from benchmarks.gpu_run.build import BuildError, build
+
+    try:
+        build(options.kit)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""Builds the kit out of PyPI's wheels alone: no GPU, no compiler of device code.
+
+pip installs for another Python and machine than this one.  What no run imports goes, device code of other GPUs is
+zeroed, symbols are stripped, and the rest becomes three archives that unpack beside one another.
+"""
+
+from __future__ import annotations
+
+import lzma
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.gpu_run.fatbin import keep_device
+from benchmarks.gpu_run.packages import PYTHON, ROOT, SOURCE_ONLY, requirements
+
+MIB = 2**20
+LIMIT_BYTES = 64 * MIB  # of what is carried to such a machine in one call, the working tree with it
+SM = 90  # H100 and H200
+# pip takes a tag literally: a wheel for glibc 2.17 is none for 2.28.
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in (5, 17, 24, 26, 27, 28, 31, 34, 35, 39)),
+    "manylinux2014_x86_64",
+    "manylinux1_x86_64",
+)
+FOR_THE_MACHINE = (
+    "--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp",
+    *(word for platform in PLATFORMS for word in ("--platform", platform)),
+)  # fmt: skip
+# No run imports them.  FlashAttention 4, DeepGEMM and qutlass need a newer torch, or other GPUs.
+PRUNED = (
+    "bin", "share", "ray/jars", "ray/rllib", "ray/cpp", "ray/dashboard/client", "ray/serve", "ray/llm", "ray/tune",
+    "vllm/vllm-rs", "vllm/benchmarks", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100",
+    "vllm/_flash*_C*.so", "vllm/_qutlass_C*.so", "vllm/_deepselect_C*.so", "**/*.js.map", "**/__pycache__",
+)  # fmt: skip
+WITH_DEVICE_CODE = (
+    "vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+)  # fmt: skip
+STRIPPED = (
+    "ray/_raylet.so", "ray/core/src/ray/*/gcs_server", "ray/core/src/ray/*/raylet", "vllm/*.so",
+    "vllm/vllm_flash_attn/*.so", "llguidance/*.so", "openai_harmony/*.so", "pydantic_core/*.so",
+)  # fmt: skip
+TUNED = "vllm/model_executor/layers/**/configs/*.json"  # launch parameters of kernels, one file a GPU
+TUNED_FOR = ("H100", "H200")
+
+
+class BuildError(Exception):
+    """Why there is no kit, in one message."""
+
+
+def build(out: Path) -> None:
+    """Build the kit in the folder ``out``, anew, and print its size.
+
+    BuildError: a tool is missing, pip cannot install, or the kit is larger than what a call carries.
+    """
+    if shutil.which("strip") is None:
+        raise BuildError("there is no strip: install binutils (Debian, Ubuntu: apt install binutils)")
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder, "site")
+        install(site)
+        prune(site)
+        for name in WITH_DEVICE_CODE:
+            path = site / name
+            if not path.is_file():
+                raise BuildError(f"vllm has no {name.removeprefix('vllm/')} any more: WITH_DEVICE_CODE in {__file__}")
+            done = keep_device(path, SM)
+            print(
+                f"{path.name}: device code {done.kept / MIB:.1f} MiB kept, {done.zeroed / MIB:.1f} zeroed; "
+                f"{done.emptied} of {done.containers} containers have none for sm_{SM}"
+            )
+        for path in sorted({path for pattern in STRIPPED for path in site.glob(pattern)}):
+            subprocess.run(["strip", "--strip-unneeded", str(path)], check=True)
+        pack(site, out)
+    say_size(out)
+
+
+def install(site: Path) -> None:
+    """Install what the machine lacks into ``site``, from wheels for it."""
+    wheels = site.with_name("wheels")
+    named = dict(line.split("==") for line in requirements())
+    sources = [f"{name}=={named.pop(name)}" for name in SOURCE_ONLY]
+    pip("wheel", "--no-deps", "--wheel-dir", str(wheels), *sources)
+    lines = [f"{name}=={version}" for name, version in named.items()]
+    built = list(map(str, wheels.glob("*.whl")))
+    pip("install", "--no-compile", "--target", str(site), *FOR_THE_MACHINE, *built, *lines)
+
+
+def pip(*words: str) -> None:
+    """Run pip; BuildError with the end of what it said where it fails."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words, "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"pip {words[0]} failed: {done.stderr.strip()[-2_000:]}")
+
+
+def prune(site: Path) -> None:
+    """Remove what no run imports."""
+    for pattern in PRUNED:
+        for path in list(site.glob(pattern)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for path in site.glob(TUNED):
+        if not any(name in path.name for name in TUNED_FOR):
+            path.unlink()
+
+
+def part_of(name: str) -> str:
+    """The archive that the file ``name`` of a site goes into: of three that take about as long to unpack."""
+    if name.startswith("ray/"):
+        return "ray"
+    if name.startswith("vllm/") and name.endswith(".so"):
+        return "kernels"
+    return "python"
+
+
+def pack(site: Path, out: Path) -> None:
+    """Write the archives of ``site`` to ``out``; equal files give equal bytes."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    by_part: dict[str, list[Path]] = {}
+    for path in sorted(site.rglob("*")):
+        if path.is_file():
+            by_part.setdefault(part_of(path.relative_to(site).as_posix()), []).append(path)
+    with ThreadPoolExecutor() as pool:
+        written = [pool.submit(write_archive, out / f"{part}.tar.xz", site, paths) for part, paths in by_part.items()]
+        for each in written:
+            each.result()
+
+
+def write_archive(path: Path, site: Path, files: Sequence[Path]) -> None:
+    """Write ``files`` below ``site`` to the archive ``path``."""
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+    with (
+        lzma.open(path, "wb", format=lzma.FORMAT_XZ, filters=filters) as compressed,
+        tarfile.open(fileobj=compressed, mode="w|") as archive,
+    ):
+        for file in files:
+            archive.add(file, file.relative_to(site).as_posix(), filter=_plain)
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = 0
+    member.gid = 0
+    member.uname = ""
+    member.gname = ""
+    member.mtime = 0
+    return member
+
+
+def say_size(out: Path) -> None:
+    """Print how large the kit and the working tree are; BuildError where they are more than a call carries."""
+    kit = sum(path.stat().st_size for path in out.iterdir())
+    tree = working_tree_bytes()
+    words = f"kit {kit / MIB:.1f} MiB and working tree {tree / MIB:.1f} MiB, of {LIMIT_BYTES / MIB:.0f}"
+    if kit + tree > LIMIT_BYTES:
+        raise BuildError(f"{words}: {(kit + tree - LIMIT_BYTES) / MIB:.1f} MiB too many. Add to PRUNED in {__file__}")
+    print(f"{out}: {words}")
+
+
+def working_tree_bytes() -> int:
+    """The bytes of all files that git tracks or does not ignore; 0 where there is no git."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    paths = {ROOT / name for name in listed.stdout.split("\0") if name}
+    return sum(path.lstat().st_size for path in paths if path.exists())
