@@ -100,7 +100,7 @@ def run_section(
     began = time.monotonic()
     path = folder / f"{section.name}.facts.jsonl"
     path.write_bytes(b"")
-    arguments = (f"{section.package}.{section.function}", options.device, options.tiny, limit_s, str(path))
+    arguments = (f"{section.package}.{section.function}", options.device, options.tiny, began + limit_s, str(path))
     error = ""
     try:
         run_ranks(enter, 1, arguments, timeout_s=limit_s, context=context)

@@ -26,13 +26,14 @@ def facts(bench: Bench) -> Facts:
         raise Skipped("the gate runs them on the CPU")
     if find_spec("pytest") is None:
         raise Skipped("pytest is not installed")
+    limit_s = bench.limit_s - SPARE_S
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen([sys.executable, *COMMAND], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
-            ended = f"exit status {process.wait(bench.limit_s - SPARE_S)}"
+            ended = f"exit status {process.wait(limit_s)}"
         except subprocess.TimeoutExpired:
             process.terminate()
-            ended = f"ENDED after {bench.limit_s - SPARE_S:.0f} s, before all had run"
+            ended = f"ENDED after {limit_s:.0f} s, before all had run"
         finally:
             process.kill()
             process.wait()

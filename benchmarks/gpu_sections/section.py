@@ -45,16 +45,21 @@ class Skipped(Exception):  # no error: this machine lacks what the section needs
 class Bench:
     """Where and how a section runs.
 
-    rank: the only one.  tiny: sizes for a test on the CPU.  limit_s: that it may take.  folder: for files that it
-    leaves, or finds there from sections before it.
+    rank: the only one.  tiny: sizes for a test on the CPU.  deadline: by the monotonic clock, which all processes
+    share.  folder: for files that it leaves, or finds there from sections before it.
     """
 
     rank: Rank
     platform: Platform
     device: torch.device
     tiny: bool
-    limit_s: float
+    deadline: float
     folder: Path
+
+    @property
+    def limit_s(self) -> float:
+        """The seconds that it may still take."""
+        return self.deadline - time.monotonic()
 
     @property
     def context(self) -> ProcessContext:
@@ -86,13 +91,13 @@ def guarded(what: str, facts: Facts) -> Facts:
         yield Fact(what=what, value=FAILED, beside=f"{type(error).__name__}: {error}"[:500], ok=False)
 
 
-def enter(rank: Rank, function: str, device: str, tiny: bool, limit_s: float, path: str) -> None:
+def enter(rank: Rank, function: str, device: str, tiny: bool, deadline: float, path: str) -> None:
     """The process of one section.  function: ``module:name`` of ``(Bench) -> Facts``.
 
     Each fact is a line of the file ``path`` before the next one is measured, so that a process that dies leaves them.
     """
     platform = detect(Device(device))
-    bench = Bench(rank, platform, set_device(platform, 0), tiny, limit_s, Path(path).parent)
+    bench = Bench(rank, platform, set_device(platform, 0), tiny, deadline, Path(path).parent)
     module, _, name = function.partition(":")
     with Path(path).open("a", encoding="utf-8") as lines:
         try:

@@ -11,6 +11,7 @@ import os
 import re
 import struct
 import tarfile
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -261,6 +262,34 @@ def test_a_part_without_enough_time_is_skipped_and_a_shorter_one_is_not(
     assert skipped == {"long": "no time was left for it: 25 s, of 40 at least"}
 
 
+def test_what_a_section_did_before_its_run_is_taken_off_the_run_s_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks.gpu_run import training
+    from benchmarks.gpu_sections.section import Bench
+    from mcore_rl.config.engine import Device
+    from mcore_rl.doctor.runs import WatchedRun
+    from mcore_rl.parallel.device import detect
+
+    now = [1_000.0]
+    limits: list[float] = []
+
+    def prepare(bench: Bench, *words: str) -> None:
+        now[0] += 10
+
+    def watched_run(name: str, words: list[str], run: Path, log: Path, limit_s: float, **said: Any) -> WatchedRun:
+        limits.append(limit_s)
+        return WatchedRun(name=name, exit_code=None, metrics=(), output="", log=log, seconds=limit_s, **said)
+
+    monkeypatch.setattr(training, "prepare", prepare)
+    monkeypatch.setattr(training, "watched_run", watched_run)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    bench = Bench(None, detect(Device.cpu), None, True, 1_075.0, tmp_path)  # type: ignore[arg-type]
+    (fact,) = training.sft(bench)
+    assert not fact.ok and "exit code None after 0 of 8 steps" in fact.beside
+    assert limits == [75 - 2 * 10 - training.SPARE_S]
+
+
 # ---- what is told of a run ----
 
 METRICS = tuple(
@@ -281,7 +310,7 @@ def facts_of(folder: Path, **changes: Any) -> dict[str, Any]:
     from mcore_rl.parallel.device import detect
 
     platform = replace(detect(Device.cpu), kind=Device.cuda, device_type="cuda")
-    bench = Bench(None, platform, None, True, 60.0, folder)  # type: ignore[arg-type]
+    bench = Bench(None, platform, None, True, time.monotonic() + 60, folder)  # type: ignore[arg-type]
     values = dict(
         name="grpo", steps=3, precision="bfloat16", exit_code=0, metrics=METRICS, output="x\nerror: gone\n",
         log=folder / "log", seconds=9.0,

@@ -7,6 +7,7 @@ host, and every fact must be there.  Figures of the allocator are made up; kerne
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def look(rank: Rank, name: str, tiny: bool) -> tuple[list[dict[str, Any]], list[
     section = vars(importlib.import_module(f"benchmarks.gpu_sections.{module}"))[function]
     memories = TwoMemories()
     with memories:
-        facts = [asdict(fact) for fact in section(Bench(rank, platform, THERE, tiny, 60.0, Path()))]
+        facts = [asdict(fact) for fact in section(Bench(rank, platform, THERE, tiny, time.monotonic() + 60, Path()))]
     return facts, list(memories.mixed)
 
 
