@@ -35,7 +35,7 @@ def keep_tokens_local(chunk: torch.nn.Module) -> None:
 
 
 class LocalDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron is untyped
-    """Sorts tokens by expert.  M tokens, K choices each; rows [M * K] of one expert after another, in order of tokens."""
+    """Sorts tokens by expert.  M tokens of K choices give M * K rows, one expert after another, in order of tokens."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config = config
