@@ -68,6 +68,7 @@ PLAN = (
     Section("copies", "copies:facts", 60),
     Section("step_dense", "steps:dense", 120),
     Section("step_moe", "steps:moe", 120),
+    Section("profile", "profile:facts", 120),
     Section("parity_float32", "parity:float32", 120),
     Section("parity_bfloat16", "parity:bfloat16", 120),
     Section("moves", "moves:facts", 90),

@@ -61,7 +61,8 @@ LOCAL_EFFICIENCY = 0.75
 # there are.  So mixtures with narrow experts gain little from a faster device, lose little on a slower one (verl has an
 # MFU of 31 to 40 % for Qwen3-30B-A3B on H20), and Mixtral's reach nearly the rate of dense layers (arXiv:2504.14960).
 EXPERT_COLUMN_FLOPS = 2.5e11  # for each column of an expert
-# The local ones, whose experts are launched one by one, over Transformer Engine's dense layers.
+# The local ones over Transformer Engine's dense layers, measured when experts were launched one by one.  As one grouped
+# product they are not measured yet.
 LOCAL_EXPERT_EFFICIENCY = 0.08
 # The share of the data sheet's memory bandwidth that decode reaches when it reads weights and cache.
 MEMORY_EFFICIENCY = 0.6

@@ -31,20 +31,14 @@ def keep_tokens_local(chunk: torch.nn.Module) -> None:
         config = module.config
         stays = config.expert_model_parallel_size * config.expert_tensor_parallel_size == 1
         if stays and not config.moe_permute_fusion and not config.moe_shared_expert_overlap:
-            module.token_dispatcher = LocalDispatcher(config, module.token_dispatcher)
+            module.token_dispatcher = LocalDispatcher(config)
 
 
 class LocalDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron is untyped
-    """Sorts tokens by expert.  M tokens, K choices each; rows [M * K] of one expert after another, in order of tokens.
+    """Sorts tokens by expert.  M tokens of K choices give M * K rows, one expert after another, in order of tokens."""
 
-    instead_of: the dispatcher whose place it takes.
-    """
-
-    def __init__(self, config: TransformerConfig, instead_of: MoETokenDispatcher) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         self.config = config
-        self.shared_experts = None
-        self.cudagraph_attrs = instead_of.cudagraph_attrs
-        self.valid_cudagraph_attrs = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s, b, hidden], bool [M, E], [M, E].  Returns (rows [M * K, hidden], their probabilities [M * K])."""

@@ -15,6 +15,7 @@ ALLOWED = {
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
     "benchmarks/gpu_run/engine_alone.py": {"cudagraph_mode"},  # vLLM's name, on ROCm too
     "mcore_rl/rehearsal/rank.py": {"cuda"},  # the kind of device that a rehearsed engine believes in
+    "mcore_rl/parallel/weight_gradient.py": {"fused_weight_gradient_mlp_cuda"},  # Apex's, which Megatron looks for
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
         "get_cuda_rng_tracker",

@@ -138,6 +138,16 @@ def test_experts_by_hand() -> None:
     assert spread.kept - whole.kept == pytest.approx(0.5 * sent)
 
 
+def test_matrices_of_local_experts_are_stacked() -> None:
+    """Gate and up of the rank's experts, 2 x 160 by 128, in bfloat16; one alone is multiplied where it lies."""
+    local = Kernels(fused=False, one_by_one=False, size=2)
+    for layout, experts, width in (("", 4, 160), ("ep=2", 2, 160), ("tp=2,etp=2", 4, 80), ("ep=4", 0, 160)):
+        layer = layer_bytes(EXPERTS, parse_layout(layout), local, kind=SPARSE, longest=96)
+        assert layer.stacked == 2 * experts * 2 * width * 128
+    assert layer_bytes(EXPERTS, ParallelConfig(), local, kind=DENSE, longest=96).stacked == 0
+    assert layer_bytes(EXPERTS, ParallelConfig(), replace(local, fused=True), kind=SPARSE, longest=96).stacked == 0
+
+
 def test_logits_are_cut_over_tensor_ranks_and_a_critic_has_none() -> None:
     kernels = Kernels(fused=True, one_by_one=False, size=2)
     one, two = (head_bytes(WIDE, parse_layout(text), kernels, head=Head.lm).kept for text in ("", "tp=2"))

@@ -68,19 +68,19 @@ def of_dispatchers(layer: MoELayer, model: ModelConfig) -> Compared:
 
 
 def compared(rank: Rank, model: ModelConfig) -> dict[str, Compared]:
-    found = {}
+    cases = {}
     with engines.world(rank), engines.groups_of() as groups:
         torch.manual_seed(0)
         for precision in (Precision.float32, Precision.bfloat16):
             engine = engines.build(groups, model, engines.config(precision=precision))
             layer = first_layer(engine.models)
-            found[f"{precision.value}, dispatched"] = of_dispatchers(layer, model)
+            cases[f"{precision.value}, dispatched"] = of_dispatchers(layer, model)
             outputs_are_no_views(layer.experts)
             more = [0] * (len(layer.experts.local_experts) - 4)
             for counts in COUNTS:
                 case = [*counts, *more]
-                found[f"{precision.value}, rows {case}"] = of_experts(layer.experts, case)
-    return found
+                cases[f"{precision.value}, rows {case}"] = of_experts(layer.experts, case)
+    return cases
 
 
 @pytest.mark.tier("test")

@@ -42,8 +42,8 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -95,8 +95,8 @@ def test_sums_that_the_device_makes_are_rounded_once() -> None:
     grad = torch.randn(500, 16).bfloat16()
     out = of_each_row(OnDevice(torch.tensor(counts), CPU), 500, vectors)
     sums = torch.autograd.grad(out, vectors, grad)
-    for found, part in zip(sums, grad.double().split(counts), strict=True):
-        torch.testing.assert_close(found.double(), part.sum(0), rtol=2**-8, atol=1e-5)
+    for total, part in zip(sums, grad.double().split(counts), strict=True):
+        torch.testing.assert_close(total.double(), part.sum(0), rtol=2**-8, atol=1e-5)
 
 
 def test_gradients_arrive_one_parameter_at_a_time_and_add_up() -> None:
