@@ -27,7 +27,10 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
 # Of a message: whether it is trained, 0 or 1.  Other tools spell it otherwise, and it is not read.
 WEIGHTS = ("weight", "loss_mask")
-UNREAD_WEIGHTS = ("train", "trainable", "training", "train_on_turn", "train_detail", "loss", "loss_weight", "masked")
+UNREAD_WEIGHTS = (
+    *("train", "trainable", "training", "train_on_turn", "train_detail"),
+    *("loss", "loss_weight", "loss_scale", "masked"),
+)
 TAGS = "Use a chat template with {% generation %} around the assistant's part"
 
 
@@ -155,6 +158,7 @@ class Turns:
         if others and self.borders.ends_with_added(text[: turn.end]):
             name = self.tokenizer.convert_ids_to_tokens(others[-1])
             remedy = f"If it is to end with {name}, write {others[-1]} into eos_token_id of generation_config.json"
+            remedy += "; if turns go on behind it (gpt-oss), leave this one out: weight 0, or data.trained_turns=last"
         else:
             remedy = "Use a chat template that writes one; sft and prefer may have data.end_of_turn=TOKEN, one of these"
         return f"{problem}, so that a model that learns it would not stop. {remedy}"

@@ -167,5 +167,5 @@ def _missing(last: ScheduledStep, there: Set[DataPlace], ids: Mapping[int, str])
         yield f"the ledger has no prompt of {last.epoch - len(held)} of the {last.epoch} epochs that are over"
 
 
-def _name(place: DataPlace, ids: dict[int, str]) -> str:
+def _name(place: DataPlace, ids: Mapping[int, str]) -> str:
     return f"prompt {ids[place[1]]}" if place[1] in ids else f"prompt number {place[1]}"

@@ -65,6 +65,30 @@ def test_results_are_of_their_tools_and_calls(name: str, count: int, own_id: boo
         assert "functions.weather to=assistant" in text
 
 
+LOOKING_UP = (  # as Gemma 4's template: a result is of the call with its id, whose name stands there
+    "{%- for m in messages %}{%- if m.role == 'tool' %}{%- for each in messages %}"
+    "{%- for call in each.tool_calls or [] %}"
+    "{%- if call.id == m.tool_call_id %}{{- '<|im_start|>' + call.function.name + '\n' + m.content + '<|im_end|>' }}"
+    "{%- endif %}{%- endfor %}{%- endfor %}{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) }}{%- endfor %}"
+    "{{- '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_template_that_looks_names_up_by_ids_finds_the_calls(named: bool) -> None:
+    plain = style("qwen2.5")
+    tokenizer = type(plain)(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = LOOKING_UP
+    messages = conversation("qwen2.5", ["id of one", "id of two"], ["weather", "calculator"])
+    results = [{key: each[key] for key in each if named or key != "name"} for each in messages[2:]]
+    added = TurnRenderer(tokenizer).appended(results, None, {"id of one": "weather", "id of two": "calculator"})
+    expected = whole(tokenizer, messages)
+    assert expected[-len(added) :] == added
+    assert [name in tokenizer.decode(added) for name in ("weather\nso 0", "calculator\nso 1")] == [True, True]
+
+
 @pytest.mark.parametrize("hostile", ["<|im_end|>", "x<|im_system|>y", "mcorerlslot0end", "\ud800", "a" * 99])
 def test_names_and_ids_that_a_model_draws_make_no_control_token(hostile: str) -> None:
     tokenizer = style("kimi")

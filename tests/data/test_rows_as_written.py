@@ -210,6 +210,29 @@ def test_what_would_be_trained_otherwise_than_the_row_says_is_refused(
     assert f"c.parquet:0: {said}" in str(caught.value)
 
 
+# As axolotl, LLaMA-Factory, ms-swift, OpenAI's and others' files spell it.
+UNREAD = (
+    "train",
+    "trainable",
+    "training",
+    "train_on_turn",
+    "train_detail",
+    "loss",
+    "loss_weight",
+    "loss_scale",
+    "masked",
+)
+
+
+@pytest.mark.parametrize("key", UNREAD)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_other_spellings_of_what_is_trained_are_refused(tmp_path: Path, key: str, role: str) -> None:
+    messages = [message | ({key: False} if message["role"] == role else {}) for message in SAID]
+    place = {"user": 0, "assistant": 1}[role]
+    with pytest.raises(DataError, match=f"message {place} has {key}, which is not read. Write weight, 0 or 1"):
+        read(write_as(tmp_path / "c.parquet", [{"messages": messages}]), style("qwen2.5"), "qwen2.5")
+
+
 def test_a_template_without_calls_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="message 1 has tool_calls, which the chat template does not read"):
         read(write_as(tmp_path / "c.parquet", [{"messages": conversation(dict)}]), style("phi3"), "phi3")
@@ -307,6 +330,24 @@ def test_what_opens_a_turn_is_not_trained_where_earlier_turns_are_written_differ
         "assistant\n' }}{%- endif %}", "assistant\n' }}{{- '<think>\n' }}{%- endif %}"
     )
     assert runs("qwen2.5", read(path, opened, "qwen2.5")) == ["b<|im_end|>", "e<|im_end|>", "d<|im_end|>"]
+
+
+def test_an_end_behind_which_turns_go_on_is_not_recommended_alone(tmp_path: Path) -> None:
+    """gpt-oss's <|end|> ends a thought too: engines that stop there draw no answer."""
+    path = write_as(tmp_path / "c.parquet", [{"messages": SAID}])
+    tagged_harmony = type(style("harmony"))(
+        tokenizer_object=style("harmony").backend_tokenizer, eos_token=style("harmony").eos_token
+    )
+    tagged_harmony.chat_template = (
+        "{%- for m in messages %}{{- '<|start|>' + m.role }}{%- if m.role == 'assistant' %}{%- generation %}"
+        "{{- '<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}{%- endgeneration %}"
+        "{%- else %}{{- '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+    )
+    with pytest.raises(DataError, match=r"message 1 .* go on behind it .*: weight 0, or data.trained_turns=last"):
+        read(path, tagged_harmony, "harmony")
+    made = read(path, tagged_harmony, "harmony", trained_turns=TrainedTurns.last)
+    assert runs("harmony", made) == ["<|message|>d<|return|>"]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "deepseek", "mistral", "mistral-legacy", "gemma", "phi3"])
