@@ -72,7 +72,7 @@ def build(out: Path) -> None:
             done = keep_device(path, SM)
             print(
                 f"{path.name}: device code {done.kept / MIB:.1f} MiB kept, {done.zeroed / MIB:.1f} zeroed; "
-                f"{done.emptied} of {done.containers} containers have none for sm_{SM}"
+                f"{done.emptied} of {done.containers} containers have nothing left for sm_{SM}"
             )
         for path in sorted({path for pattern in STRIPPED for path in site.glob(pattern)}):
             subprocess.run(["strip", "--strip-unneeded", str(path)], check=True)

@@ -1,6 +1,7 @@
 """Device code inside shared libraries: the code of other GPUs is zeroed, so that a library of 300 MB compresses to 20.
 
-The file keeps its size and its layout.  The driver loads the image that fits the device, and reads no other.
+The file keeps its size and its layout.  The driver loads the image that fits the device, and reads no other.  Where
+none fits, it compiles PTX for an older device, which is kept while it is small.
 
 A container of the section .nv_fatbin begins with u32 magic, u16 version, u16 bytes of this header, u64 bytes of its
 entries.  An entry: u16 kind (1 PTX, 2 machine code), u16 version, u32 bytes of this header, u64 bytes of its code; u32
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
 MACHINE_CODE = 2
 SM_OFFSET = 28
 SMALLEST_ENTRY = 32
+PTX = 1
+KEPT_PTX_BYTES = 64 << 10  # vLLM 0.32's larger ones are FlashAttention 2's and those of quantised products
 
 
 @dataclass
@@ -35,16 +38,37 @@ class Zeroed:
     emptied: int = 0
 
 
+@dataclass(frozen=True)
+class Entry:
+    """An image.  sm: that it is for.  begin, size: of its code."""
+
+    kind: int
+    sm: int
+    begin: int
+    size: int
+
+
 def keep_device(path: Path, sm: int) -> Zeroed:
-    """Zero, in the library ``path``, all device code but the machine code of ``sm`` (90: sm_90 and sm_90a)."""
+    """Zero, in the library ``path``, all device code but the machine code of ``sm`` (90: sm_90 and sm_90a).
+
+    A container without any keeps the newest PTX that ``sm`` can take, if it is no longer than ``KEPT_PTX_BYTES``.
+    """
     result = Zeroed()
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         for begin, end in device_sections(data):
             for container, container_end in containers(data, begin, end):
-                kept_before = result.kept
-                _keep_in_container(data, container, container_end, sm, result)
+                images = list(entries(data, container, container_end))
+                kept = [image for image in images if image.kind == MACHINE_CODE and image.sm == sm] or small_ptx(
+                    images, sm
+                )
+                for image in images:
+                    if image in kept:
+                        result.kept += image.size
+                    else:
+                        data[image.begin : image.begin + image.size] = bytes(image.size)
+                        result.zeroed += image.size
                 result.containers += 1
-                result.emptied += result.kept == kept_before
+                result.emptied += not kept
         data.flush()
     return result
 
@@ -77,16 +101,20 @@ def containers(data: mmap.mmap | bytes, begin: int, end: int) -> Iterator[tuple[
         at += header + size
 
 
-def _keep_in_container(data: mmap.mmap, begin: int, end: int, sm: int, result: Zeroed) -> None:
+def entries(data: mmap.mmap | bytes, begin: int, end: int) -> Iterator[Entry]:
+    """The images of the container whose first entry is at ``begin``."""
     at = begin
     while at + SMALLEST_ENTRY <= end:
         kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
         if header == 0:
             return
-        (entry_sm,) = struct.unpack_from("<I", data, at + SM_OFFSET)
-        if kind == MACHINE_CODE and entry_sm == sm:
-            result.kept += size
-        else:
-            data[at + header : at + header + size] = bytes(size)
-            result.zeroed += size
+        (sm,) = struct.unpack_from("<I", data, at + SM_OFFSET)
+        yield Entry(kind, sm, at + header, size)
         at += header + size
+
+
+def small_ptx(images: Sequence[Entry], sm: int) -> list[Entry]:
+    """The newest PTX that a device ``sm`` can take, if it is small."""
+    fitting = [image for image in images if image.kind == PTX and image.sm <= sm]
+    newest = max(fitting, key=lambda image: image.sm, default=None)
+    return [newest] if newest is not None and newest.size <= KEPT_PTX_BYTES else []

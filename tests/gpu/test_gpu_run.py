@@ -84,6 +84,22 @@ def test_the_code_of_other_devices_is_zeroed_and_nothing_else(tmp_path: Path) ->
     assert (done.kept, done.zeroed, done.containers, done.emptied) == (48, 40 + 24 + 16 + 8, 2, 1)
 
 
+def test_small_ptx_stays_where_there_is_no_machine_code_for_the_device(tmp_path: Path) -> None:
+    """The driver compiles it; without it a kernel has no image on that device."""
+    small = container(entry(MACHINE_CODE, 75, b"a" * 8), entry(PTX, 75, b"b" * 16), entry(PTX, 80, b"c" * 16))
+    newer = container(entry(PTX, 100, b"d" * 16))
+    large = container(entry(PTX, 80, b"e" * (65 << 10)))
+    before = library(small + newer + large)
+    path = tmp_path / "library.so"
+    path.write_bytes(before)
+    done = keep_device(path, 90)
+    expected = before
+    for letter, count in ((b"a", 8), (b"b", 16), (b"d", 16), (b"e", 65 << 10)):
+        expected = expected.replace(letter * count, bytes(count))
+    assert path.read_bytes() == expected
+    assert (done.kept, done.containers, done.emptied) == (16, 3, 2)
+
+
 def test_what_is_no_such_library_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "text.so"
     path.write_bytes(b"/* GNU ld script */")
