@@ -277,6 +277,14 @@ def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@lru_cache(maxsize=4)
+def have_flash_attention_3(device: torch.device) -> bool:
+    """Whether FlashAttention 3's package is installed, and ``device`` is what its kernels are for: Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("flash_attn_interface") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def have_transformer_engine() -> bool:
     """Whether Transformer Engine is installed.  A broken installation fails loudly when it is imported."""
     return find_spec("transformer_engine") is not None

@@ -11,6 +11,7 @@ itself and the W - 1 tokens before it; None is no window.  The result is [t, hea
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
 from torch.nn.attention.varlen import varlen_attn
 
+from mcore_rl.parallel.device import have_flash_attention_3
 from mcore_rl.training.sequences import PackedSequences, boundaries
 
 # What varlen_attn's flash kernels take (torch 2.11 to 2.13, flash_attn/flash_api.cpp).
@@ -98,6 +101,7 @@ def attend_one_by_one(
 def varlen_can_run(query_T: Tensor, value_T: Tensor, packed: PackedSequences, window: int | None = None) -> bool:
     """Whether this device has a flash kernel that computes these segments; float32 and the CPU have none."""
     head_dim = query_T.shape[-1]
+    take_flash_attention_3(query_T.device)
     return (
         query_T.device.type != "cpu"
         and query_T.dtype in _VARLEN_DTYPES
@@ -107,6 +111,24 @@ def varlen_can_run(query_T: Tensor, value_T: Tensor, packed: PackedSequences, wi
         and (packed.segments.square or aligns_last_query(query_T.device, query_T.dtype))
         and (window is None or honours_window(query_T.device, query_T.dtype))
     )
+
+
+@lru_cache(maxsize=4)
+def take_flash_attention_3(device: torch.device) -> bool:
+    """Whether torch's flash calls run FlashAttention 3 from here on: where it is installed and made for ``device``.
+
+    By torch's own switch, which puts it behind the operators of ``varlen_attn``, with their arguments
+    (torch/nn/attention/_fa3.py, 2.13): so it is asked what every kernel is asked below.  A build for another torch
+    cannot be loaded, and changes nothing.
+    """
+    if not have_flash_attention_3(device) or "FA3" not in list_flash_attention_impls():
+        return False
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as problem:
+        warnings.warn(f"FlashAttention 3 is installed and cannot be used: {problem}", stacklevel=2)
+        return False
+    return True
 
 
 @lru_cache(maxsize=8)

@@ -403,3 +403,23 @@ def test_a_cpu_process_sees_no_accelerator_of_either_vendor() -> None:
     assert visible_devices(Device.cuda, environ).ids == ()
     assert visible_devices(Device.rocm, environ).ids == ()
     assert environ[HIP] == "-1"  # an empty value would be no mask at all to ROCm's runtime
+
+
+@pytest.mark.parametrize(
+    ("name", "major", "hip", "installed", "there"),
+    [
+        ("cuda", 9, None, True, True),
+        ("cuda", 9, None, False, False),
+        ("cuda", 8, None, True, False),
+        ("cuda", 10, None, True, False),
+        ("cuda", 9, "7.1", True, False),
+        ("cpu", 9, None, True, False),
+    ],
+)
+def test_flash_attention_3_is_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, name: str, major: int, hip: str | None, installed: bool, there: bool
+) -> None:
+    monkeypatch.setattr(under_test, "find_spec", lambda package: installed or None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert under_test.have_flash_attention_3.__wrapped__(torch.device(name)) is there

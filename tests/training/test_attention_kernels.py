@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from mcore_rl.training.attention_kernels import (
     attend_varlen,
     blocks,
     honours_window,
+    take_flash_attention_3,
     takes_groups,
     visible,
 )
@@ -153,3 +154,64 @@ def test_kernels_that_align_the_first_query_or_know_no_window_are_recognised(mon
     monkeypatch.setattr(attention_kernels, "varlen_attn", first_aligned)
     assert not aligns_last_query.__wrapped__(CPU, torch.float32)
     assert not honours_window.__wrapped__(CPU, torch.float32)
+
+
+# ---- FlashAttention 3, by torch's switch ----
+
+# Of ``_flash_attn_forward`` in hopper/flash_attn_interface.py of Dao-AILab/flash-attention, in order.
+FLASH_3_FORWARD = (
+    "q", "k", "v", "k_new", "v_new", "qv", "out_", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q",
+    "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin",
+    "seqlens_rotary", "q_descale", "k_descale", "v_descale", "softmax_scale", "causal", "window_size_left",
+    "window_size_right", "attention_chunk", "softcap", "rotary_interleaved", "scheduler_metadata", "num_splits",
+    "pack_gqa", "sm_margin",
+)  # fmt: skip
+
+
+@pytest.fixture
+def switched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The implementations that were switched to, on a device that FlashAttention 3 is installed for."""
+    names: list[str] = []
+    monkeypatch.setattr(attention_kernels, "have_flash_attention_3", lambda device: device.type == "cuda")
+    monkeypatch.setattr(attention_kernels, "activate_flash_attention_impl", names.append)
+    take_flash_attention_3.cache_clear()
+    yield names
+    take_flash_attention_3.cache_clear()
+
+
+def test_flash_attention_3_is_taken_once_where_it_is_installed(switched: list[str]) -> None:
+    assert not take_flash_attention_3(CPU) and switched == []
+    for _ in range(3):
+        assert take_flash_attention_3(torch.device("cuda", 0))
+    assert switched == ["FA3"]
+
+
+def test_a_build_that_cannot_be_loaded_changes_nothing(switched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(attention_kernels, "activate_flash_attention_impl", refused)
+    with pytest.warns(UserWarning, match="cannot be used: undefined symbol"):
+        assert not take_flash_attention_3(torch.device("cuda", 0))
+
+
+def test_torch_gives_flash_attention_3_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments by place, against the package's own signature: a causal window of 5 over two sequences."""
+    from torch.nn.attention import _fa3
+
+    given: list[tuple[object, ...]] = []
+
+    def kernel(*arguments: object) -> tuple[Tensor, Tensor, None, None]:
+        given.append(arguments)
+        return torch.empty(7, 2, 8), torch.empty(2, 7), None, None
+
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", kernel)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: None)
+    query, limits = torch.empty(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    _fa3._fa3_run_forward(query, query, query, limits, limits, 4, 4, 0.5, True, 4, 0, None)
+    named = dict(zip(FLASH_3_FORWARD, given[0], strict=True))
+    assert named["q"] is named["k"] is named["v"] is query
+    assert named["cu_seqlens_q"] is named["cu_seqlens_k"] is limits
+    assert (named["max_seqlen_q"], named["max_seqlen_k"], named["softmax_scale"]) == (4, 4, 0.5)
+    assert (named["causal"], named["window_size_left"], named["window_size_right"]) == (True, 4, 0)
+    assert named["softcap"] == named["attention_chunk"] == named["sm_margin"] == 0
