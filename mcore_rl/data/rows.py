@@ -38,7 +38,6 @@ MORE_THAN_TEXT = {
     "videos": "videos",
 }
 AGENT_COLUMNS = ("agent_name", "interaction_kwargs", "tools_kwargs")  # which a run of agents reads
-UNSAID = object()  # no value, where None is one
 SINGLE_TURN = "single_turn_agent"  # verl's agent_name of what is done here: one answer to the prompt
 
 
@@ -88,12 +87,12 @@ class SourceFile:
     def _records(self, start: int, count: int) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = self.table.slice(start, count).to_pylist(maps_as_pydicts="strict")
         for column in self.table.schema:
-            if not has_unwritten(column.name, column.type):
-                continue
-            texts = self.json[column.name].slice(start, count) if column.name in self.json else None
-            for place, record in enumerate(records):
-                said = UNSAID if texts is None else json.loads(texts[place].as_py())
-                record[column.name] = as_written(column.name, column.type, record[column.name], said)
+            if column.name in self.json:
+                for record, text in zip(records, self.json[column.name].slice(start, count), strict=True):
+                    record[column.name] = json.loads(text.as_py())
+            elif has_unwritten(column.name, column.type):
+                for record in records:
+                    record[column.name] = as_written(column.name, column.type, record[column.name])
         return records
 
     def _decoded(self, index: int) -> dict[str, Any] | None:
@@ -131,8 +130,7 @@ def read_files(
     for (name, rows), end in zip(files_read, ends, strict=True):
         mask = chosen[end - rows.table.num_rows : end]
         table = rows.table
-        texts = {each.name: rows.json[each.name] for each in table.schema
-                 if each.name in rows.json and has_unwritten(each.name, each.type)}  # fmt: skip
+        texts = rows.json
         if not mask.all():
             table = table.filter(pa.array(mask))
             texts = {column: text.filter(pa.array(mask)) for column, text in texts.items()}
@@ -185,21 +183,20 @@ def has_unwritten(name: str, kind: pa.DataType) -> bool:
     return bool(pa.types.is_struct(kind)) and any(has_unwritten(each.name, each.type) for each in kind)
 
 
-def as_written(name: str, kind: pa.DataType, value: Any, said: Any = UNSAID) -> Any:
+def as_written(name: str, kind: pa.DataType, value: Any) -> Any:
     """``value`` of a column that ``has_unwritten``, without the fields that are null because another row has them.
 
-    said: the same value as the file has it.  Parquet and arrow do not say: a struct gives every object the fields of
-    all, and nobody can tell a field that is absent from one that is null; absent is what is meant.
+    Parquet and arrow do not say: a struct gives every object the fields of all, and nobody can tell a field that is
+    absent from one that is null; absent is what is meant.
     """
     if name in MORE_THAN_TEXT or is_messages(kind):
-        return without_nulls(value) if said is UNSAID else said
+        return without_nulls(value)
     if not isinstance(value, dict):
         return value
     written = dict(value)
     for each in kind:
         if has_unwritten(each.name, each.type):
-            inner = said if said is UNSAID else said.get(each.name)
-            written[each.name] = as_written(each.name, each.type, value[each.name], inner)
+            written[each.name] = as_written(each.name, each.type, value[each.name])
     return written
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.data import SftDataConfig, TrainedTurns
+from mcore_rl.config.data import DataConfig, SftDataConfig, TrainedTurns
 from mcore_rl.data.conversations import ConversationSet
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.rows import read_files
 from mcore_rl.errors import DataError
 from tests.support.chat_styles import joining, style
@@ -384,3 +385,23 @@ def test_options_of_tools_are_those_of_the_row(tmp_path: Path, kind: str, within
     if kind == "parquet":
         one = {"calculator": {"create_kwargs": {"precision": 3}}}
     assert options == [one, two]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+def test_lines_are_rows_as_they_were_written(tmp_path: Path, kind: str) -> None:
+    """Also what graders read: a ground truth has no other row's fields, and 1 is not 1.0 because another is 2.5."""
+    truths = [{"kwargs": [{"words": 5}, {"letter": "x"}], "n": 1}, {"n": 2.5, "deep": {"a": None}}, {"n": 3}]
+    rows = [
+        {
+            "data_source": "mine",
+            "prompt": [{"role": "user", "content": "1?"}],
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"index": index} | ({"hint": {"x": 1}} if index else {}),
+        }
+        for index, truth in enumerate(truths)
+    ]
+    del rows[2]["extra_info"]
+    path = write_as(tmp_path / f"c.{kind}", rows)
+    prompts = PromptSet.load([path], DataConfig(), style("qwen2.5"), max_samples=None, title="data.train_files")
+    assert json.dumps([each.ground_truth for each in map(prompts.__getitem__, range(3))]) == json.dumps(truths)
+    assert [prompts[index].extra_info for index in range(3)] == [{"index": 0}, {"index": 1, "hint": {"x": 1}}, {}]
