@@ -7,7 +7,7 @@ from benchmarks.gpu import Section
 PACKAGE = "benchmarks.gpu_run"
 # Limits add up to less than run.LIMIT_S; least: below it a part would be cut off before it has told anything.
 PARTS = (
-    Section("machine", "machine:facts", 30),
+    Section("machine", "machine:facts", 35),
     Section("engine", "engine_alone:eager", 100, PACKAGE, least_s=40),
     Section("sft", "training:sft", 75, PACKAGE, least_s=40),
     Section("grpo", "training:grpo", 150, PACKAGE, least_s=60),
