@@ -94,7 +94,8 @@ class _OneKernel(torch.autograd.Function):
         rows_TI, *matrices_OI = ctx.saved_tensors
         groups: Groups = ctx.groups
         grad_TO = grad_TO.contiguous()
-        of_rows, of_matrices = None, (None,) * len(matrices_OI)
+        of_rows: Tensor | None = None
+        of_matrices: Sequence[Tensor | None] = [None] * len(matrices_OI)
         if ctx.needs_input_grad[0]:
             of_rows = torch._grouped_mm(grad_TO, torch.stack(matrices_OI), offs=groups.ends_E)
         if ctx.needs_input_grad[2]:
@@ -114,7 +115,8 @@ class _OneByOne(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows_TI, *matrices_OI = ctx.saved_tensors
         grads = ctx.groups.split(grad_TO)
-        of_rows, of_matrices = None, [None] * len(matrices_OI)
+        of_rows: Tensor | None = None
+        of_matrices: Sequence[Tensor | None] = [None] * len(matrices_OI)
         if ctx.needs_input_grad[0]:
             of_rows = _joined([grad.matmul(matrix) for grad, matrix in zip(grads, matrices_OI, strict=True)])
         if ctx.needs_input_grad[2]:
@@ -152,11 +154,11 @@ class _OfEachRow(torch.autograd.Function):
 def _spread(groups: Groups, num_rows: int, vectors_O: Sequence[Tensor]) -> Tensor:
     """[T, O]: the vector of each row's group."""
     places_T = torch.arange(num_rows, device=vectors_O[0].device, dtype=torch.int32)
-    return torch.stack(vectors_O)[torch.searchsorted(groups.ends_E, places_T, right=True)]
+    return torch.stack(tuple(vectors_O))[torch.searchsorted(groups.ends_E, places_T, right=True)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _summed_outer(left_TO: Tensor, right_TI: Tensor, groups: Groups) -> Tensor:
