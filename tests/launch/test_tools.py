@@ -1,10 +1,13 @@
-"""The tools and commands: each answers --help without torch; a tiny model of any family is one that a run takes."""
+"""The tools and commands: each answers --help without torch; a tiny model of any family is one that a run takes;
+what moved with an upgrade is named."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.engine.admission import admit
 from tests.house.source import ROOT
 from tests.support import prompt_files
+from tools import upgrade_report
 
 FAMILIES = sorted(path.name for path in (ROOT / "model_configs").iterdir() if path.is_dir())
 SITE = "docs_site.py"  # which mkdocs calls, and nobody else
@@ -67,3 +71,29 @@ def test_a_tiny_model_of_every_family_is_one_that_a_run_takes(data: Path, tmp_pa
     assert model_violations(model) == context_violations(model, rollout) == []
     demand_weights(out, Head.lm)
     assert model.max_position_embeddings == 700
+
+
+@pytest.mark.tier("ci")
+def test_failures_of_an_upgrade_have_the_names_that_pytest_gives_them(tmp_path: Path) -> None:
+    """One that fails, one that cannot be collected, and one that passes; by pytest's own summary."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "test_a.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('x', ['a.b', 'c d'])\ndef test_x(x): assert x == 'c d'\n"
+    )
+    (tmp_path / "test_b.py").write_text("import no_such_module\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", "--junitxml=report.xml"]
+    command += ["-q", "--continue-on-collection-errors"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    cases = [case for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase") if len(case)]
+    named = {upgrade_report.node_id(case): upgrade_report.reason(case[0]) for case in cases}
+    summary = re.findall(r"^(?:FAILED|ERROR) (.*?\.py\S*)", said, re.M)
+    assert (
+        sorted(test.removesuffix("::") for test in named)
+        == sorted(summary)
+        == [
+            "below/test_a.py::test_x[a.b]",
+            "test_b.py",
+        ]
+    )
+    missing = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert upgrade_report.alike("test_b.py", named) == {missing: [""]}
