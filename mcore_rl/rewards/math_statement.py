@@ -96,7 +96,7 @@ def stated(response: str) -> str | None:
     if in_words is not None:
         return in_words
     if last := _LAST_FORMULAS.search(text):
-        return put_back(last[1])
+        return _SUM.sub("", put_back(last[1]), count=1)
     return ALGEBRA.last_statement(put_back(text, "${}$".format)) if text.strip() else None
 
 

@@ -367,6 +367,26 @@ def test_a_prompt_has_the_tokens_that_a_rollout_gives_it(tmp_path: Path, name: s
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer(whole, add_special_tokens=False)["input_ids"])
 
 
+@pytest.mark.parametrize("answer", ["\nwhy\n</think>\n\nso", "\n\n\nwhy</think>so", "why\n</think>\n\nso"])
+def test_a_prompt_that_opens_a_thought_has_the_tokens_that_a_rollout_gives_it(tmp_path: Path, answer: str) -> None:
+    """As Qwen3-Thinking's, whose prompts end with a line end, which the thought may begin with."""
+    plain = joining("qwen2.5")
+    tokenizer = type(plain)(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}{{- '<think>\n' }}"
+        "{%- endif %}{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    tokens, mask = read(write_as(tmp_path / "c.jsonl", [{"messages": messages}]), tokenizer, "qwen2.5")
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert tokens[: len(asked)] == asked and mask.index(True) == len(asked)
+    assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
+    whole = tokenizer(tokenizer.decode(tokens), add_special_tokens=False)["input_ids"]
+    assert (whole[: len(asked)] != asked) == answer.startswith("\n"), "else it shows nothing"
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("within", [False, True])
 def test_options_of_tools_are_those_of_the_row(tmp_path: Path, kind: str, within: bool) -> None:

@@ -40,6 +40,8 @@ def is_right(response: str, ground_truth: str) -> bool:
         ("The cost is $5 and then $10. The answer is $15.", "15"),
         ("The answer is $5+3=8$.", "8"),
         ("The answer is 5 + 3 = 8.", "8"),
+        ("This gives us $3 \\cdot 4 = 12$.", "12"),
+        ("Hence we find $2x = 12$.", "2x=12"),
         ("The answer is $2x+y+1=0$.", "2x+y+1=0"),
         ("So 2**3 = 8. The answer is 8", "8"),
         ("The answer is 3*4*5.", "60"),
