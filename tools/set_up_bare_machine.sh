@@ -22,8 +22,10 @@ for candidate in "${PYTHON3:-python3.12}" python3.12 "$HOME"/.pyenv/versions/3.1
 done
 [[ -n $python ]] || fail "no Python 3.12 was found, which that machine has. Install it, or name one: PYTHON3=/path/to/python3.12"
 
-rm -rf "$folder"
-"$python" -m venv "$folder"
-"$folder"/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/bare_gpu_machine.txt ||
+# The folder has its name only when it is whole: a test skips where there is none.
+rm -rf "$folder" "$folder.new"
+"$python" -m venv "$folder.new"
+"$folder.new"/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/bare_gpu_machine.txt ||
     fail "pip cannot install tests/bare_gpu_machine.txt: see what it says above"
+mv "$folder.new" "$folder"
 touch "$stamp"
