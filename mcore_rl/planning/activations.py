@@ -44,10 +44,7 @@ LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses comput
 # torch.compile with Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where
 # nothing is compiled, also has the sigmoid, two products and the halves before they are joined (4).
 GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
-# What the unfused gate of gpt-oss keeps in place of three tensors of f per row (``glu`` in Megatron's mlp.py, 0.16.1):
-# both halves with their biases, the gate clamped, its sigmoid, the product of the two, the other half shifted, the
-# product of both, and that weighed, each once or twice.  Counted, not measured.
-CLAMPED_GATE = 9
+GATE_PIECE = 8192  # rows for which experts' unfused gate (gpt-oss) is computed at a time (training/grouped_experts.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,7 @@ class RowBytes:
     passed: the input of the layer, which is all that full recompute keeps.
     backward: the temporaries of the layer's backward.
     stacked: bytes of the layer however many rows there are: the local experts' larger matrices side by side, in every
-    product, and their gradients before they are added.
+    product, and their gradients before they are added; or a piece of their gate, if that is larger.
     """
 
     kept: float
@@ -246,9 +243,9 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
         sent *= min(EXPERT_IMBALANCE, parallel.ep)
     width = moe.ffn_hidden_size / parallel.etp
     plain = model.activation is Activation.silu
-    kept = sent * e * (h + (3 if plain else CLAMPED_GATE) * width)
+    kept = sent * e * (h + 3 * width)
     kept += (ROUTER_BYTES_PER_EXPERT * moe.num_experts + ROUTER_BYTES_PER_CHOICE * moe.top_k) / tp
-    temporaries = _gate_temporaries(kernels) if plain else GATE_TEMPORARIES_UNCOMPILED
+    temporaries = _gate_temporaries(kernels) if plain else GATE_TEMPORARIES
     backward = sent * e * (2 * h + temporaries * width)  # rows are sent there and back
     if moe.shared_ffn_hidden_size:
         shared, shared_backward = _gated(model, kernels, moe.shared_ffn_hidden_size / tp)
@@ -257,9 +254,14 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
 
 
 def _stacked(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> float:
-    """Gate and up of all experts of a rank; of one expert nothing is stacked (``training/grouped_product.py``)."""
+    """Gate and up of all experts of a rank, or, at another time, a piece of an unfused gate; see ``RowBytes``.
+
+    Of one expert nothing is stacked (``training/grouped_product.py``).
+    """
     assert model.moe is not None
-    experts = model.moe.num_experts // parallel.ep
-    if kernels.fused or experts == 1:
+    if kernels.fused:
         return 0.0
-    return kernels.size * experts * 2 * model.moe.ffn_hidden_size / parallel.etp * model.hidden_size
+    experts, width = model.moe.num_experts // parallel.ep, model.moe.ffn_hidden_size / parallel.etp
+    matrices = experts * 2 * width * model.hidden_size if experts > 1 else 0
+    piece = 0.0 if model.activation is Activation.silu else GATE_PIECE * GATE_TEMPORARIES_UNCOMPILED * width
+    return kernels.size * max(matrices, piece)

@@ -7,15 +7,19 @@ expert.  Invariant: on the CPU equal to the loop bit for bit, gradients too (tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from mcore_rl.training.adapters import add_of_groups
 from mcore_rl.training.grouped_product import Groups, grouped_linear, of_each_row
+
+PIECE = 8192  # rows
+Gate = Callable[[Tensor, Tensor], Tensor]  # (projections of gate and up, weights of the rows) -> the weighed product
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # Megatron is untyped
@@ -44,11 +48,16 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # Megatron is untype
 
     def _activate(self, projected_TF: Tensor, probs_T: Tensor) -> Tensor:
         """The gated activation, weighed by the router, as Megatron's MLP has it (transformer/mlp.py:171, 0.16.1)."""
-        config = self.config
         weights_T1 = probs_T.unsqueeze(-1)
-        if config.bias_activation_fusion:
+        if self.config.bias_activation_fusion:
             fused: Tensor = weighted_bias_swiglu_impl(projected_TF, None, weights_T1, False)  # not stored as fp8
             return fused
+        weighed: Tensor = _InPieces.apply(self._gate, projected_TF, weights_T1)  # type: ignore[no-untyped-call]
+        return weighed
+
+    def _gate(self, projected_TF: Tensor, weights_T1: Tensor) -> Tensor:
+        """The activation that Megatron has no kernel for: clamped, or of another function than silu."""
+        config = self.config
         gate_TF, up_TF = projected_TF.chunk(2, dim=-1)
         if (limit := config.activation_func_clamp_value) is not None:
             gate_TF = gate_TF.clamp(max=limit)
@@ -56,6 +65,36 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # Megatron is untype
         product_TF = config.activation_func(gate_TF) * (up_TF + config.glu_linear_offset)
         weighed: Tensor = (product_TF * weights_T1).to(product_TF.dtype)
         return weighed
+
+
+class _InPieces(torch.autograd.Function):
+    """A gate that keeps its inputs alone, and is computed again in backward, ``PIECE`` rows at a time.
+
+    Of all experts at once its many steps would keep nine tensors, and backward take seven more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, projected_TF: Tensor, weights_T1: Tensor) -> Tensor:
+        ctx.gate = gate
+        ctx.save_for_backward(projected_TF, weights_T1)
+        out_TF = projected_TF.new_empty(projected_TF.shape[0], projected_TF.shape[1] // 2)
+        pieces = zip(*(rows.split(PIECE) for rows in (out_TF, projected_TF, weights_T1)), strict=True)
+        for out, projected, weights in pieces:
+            out.copy_(gate(projected, weights))
+        return out_TF
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs = ctx.saved_tensors
+        results = [torch.empty_like(rows) for rows in inputs]
+        pieces = zip(*(rows.split(PIECE) for rows in (grad_TF, *inputs, *results)), strict=True)
+        for grad, projected, weights, *parts in pieces:
+            leaves = [projected.detach().requires_grad_(), weights.detach().requires_grad_()]
+            with torch.enable_grad():
+                out = ctx.gate(*leaves)
+            for part, gradient in zip(parts, torch.autograd.grad(out, leaves, grad), strict=True):
+                part.copy_(gradient)
+        return None, *results
 
 
 def _linear(linears: Sequence[Any], groups: Groups, rows_TI: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.parallel.launch import Rank
+from mcore_rl.training import grouped_experts
 from mcore_rl.training.local_dispatcher import LocalDispatcher
 from tests.support import engines, models
 from tests.support.forked import run_ranks
@@ -68,6 +69,7 @@ def of_dispatchers(layer: MoELayer, model: ModelConfig) -> Compared:
 
 
 def compared(rank: Rank, model: ModelConfig) -> dict[str, Compared]:
+    grouped_experts.PIECE = 16  # several pieces of these few rows
     cases = {}
     with engines.world(rank), engines.groups_of() as groups:
         torch.manual_seed(0)
