@@ -109,8 +109,8 @@ LIMITS = {
         says="Found no NVIDIA driver" if torch.version.cuda else "requires a CUDA or other accelerator backend",
     ),
     # Bridge.export_weights gathers what is marked as split; Transformer Engine's Linear marks every weight (its
-    # module/linear.py), also those of latents, which Megatron keeps whole (parallel_mode="duplicated").  0.19.2 takes the
-    # mark from those (extensions/transformer_engine.py, TELinear.__init__).
+    # module/linear.py), also those of latents, which Megatron keeps whole (parallel_mode="duplicated").  0.19.2 takes
+    # the mark from those (extensions/transformer_engine.py, TELinear.__init__).
     "latents under tp": Limit(
         bridge="mbridge",
         models=(checkpoints.MODELS["deepseek_v3"],),
