@@ -23,7 +23,7 @@ import numpy as np
 
 from mcore_rl.agents.openai_requests import ApiError, after, digested
 from mcore_rl.agents.rendering import TOOL
-from mcore_rl.agents.session import ABORTED, RESPONSE_TOKENS, TURNS, DrawnTurn, SessionParts, read_turn
+from mcore_rl.agents.session import ABORTED, OPENING, RESPONSE_TOKENS, TURNS, DrawnTurn, SessionParts, read_turn
 from mcore_rl.agents.text_lengths import TextLengths
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment
@@ -377,7 +377,7 @@ class Conversations:
     def _turn(self, context: Context, sample: Sample, room: int) -> ModelTurn:
         """room: that the conversation had."""
         cut = sample.finish is FinishReason.length
-        said, last = read_turn(self._parts, self.sampling, sample)
+        said, last = read_turn(self._parts, self.sampling, sample, context.tokens[-OPENING:])
         drawn = sample.tokens.tolist()
         whole = str(self._parts.tokenizer.decode(drawn, skip_special_tokens=False))
         return ModelTurn(

@@ -44,7 +44,7 @@ from mcore_rl.rollout.tool_parsers import ReadCalls
 MAX_BODY = 32 << 20  # bytes of a request, however long conversations may be
 BODY, BODY_PER_TOKEN = 1 << 20, 64  # bytes of a request: for tools, and for each token that a conversation may have
 HEARTBEAT_S = 10.0  # between the comments that keep a stream open while nothing is said
-ReadCallsOf = Callable[[Sequence[Mapping[str, Any]], str], ReadCalls]  # (tools, the text of a turn)
+ReadCallsOf = Callable[[Sequence[Mapping[str, Any]], str, str], ReadCalls]  # (tools, ``raw``, ``after`` of a turn)
 logger = logging.getLogger(__name__)
 
 
@@ -196,7 +196,7 @@ class Gateway:
         context = conversations.chat(asked.messages, asked.tools)
 
         def answer(turn: ModelTurn) -> Answer:
-            read = self._read_calls(asked.tools, turn.said.raw) if asked.calls else None
+            read = self._read_calls(asked.tools, turn.said.raw, turn.said.after) if asked.calls else None
             if read is not None:
                 conversations.num_calls += len(read.calls) + read.unreadable
                 conversations.num_failed += read.unreadable

@@ -24,15 +24,21 @@ MARKS = (
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How a model marks its thoughts.  opened: the prompt of a turn ends within one."""
+    """How a model marks its thoughts.  opened: the prompt of a first turn ends within one."""
 
     begin: str
     end: str
     opened: bool
 
-    def answer(self, raw: str) -> str:
-        """What of a turn is no thought.  An unfinished thought goes to the end."""
+    def answer(self, raw: str, after: str = "") -> str:
+        """What of a turn is no thought.  An unfinished thought goes to the end.
+
+        after: the end of what it was drawn after.  DeepSeek's template opens a thought behind a question, and none
+        behind results of tools.
+        """
         inside, answer, rest = self.opened, "", raw
+        if after:
+            inside = after.rstrip().endswith(self.begin)
         first_end, first_begin = raw.find(self.end), raw.find(self.begin)
         if first_end >= 0 and not 0 <= first_begin < first_end:
             inside = True

@@ -78,7 +78,7 @@ class AgentRunner:
         if len(config.program.given) > 1:
             raise _refusal("program", ", ".join(config.program.given), "says in several ways what runs. Write one")
         self._programs = Programs(config.program, self._gateway)
-        self._readers: dict[str, Callable[[str], ReadCalls]] = {}
+        self._readers: dict[str, Callable[[str, str], ReadCalls]] = {}
         self.interactions = load_interactions(config)
         self._servers: list[McpServer] = []
         try:
@@ -104,27 +104,27 @@ class AgentRunner:
         )
 
     @cached_property
-    def _reader(self) -> Callable[[str], ReadCalls]:
+    def _reader(self) -> Callable[[str, str], ReadCalls]:
         """Made where a loop reads calls.  ConfigError: ``tool_parser`` names none that can."""
         return self._calls_of_answers(self.schemas)
 
-    def _calls_of_answers(self, schemas: list[dict[str, Any]]) -> Callable[[str], ReadCalls]:
+    def _calls_of_answers(self, schemas: list[dict[str, Any]]) -> Callable[[str, str], ReadCalls]:
         """Reads the calls in what a turn answers, not in what it thinks; ``content`` has both."""
         read = _reader(self._config.tool_parser, self._tokenizer, schemas)
         reasoning = reasoning_of(self._tokenizer, self._template_kwargs)
-        if reasoning is None:
-            return read
 
-        def of_answer(raw: str) -> ReadCalls:
-            answer = reasoning.answer(raw)
+        def of_answer(raw: str, after: str) -> ReadCalls:
+            if reasoning is None:
+                return read(raw)
+            answer = reasoning.answer(raw, after)
             calls = read(answer)
             thought = raw[: len(raw) - len(answer)] if raw.endswith(answer) else ""
             return replace(calls, content=thought + calls.content)
 
         return of_answer
 
-    def _read_calls(self, raw: str) -> ReadCalls:
-        return self._reader(raw)
+    def _read_calls(self, raw: str, after: str = "") -> ReadCalls:
+        return self._reader(raw, after)
 
     def _gateway(self) -> Gateway:
         """What programs are served by; made when the first of them runs, since it imports a server."""
@@ -133,14 +133,14 @@ class AgentRunner:
         program = self._config.program
         return Gateway(program.host, program.port, self._parts, self._read_calls_of)
 
-    def _read_calls_of(self, tools: Sequence[Mapping[str, Any]], raw: str) -> ReadCalls:
+    def _read_calls_of(self, tools: Sequence[Mapping[str, Any]], raw: str, after: str = "") -> ReadCalls:
         """The calls in a turn whose conversation has ``tools``, which a program names."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._readers:
             if len(self._readers) >= MAX_READERS:
                 self._readers.clear()
             self._readers[key] = self._calls_of_answers([*map(dict, tools)])
-        return self._readers[key](raw)
+        return self._readers[key](raw, after)
 
     def loop_of(self, columns: Mapping[str, Any]) -> str:
         """The name of the loop of a row, from its columns."""

@@ -39,6 +39,7 @@ END_REASONS = (
     *(CALLS, TOOL_TIME, INTERACTION_FAILED, ABORTED),
     *(PROGRAM_FAILED, PROGRAM_TIMEOUT, PROGRAM_NO_TURNS, PROGRAM_NO_REWARD),
 )
+OPENING = 16  # tokens of a context in which the opening of a thought ends
 UNREADABLE = "The call could not be read. Write it in the form that was asked for, with arguments as valid JSON."
 
 
@@ -57,18 +58,20 @@ class DrawnTurn:
     text: without special tokens and stop string.
     raw: with special tokens, but for the one that ended it; what calls are read from.
     stop: the stop string that ended it; None: the model ended its turn.
+    after: the end of what it was drawn after, with special tokens: a prompt may open a thought.
     """
 
     text: str
     raw: str
     stop: str | None = None
+    after: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionParts:
     """What all sessions of a run share.
 
-    read_calls: reads the calls in a turn's ``raw``; None: the model has no tools.
+    read_calls: reads the calls in a turn's ``raw`` and ``after``; None: the model has no tools.
     waits: measures how long engines are idle.
     """
 
@@ -132,13 +135,14 @@ class Session:
         if self.room < 1:
             raise EpisodeOverError(RESPONSE_TOKENS)
         limit = min(self.room, config.max_turn_tokens or self.room)
+        before = self._tokens[-OPENING:]
         sample = await self._sample(limit, stop)
         self._keep(sample)
         if sample.finish is FinishReason.abort:
             raise EpisodeOverError(ABORTED, FinishReason.abort)
         if sample.finish is FinishReason.length:
             raise EpisodeOverError(RESPONSE_TOKENS if self.room < 1 else TURN_TOKENS)
-        turn, self._last = read_turn(self._parts, self._sampling, sample)
+        turn, self._last = read_turn(self._parts, self._sampling, sample, before)
         return turn
 
     def append(self, messages: Sequence[ChatMessage]) -> None:
@@ -170,7 +174,7 @@ class Session:
         """The calls in ``turn``; one that cannot be read has a problem."""
         if self._parts.read_calls is None:
             return []
-        read: ReadCalls = self._parts.read_calls(turn.raw)
+        read: ReadCalls = self._parts.read_calls(turn.raw, turn.after)
         if read.unreadable:
             return [ToolCall(name="", problem=UNREADABLE)]
         ids = read.ids or ("",) * len(read.calls)
@@ -258,8 +262,13 @@ class Session:
         self._segments.append(added)
 
 
-def read_turn(parts: SessionParts, sampling: Sampling, sample: Sample) -> tuple[DrawnTurn, int | None]:
-    """(what was drawn, the token that ended it; None: the chat template has to write the end of the turn)."""
+def read_turn(
+    parts: SessionParts, sampling: Sampling, sample: Sample, before: Sequence[int]
+) -> tuple[DrawnTurn, int | None]:
+    """(what was drawn, the token that ended it; None: the chat template has to write the end of the turn).
+
+    before: the last tokens that it was drawn after.
+    """
     tokens: list[int] = sample.tokens.tolist()
     stop = sample.stop if isinstance(sample.stop, str) else None
     renderer, last = parts.renderer, tokens[-1]
@@ -267,7 +276,8 @@ def read_turn(parts: SessionParts, sampling: Sampling, sample: Sample) -> tuple[
     if last in sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
         ended = ended and last in renderer.ending_ids
     raw = str(parts.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
-    return DrawnTurn(text=sample.text, raw=raw, stop=stop), last if ended else None
+    after = str(parts.tokenizer.decode(list(before), skip_special_tokens=False))
+    return DrawnTurn(text=sample.text, raw=raw, stop=stop, after=after), last if ended else None
 
 
 def tools_kwargs(row: PromptRow) -> dict[str, Any]:

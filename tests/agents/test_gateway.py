@@ -56,7 +56,7 @@ async def served(
     config = AgentConfig(**more)
     parts = SessionParts(config=config, tokenizer=tokenizer, renderer=TurnRenderer(tokenizer), tools=ToolSet())
     conversations = Conversations(parts, engine, agent_row(tokenizer), "p", 2, 1, Sampling(max_tokens=room), prompt)
-    gateway = Gateway("127.0.0.1", 0, parts, lambda tools, raw: hermes(raw))
+    gateway = Gateway("127.0.0.1", 0, parts, lambda tools, raw, after: hermes(raw))
     url = await gateway.start()
     try:
         async with gateway.opened(conversations, takes_reward=True) as access:
@@ -459,7 +459,7 @@ async def test_a_port_that_is_taken_is_refused_with_its_key() -> None:
     async with served(["a"]) as one:
         taken = int(one.url.rpartition(":")[2].partition("/")[0])
         with pytest.raises(ConfigError, match=rf"rollout\.agent\.program\.port={taken}: the gateway cannot listen"):
-            await Gateway("127.0.0.1", taken, one.gateway._parts, lambda tools, raw: hermes(raw)).start()
+            await Gateway("127.0.0.1", taken, one.gateway._parts, lambda tools, raw, after: hermes(raw)).start()
         one.gateway.stop()
         with pytest.raises(aiohttp.ClientConnectorError):
             await post(one.url, one.access.key, "completions", b"{}")

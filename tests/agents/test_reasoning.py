@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.agents.reasoning import Reasoning, reasoning_of
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.session import Session
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
+from mcore_rl.rollout.protocol import Sampling
+from tests.support.awaited import awaited
 from tests.support.chat_styles import style
+from tests.support.drawn_turns import DrawnTurns, agent_row
 
 PLAIN, OPENED = Reasoning("<think>", "</think>", False), Reasoning("<think>", "</think>", True)
 
@@ -33,6 +38,45 @@ PLAIN, OPENED = Reasoning("<think>", "</think>", False), Reasoning("<think>", "<
 )
 def test_thoughts_are_told_from_answers(reasoning: Reasoning, raw: str, answer: str) -> None:
     assert reasoning.answer(raw) == answer
+
+
+@pytest.mark.parametrize(
+    ("after", "raw", "answer"),
+    [
+        ("<|Assistant|><think>\n", "CALL", ""),
+        ("<|tool_outputs_end|>", "CALL", "CALL"),  # nothing opened a thought there
+        ("<|tool_outputs_end|>", "<think>CALL</think>so", "so"),
+        ("<|tool_outputs_end|>", "CALL</think>so", "so"),
+        ("<think>\n\n</think>\n\n", "CALL", "CALL"),
+    ],
+)
+def test_a_turn_begins_within_a_thought_if_what_is_before_it_opens_one(after: str, raw: str, answer: str) -> None:
+    assert OPENED.answer(raw, after) == PLAIN.answer(raw, after) == answer
+
+
+@awaited
+async def test_calls_after_a_result_are_read_where_only_the_first_turn_opens_a_thought(tmp_path: Path) -> None:
+    """As DeepSeek-V3's template, whose turn goes on behind results without a new opening."""
+    path = tmp_path / "parser.py"
+    path.write_text("def calls(text):\n    return [{'name': 'calculator', 'arguments': {}}] * text.count('CALL')\n")
+    deepseek = style("deepseek")
+    tokenizer = type(deepseek)(tokenizer_object=deepseek.backend_tokenizer, eos_token=deepseek.eos_token)
+    whole = deepseek.chat_template.rstrip().removesuffix("{%- endif %}")
+    tokenizer.chat_template = whole + "{{- '<think>\n' }}{%- endif %}"
+    assert reasoning_of(tokenizer) == OPENED
+    runner = AgentRunner(AgentConfig(tools=["calculator"], tool_parser=f"{path}:calls"), CodeConfig(), tokenizer)
+    try:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        row = replace(agent_row(tokenizer), tokens=tuple(prompt["input_ids"]))
+        engine = DrawnTurns(tokenizer, ["CALL", "so</think>CALL", "CALL"])
+        one = Session(runner._parts, engine, row, "0.0/file:0", 3, 1, Sampling(max_tokens=400, seed=7))
+        assert one.calls_of(await one.draw()) == [], "it thinks"
+        one.append([{"role": "user", "content": "go on"}])
+        assert len(one.calls_of(await one.draw())) == 1
+        one.append([{"role": "tool", "content": "4"}])
+        assert len(one.calls_of(await one.draw())) == 1, "nothing opened a thought behind the result"
+    finally:
+        runner.close()
 
 
 def test_models_that_have_thoughts() -> None:
