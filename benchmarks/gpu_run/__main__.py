@@ -15,9 +15,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu_run.unpack import KitError, unpack
+
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, or 1 with one message; ``run`` has its own."""
+    try:
+        return perform(arguments)
+    except KitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def perform(arguments: Sequence[str]) -> int:
+    """Do what the command line says.  KitError: why it cannot be done."""
     if arguments and arguments[0] == "run":
         from benchmarks.gpu_run.run import main as run
 
@@ -25,24 +36,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     building = commands.add_parser("build", help="make the kit")
-    building.add_argument("kit", type=Path, help="a folder, which is written anew")
+    building.add_argument("kit", type=Path, help="a folder; archives in it are replaced")
     unpacking = commands.add_parser("unpack", help="unpack the kit")
     unpacking.add_argument("kit", type=Path)
     unpacking.add_argument("site", type=Path, help="a folder for PYTHONPATH, which must not be there yet")
     commands.add_parser("run", help="run all parts, or a choice")
     options = parser.parse_args(arguments)
     if options.command == "unpack":
-        from benchmarks.gpu_run.unpack import unpack
-
         unpack(options.kit, options.site)
-        return 0
-    from benchmarks.gpu_run.build import BuildError, build
+    else:
+        from benchmarks.gpu_run.build import build  # which that machine lacks packages for
 
-    try:
         build(options.kit)
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.gpu_run.fatbin import keep_device
 from benchmarks.gpu_run.packages import PYTHON, ROOT, SOURCE_ONLY, requirements
+from benchmarks.gpu_run.unpack import ARCHIVE, KitError
 
 MIB = 2**20
 LIMIT_BYTES = 64 * MIB  # of what is carried to such a machine in one call, the working tree with it
@@ -50,17 +51,13 @@ TUNED = "vllm/model_executor/layers/**/configs/*.json"  # launch parameters of k
 TUNED_FOR = ("H100", "H200")
 
 
-class BuildError(Exception):
-    """Why there is no kit, in one message."""
-
-
 def build(out: Path) -> None:
-    """Build the kit in the folder ``out``, anew, and print its size.
+    """Build the kit in the folder ``out``, in the place of an older one, and print its size.
 
-    BuildError: a tool is missing, pip cannot install, or the kit is larger than what a call carries.
+    KitError: a tool is missing, pip cannot install, or the kit is larger than what a call carries.
     """
     if shutil.which("strip") is None:
-        raise BuildError("there is no strip: install binutils (Debian, Ubuntu: apt install binutils)")
+        raise KitError("there is no strip: install binutils (Debian, Ubuntu: apt install binutils)")
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")
         install(site)
@@ -68,7 +65,7 @@ def build(out: Path) -> None:
         for name in WITH_DEVICE_CODE:
             path = site / name
             if not path.is_file():
-                raise BuildError(f"vllm has no {name.removeprefix('vllm/')} any more: WITH_DEVICE_CODE in {__file__}")
+                raise KitError(f"vllm has no {name.removeprefix('vllm/')} any more: WITH_DEVICE_CODE in {__file__}")
             done = keep_device(path, SM)
             print(
                 f"{path.name}: device code {done.kept / MIB:.1f} MiB kept, {done.zeroed / MIB:.1f} zeroed; "
@@ -92,11 +89,11 @@ def install(site: Path) -> None:
 
 
 def pip(*words: str) -> None:
-    """Run pip; BuildError with the end of what it said where it fails."""
+    """Run pip; KitError with the end of what it said where it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words, "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise BuildError(f"pip {words[0]} failed: {done.stderr.strip()[-2_000:]}")
+        raise KitError(f"pip {words[0]} failed: {done.stderr.strip()[-2_000:]}")
 
 
 def prune(site: Path) -> None:
@@ -122,15 +119,16 @@ def part_of(name: str) -> str:
 
 
 def pack(site: Path, out: Path) -> None:
-    """Write the archives of ``site`` to ``out``; equal files give equal bytes."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    """Write the archives of ``site`` to ``out``, in the place of older ones; equal files give equal bytes."""
+    out.mkdir(parents=True, exist_ok=True)
+    for older in out.glob(f"*{ARCHIVE}"):
+        older.unlink()
     by_part: dict[str, list[Path]] = {}
     for path in sorted(site.rglob("*")):
         if path.is_file():
             by_part.setdefault(part_of(path.relative_to(site).as_posix()), []).append(path)
     with ThreadPoolExecutor() as pool:
-        written = [pool.submit(write_archive, out / f"{part}.tar.xz", site, paths) for part, paths in by_part.items()]
+        written = [pool.submit(write_archive, out / f"{part}{ARCHIVE}", site, paths) for part, paths in by_part.items()]
         for each in written:
             each.result()
 
@@ -156,12 +154,12 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def say_size(out: Path) -> None:
-    """Print how large the kit and the working tree are; BuildError where they are more than a call carries."""
-    kit = sum(path.stat().st_size for path in out.iterdir())
+    """Print how large the kit and the working tree are; KitError where they are more than a call carries."""
+    kit = sum(path.stat().st_size for path in out.glob(f"*{ARCHIVE}"))
     tree = working_tree_bytes()
     words = f"kit {kit / MIB:.1f} MiB and working tree {tree / MIB:.1f} MiB, of {LIMIT_BYTES / MIB:.0f}"
     if kit + tree > LIMIT_BYTES:
-        raise BuildError(f"{words}: {(kit + tree - LIMIT_BYTES) / MIB:.1f} MiB too many. Add to PRUNED in {__file__}")
+        raise KitError(f"{words}: {(kit + tree - LIMIT_BYTES) / MIB:.1f} MiB too many. Add to PRUNED in {__file__}")
     print(f"{out}: {words}")
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.gpu_run.unpack import unpack
+
 if TYPE_CHECKING:
     from benchmarks.gpu import Section
 
@@ -62,8 +64,6 @@ def main(arguments: Sequence[str], parts: Sequence[Section] = ()) -> int:
 
 def use_kit(kit: Path, site: Path) -> None:
     """Import from ``site`` first, here and in all processes below; it is unpacked where it is not there."""
-    from benchmarks.gpu_run.unpack import unpack
-
     if not site.is_dir():
         unpack(kit, site)
     sys.path.insert(0, str(site))

@@ -28,7 +28,7 @@ from benchmarks.gpu import Outcome, Section
 from benchmarks.gpu_run import build, packages, run
 from benchmarks.gpu_run.fatbin import device_sections, keep_device
 from benchmarks.gpu_run.parts import PARTS
-from benchmarks.gpu_run.unpack import unpack
+from benchmarks.gpu_run.unpack import KitError, unpack
 
 ROOT = Path(__file__).parents[2]
 MACHINE = ROOT / "tests" / "bare_gpu_machine.txt"
@@ -197,6 +197,11 @@ def test_a_site_is_packed_and_unpacked(tmp_path: Path) -> None:
     for kit in ("one", "two"):
         build.pack(site, tmp_path / kit)
         os.utime(site / "hydra/main.py", (1, 1))
+    (tmp_path / "two" / "a file").write_text("of somebody's")
+    (tmp_path / "two" / "older.tar.xz").write_bytes(b"")
+    build.pack(site, tmp_path / "two")
+    assert (tmp_path / "two" / "a file").read_text() == "of somebody's"
+    (tmp_path / "two" / "a file").unlink()
     archives = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert set(archives) == {"kernels.tar.xz", "python.tar.xz", "ray.tar.xz"}
     assert archives == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
@@ -207,10 +212,14 @@ def test_a_site_is_packed_and_unpacked(tmp_path: Path) -> None:
     assert os.access(there / "ray/core/raylet", os.X_OK)
 
 
-def test_a_folder_without_archives_is_no_kit(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="make gpu-kit builds it"):
-        unpack(tmp_path, tmp_path / "site")
-    assert not (tmp_path / "site").exists()
+def test_a_folder_without_archives_is_no_kit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.gpu_run.__main__ import main
+
+    assert main(["unpack", str(tmp_path), str(tmp_path / "site")]) == 1
+    assert main(["run", "--kit", str(tmp_path), "--work", str(tmp_path / "work")]) == 1
+    said = f"error: {tmp_path} has no *.tar.xz: make gpu-kit builds it\n"
+    assert capsys.readouterr().err == 2 * said
+    assert not (tmp_path / "site").exists() and list((tmp_path / "work").iterdir()) == []
 
 
 def test_a_kit_that_is_too_large_is_refused(
@@ -222,7 +231,7 @@ def test_a_kit_that_is_too_large_is_refused(
     build.say_size(tmp_path)
     assert "kit 3.0 MiB and working tree 2.0 MiB, of 5" in capsys.readouterr().out
     monkeypatch.setattr(build, "LIMIT_BYTES", 4 << 20)
-    with pytest.raises(build.BuildError, match=r"of 4: 1\.0 MiB too many"):
+    with pytest.raises(KitError, match=r"of 4: 1\.0 MiB too many"):
         build.say_size(tmp_path)
 
 
