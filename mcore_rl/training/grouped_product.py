@@ -21,6 +21,7 @@ from mcore_rl.parallel.device import multiplies_groups
 
 _ALIGNED_BYTES = 16  # of every stride (check_valid_strides_and_return_transposed)
 _MOST_GROUPS = 1023  # GroupMM.cu: one thread each
+_HOST = torch.device("cpu")  # without an index, which a rehearsed device has
 _ONES = 8  # columns of ones, so that their stride is aligned
 
 
@@ -49,7 +50,7 @@ class Groups:
     @property
     def on_host(self) -> bool:
         """Whether ``counts`` makes nobody wait."""
-        return self._counts_E.device.type == "cpu"
+        return self._counts_E.device == _HOST
 
     def split(self, rows_T: Tensor) -> Sequence[Tensor]:
         """``rows_T`` group by group.  Of one group they are all, and nothing is read."""

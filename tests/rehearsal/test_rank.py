@@ -293,7 +293,9 @@ def reads_of_experts(ledger: Ledger) -> int:
 
 def test_no_layer_with_experts_waits_where_tokens_stay(processes: None) -> None:
     """In float32 no kernel takes all experts at once: four layers learn their numbers of rows, once a microbatch."""
-    assert reads_of_experts(ledger_of(part(EXPERTS))) == 0
+    with_biases = models.gpt_oss(hidden_size=256, head_dim=64, max_position_embeddings=512)
+    for model in (EXPERTS, with_biases):
+        assert reads_of_experts(ledger_of(part(model))) == 0
     exact = EngineConfig(precision=Precision.float32, microbatch_tokens=TOKENS, layer_spec=LayerSpec.local)
     microbatches = 1  # of a stage that is alone
     assert reads_of_experts(ledger_of(part(EXPERTS, engine=exact))) == 4 * microbatches
