@@ -31,6 +31,7 @@ def doubling(depth: int) -> dict[str, Any]:
         ({"propertyNames": {"pattern": "^(a|aa)+$"}}, {"a" * 80 + "b": 1}),
         ({"properties": {"a": {"contains": {"not": {"pattern": "^(a|aa)+$"}}}}}, {"a": ["a" * 80 + "b"]}),
         ({"patternProperties": {f"^(a|aa)+{n}?$": {} for n in range(1000)}}, {"a" * 28 + "b": 1}),
+        ({"patternProperties": {f"^x{n}y*$": {} for n in range(3000)}}, {"b": 1}),  # each is cheap
         (doubling(40), {"x": 1}),
         ({"properties": {"a": {"unevaluatedItems": False}}}, {"a": [1]}),
     ],

@@ -277,3 +277,10 @@ def test_paths_are_looked_at_only_when_they_are_to_be_opened(tmp_path: Path) -> 
     missing = Outer(files=[str(tmp_path / "none")])
     assert bound_violations(missing) == []
     assert [each.key for each in file_violations(missing)] == ["files[0]"]
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
+    config = RunConfig()
+    config.rollout.agent.program.url = "http://me:opensesame@host/run"
+    (violation,) = [each for each in bound_violations(config) if each.key == "rollout.agent.program.url"]
+    assert "has a user or a password in a URL" in violation.problem and "opensesame" not in str(violation)

@@ -43,6 +43,12 @@ def test_keys_of_adapters_are_read_with_a_rank_alone() -> None:
     assert _of("actor.lora.alpha=32", "actor.lora.rank=8", "critic.lora.rank=4") == []
 
 
+def test_engines_apply_adapters_by_default_where_they_can() -> None:
+    """bfloat16 rounds most of a step's change away where weights are merged."""
+    sound = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
+    assert compose(RunConfig, "train", sound).rollout.lora.value == "auto"
+
+
 def test_the_published_form_is_read_with_adapters_alone() -> None:
     (violation,) = _of("rollout.lora=adapter")
     assert violation.key == "rollout.lora" and "actor.lora.rank=32" in str(violation)
