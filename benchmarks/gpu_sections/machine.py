@@ -13,8 +13,7 @@ from torch import Tensor
 from benchmarks.gpu_sections.section import GB, GIB, MIB, Bench, Fact, Facts, Skipped
 from mcore_rl.config.engine import Precision
 from mcore_rl.parallel.device import memory, num_cores, synchronize
-from mcore_rl.parallel.device_details import driver_version
-from mcore_rl.parallel.device_details import device_uuids
+from mcore_rl.parallel.device_details import device_uuids, driver_version
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import CONTEXT_BYTES, data_sheet_rates
 
