@@ -94,9 +94,8 @@ async def test_an_episode_that_calls_nothing_creates_nothing() -> None:
 @awaited
 async def test_calls_of_a_turn_run_side_by_side_up_to_the_limit() -> None:
     tool = Recording()
-    start = time.monotonic()
     await calls_of(tool, max_parallel_calls=3).run([call('{"sleep": 0.1}')] * 6)
-    assert tool.most == 3 and time.monotonic() - start < 0.5
+    assert tool.most == 3
 
 
 @pytest.mark.parametrize(
@@ -132,16 +131,16 @@ async def test_arguments_that_cannot_be_checked_are_a_failure(arguments: str, sa
 
 @awaited
 async def test_all_calls_of_an_episode_have_a_time_together() -> None:
-    calls = calls_of(Recording(), max_tool_s=0.15, tool_timeout_s=9.0)
-    results = [(await calls.run([call('{"sleep": 0.1}')]))[0].failed for _ in range(2)]
+    calls = calls_of(Recording(), max_tool_s=1.0, tool_timeout_s=9.0)
+    results = [(await calls.run([call('{"sleep": 0.6}')]))[0].failed for _ in range(2)]
     assert results == [False, True] and calls.is_out_of_time
 
 
 @awaited
 async def test_calls_of_one_turn_have_no_more_time_together() -> None:
     calls, start = calls_of(Recording(), max_tool_s=0.3, tool_timeout_s=9.0, max_parallel_calls=1), time.monotonic()
-    results = await calls.run([call('{"sleep": 9}')] * 5)
-    assert all(each.failed for each in results) and time.monotonic() - start < 1.0 and calls.is_out_of_time
+    results = await calls.run([call('{"sleep": 9}')] * 30)
+    assert all(each.failed for each in results) and time.monotonic() - start < 6.0 and calls.is_out_of_time
 
 
 @pytest.mark.parametrize("said", ["text", float("nan")])
@@ -163,21 +162,25 @@ async def test_what_a_tool_says_at_the_end_ends_no_run(said: Any) -> None:
 
 @awaited
 async def test_a_tool_that_swallows_its_cancellation_ends_nothing_but_its_call() -> None:
+    told = asyncio.Event()
+
     class Stubborn(Recording):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-            for _ in range(10):
+            while not told.is_set():
                 try:
-                    await asyncio.sleep(0.1)
+                    await told.wait()
                 except asyncio.CancelledError:
                     self.log.append("no")
+            self.log.append("ended")
 
-    tool, start = Stubborn(), time.monotonic()
+    tool = Stubborn()
     calls = calls_of(tool, tool_timeout_s=0.1)
     (result,) = await calls.run([call()])
     await calls.release()
-    assert result.failed and time.monotonic() - start < 0.5
-    await asyncio.sleep(0)
-    assert "no" in tool.log
+    assert result.failed and "no" in tool.log and "ended" not in tool.log
+    told.set()
+    while "ended" not in tool.log:
+        await asyncio.sleep(0)
 
 
 @awaited

@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import pytest
+import regex
 from jsonschema import Draft202012Validator
 
+from mcore_rl.agents import schema_checks
 from mcore_rl.agents.schema_checks import MATCH_S, MAX_ERRORS, TooDearError, wrong_arguments
 from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolSchema, ToolSet
 
@@ -41,6 +43,27 @@ def test_a_check_that_is_dear_is_ended(schema: dict[str, Any], arguments: dict[s
     with pytest.raises(TooDearError):
         wrong_arguments(schema, arguments)
     assert time.process_time() - begun < 20 * MATCH_S
+
+
+def test_a_thread_that_waits_for_a_core_is_no_dear_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of the library is one by the clock, which runs on while others compute."""
+    search, waits = regex.search, [1, 1, 1]
+
+    def late(pattern: str, text: str, *, timeout: float) -> Any:
+        if waits:
+            waits.pop()
+            time.sleep(timeout)
+            raise TimeoutError
+        return search(pattern, text, timeout=timeout)
+
+    monkeypatch.setattr(schema_checks.regex, "search", late)
+    schema = {"properties": {"a": {"pattern": "^b+$"}}}
+    (error,) = wrong_arguments(schema, {"a": "abb"})
+    assert "does not match" in error.message and not waits
+    waits += [1] * 1000
+    with pytest.raises(TooDearError):
+        wrong_arguments(schema, {"a": "abb"})
+    assert len(waits) > 800
 
 
 MANY = [{"x": number} for number in range(3000)]
