@@ -101,6 +101,11 @@ def test_training_lowers_the_loss_and_offload_frees_memory(
         assert after == pytest.approx(before, rel=0.01)
 
 
+def _grouped_flops(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+    """Multiplications and additions of rows in groups, each with one matrix, or of groups' outer products, summed."""
+    return 2 * left.numel() * right[-1]
+
+
 def counted_matmul_flops(rank: Rank) -> dict[str, int]:
     """What torch counts in the forward and backward passes of a step, without attention."""
     platform = detect(Device.cpu)
@@ -110,7 +115,7 @@ def counted_matmul_flops(rank: Rank) -> dict[str, int]:
         size = SIZES[False][name]
         engine = build(size, platform, LayerSpec.local, Recompute.none)
         batch, counts = batch_of(size)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops}) as counter:
             engine.train_step(batch, negative_log_likelihood, counts)
         by_operation = counter.get_flop_counts()["Global"]
         flops_of[name] = sum(flops for operation, flops in by_operation.items() if "attention" not in str(operation))
