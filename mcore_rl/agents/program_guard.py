@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# Slurm sends all processes of a step what it is told to, and SIGTERM at the job's end.
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_S = 0.1  # between two looks, where the kernel has no pidfd
 
 
@@ -27,12 +29,12 @@ def main(alive: int, command: list[str]) -> int:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(alive, False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)  # the pipe says when
     program = os.fork()
     if program == 0:
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in IGNORED:
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -72,6 +72,7 @@ def alive_of(processes: Sequence[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Slurm tells all processes of a job to end
+    # Slurm sends all processes of a step what it is told to, as train.sbatch tells it, and SIGTERM at the job's end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     main(**json.loads(sys.argv[1]))
