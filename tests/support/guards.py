@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-
 TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by Slurm at the end of a job, and by train.sbatch
 
 
