@@ -197,9 +197,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where} is no call of a function with a name", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):
+        with suppress(ValueError):  # what cannot be read, or is too deep, stays as the model wrote it
             read = read_json(arguments)
-            arguments = arguments if _is_deep(read) else read  # else as the model wrote it
+            if not _is_deep(read):
+                arguments = read
     called = {"name": function["name"], "arguments": {} if arguments is None else arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": called}
 

@@ -4,7 +4,7 @@ vLLM's processes wait for ever if the process that started them is killed, two a
 head, and a program that is stopped (SIGSTOP) does not notice that its parent is gone.
 
 ``mcore_rl.processes.guarding`` starts it: as a file, not as a module of the package, so that it starts in milliseconds.
-Its one argument are the arguments of ``main``, as JSON.
+Its one argument is an object of ``main``'s arguments, in JSON.
 """
 
 from __future__ import annotations

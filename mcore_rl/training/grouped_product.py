@@ -33,14 +33,18 @@ class Groups:
         self._device = device
 
     @cached_property
+    def _on_device_E(self) -> Tensor:
+        return self._counts_E.to(self._device, non_blocking=True)
+
+    @cached_property
     def ends_E(self) -> Tensor:
         """Where each group ends, int32 on the device."""
-        return self._counts_E.to(self._device, non_blocking=True).cumsum(0).to(torch.int32)
+        return self._on_device_E.cumsum(0).to(torch.int32)
 
     @cached_property
     def is_empty_E11(self) -> Tensor:
         """Which groups have no rows, bool on the device, to be spread over their matrices."""
-        return (self._counts_E.to(self._device, non_blocking=True) == 0)[:, None, None]
+        return (self._on_device_E == 0)[:, None, None]
 
     @cached_property
     def counts(self) -> list[int]:

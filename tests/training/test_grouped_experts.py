@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.parallel.launch import Rank
+from mcore_rl.planning import activations
 from mcore_rl.training import grouped_experts
 from mcore_rl.training.local_dispatcher import LocalDispatcher
 from tests.support import engines, models
@@ -91,3 +92,8 @@ def test_experts_and_dispatch_have_megatrons_bits(name: str, processes: None) ->
     for case, pairs in run_ranks(compared, 1, (MODELS[name](),), timeout_s=240)[0].items():
         differing = [place for place, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
         assert not differing, (case, differing)
+
+
+def test_the_planner_counts_the_piece_that_is_computed() -> None:
+    """Neither room may import from the other."""
+    assert activations.GATE_PIECE == grouped_experts.PIECE
