@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 POLL_S = 0.2  # between checks whether vLLM's processes are alive
 SETTLE_S = 0.5  # after a death, for what the processes still write
+CAUSE_S = 5.0  # after a death, for vLLM to write what it died of: on a busy machine it comes late
 # Between SIGTERM and SIGKILL to vLLM's processes.  On accelerators they release the device's memory meanwhile; on the
 # CPU they would only shut their interpreters down, which takes longer.
 STOP_S, STOP_ON_CPU_S = 5.0, 0.0
@@ -87,9 +89,12 @@ class Liveness:
             await asyncio.sleep(POLL_S)
 
     async def _obituary(self, doing: str) -> DeadEngineError:
-        await asyncio.sleep(SETTLE_S)
+        until = time.monotonic() + CAUSE_S
+        cause = ""
+        while not cause and time.monotonic() < until:
+            await asyncio.sleep(SETTLE_S)
+            cause = first_cause(self._log, {core.name: core.exitcode for core in self._cores})
         self.clear()
-        cause = first_cause(self._log, {core.name: core.exitcode for core in self._cores})
         where = f". Its output is in {self._log}" if self._log is not None else ""
         return DeadEngineError(f"{self.name} died while {doing}: {cause or 'one of its processes is gone'}{where}")
 
