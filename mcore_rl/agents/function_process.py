@@ -1,7 +1,8 @@
 """Runs a user's tool functions in processes of their own, which are killed when a call takes too long.
 
 A function may raise, hang, fork, exit or print without end: the call fails, the model is told, and the next call gets a
-fresh process.  The controller never imports the file.  The processes have no secrets of the environment.
+fresh process.  The controller never imports the file.  The processes have no secrets of the environment, and what they
+started ends with them.
 
 Protocol: JSON lines over a socket; the function's own output goes nowhere.
 """
@@ -9,14 +10,12 @@ Protocol: JSON lines over a socket; the function's own output goes nowhere.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib.util
 import inspect
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
@@ -26,16 +25,12 @@ from typing import Any
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.json_text import read_json
+from mcore_rl.processes.guarding import GuardedProgram
 from mcore_rl.tracking.secrets import redacted, without_secrets
 
 START_S = 60.0  # to start and to import the file
 MAX_ANSWER = 1 << 20  # characters of a result
 LINE = 16 << 20  # bytes of a line
-PR_SET_PDEATHSIG = 1
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from mcore_rl.agents.function_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
 
 
 class FunctionTool(EpisodeTool):
@@ -104,7 +99,7 @@ class _FunctionProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _started(theirs)
+            self._process = GuardedProgram(__name__, theirs, without_secrets())
         self._ours = ours
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._imported = set[str]()
@@ -136,13 +131,11 @@ class _FunctionProcess:
 
     def end(self) -> int:
         """Kills the process and those that it started; returns its exit code."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         if self._streams is not None:
             with suppress(RuntimeError):  # the event loop has ended before
                 self._streams[1].close()
         self._ours.close()
-        return self._process.wait()
+        return self._process.end()
 
 
 def describe(place: str, key: str) -> dict[str, Any]:
@@ -152,7 +145,7 @@ def describe(place: str, key: str) -> dict[str, Any]:
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        process = _started(theirs)
+        process = GuardedProgram(__name__, theirs, without_secrets())
     try:
         with ours, ours.makefile("rwb") as file:
             ours.settimeout(START_S)
@@ -163,9 +156,7 @@ def describe(place: str, key: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         answer = {"error": f"importing the file took longer than {START_S:g} s ({error})"}
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.end()
     if "schema" not in answer:
         remedy = (
             "Write FILE.py:FUNCTION, a function with type hints and a docstring that describes each argument (Args:)"
@@ -174,29 +165,13 @@ def describe(place: str, key: str) -> dict[str, Any]:
     return dict(answer["schema"])
 
 
-def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path])]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        env=without_secrets(),
-        start_new_session=True,
-    )
-
-
-def main(descriptor: int, parent: int) -> None:
-    """Answers each line on the socket ``descriptor`` until the process ``parent`` closes it or dies.
+def main(descriptor: int) -> None:
+    """Answers each line on the socket ``descriptor`` until it is closed.
 
     {place} is answered with {schema}, {place, arguments} with {text}, {place, imports} with an empty one; each with
     {error}.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
     own = os.getpid()
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as file:
         os.set_inheritable(descriptor, False)

@@ -16,8 +16,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,10 +25,10 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
-from mcore_rl.agents import program_guard
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.json_text import read_json
+from mcore_rl.processes.guarding import GuardedProgram
 from mcore_rl.tracking.secrets import redacted, without_secrets
 
 KEY = "rollout.agent.mcp_config_path"
@@ -42,10 +40,6 @@ AGAIN_S = 10.0  # between two attempts to start a server
 LINE = 16 << 20  # bytes
 MAX_ERROR = 500  # characters
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from mcore_rl.agents.mcp_process import main; main(int(sys.argv[1]))"
-)
 logger = logging.getLogger(__name__)
 
 
@@ -72,7 +66,7 @@ class McpServer:
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         self.name, self._given = name, dict(given)
-        self._process: _Guarded | None = None
+        self._process: GuardedProgram | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -86,7 +80,7 @@ class McpServer:
         self.close()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _Guarded(theirs)
+            self._process = GuardedProgram("mcore_rl.agents.mcp_process", theirs, without_secrets())
         self._socket = ours
         ours.settimeout(START_S)
         try:
@@ -288,38 +282,6 @@ def _resolved(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
     arguments = {"args": [value(each) for each in fields["args"]]} if fields.get("args") else {}
     return {**given, **mapped, **arguments}
-
-
-class _Guarded:
-    """The client of a server below a guard, which ends with all that they started, daemons too, and with this process.
-
-    theirs: the client's end of the socket.
-    """
-
-    def __init__(self, theirs: socket.socket) -> None:
-        arguments = [str(theirs.fileno()), json.dumps([str(path) for path in sys.path])]
-        reading, self._alive = os.pipe()
-        try:
-            guard = [sys.executable, "-I", "-S", program_guard.__file__, str(reading)]
-            self._guard = subprocess.Popen(
-                [*guard, sys.executable, "-P", "-c", _PROGRAM, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[reading, theirs.fileno()],
-                env=without_secrets(),
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(self._alive)
-            raise
-        finally:
-            os.close(reading)
-
-    def end(self) -> None:
-        """Kills them all."""
-        os.close(self._alive)
-        self._guard.wait()
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.agents import program_function, program_guard
+from mcore_rl.agents import program_function
 from mcore_rl.agents.conversations import Conversations
 from mcore_rl.agents.session import (
     ABORTED,
@@ -34,6 +34,7 @@ from mcore_rl.config.agent import ProgramConfig, ProgramReward
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason
 from mcore_rl.json_text import read_json
+from mcore_rl.processes.guarding import guarded
 from mcore_rl.rewards.score import NotANumberError, Score, finite
 from mcore_rl.tracking.secrets import redacted, without_secrets
 
@@ -260,7 +261,7 @@ async def _start(command: list[str], variables: dict[str, str]) -> tuple[asyncio
     try:
         pipe = asyncio.subprocess.PIPE
         guard = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", program_guard.__file__, str(reading), *command,
+            *guarded(command, reading),
             stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=[reading], env=variables, start_new_session=True,
             limit=TAIL,
         )  # fmt: skip

@@ -9,16 +9,12 @@ scorer replaces a process that hangs or ends, and no process outlives the scorer
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
 import pickle
 import queue
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -29,6 +25,7 @@ from typing import Self
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.processes.guarding import GuardedProgram
 from mcore_rl.rewards.code import WEAK, CodeRows, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 from mcore_rl.rewards.custom import import_refusal, trial_refusal
@@ -41,11 +38,7 @@ from mcore_rl.tracking.secrets import without_secrets
 MAX_WORKERS = 16
 MAX_ANSWER = 16 << 20  # bytes of a Score
 START_S = 120.0  # the time limit for a process to start and to import a custom function's file
-# Not multiprocessing: that would import the main program, and with it torch, into every worker.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from mcore_rl.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+WORKER = "mcore_rl.rewards.worker"
 
 logger = logging.getLogger(__name__)
 
@@ -56,27 +49,16 @@ class _Worker:
     def __init__(self, config: RewardConfig, custom: CustomRewardFunction) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path])]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                pass_fds=[theirs.fileno()],
-                env=without_secrets(custom.env),
-                start_new_session=True,  # Ctrl-C does not reach it, and killpg also ends the processes that it starts
-            )
-        assert self._process.stdout is not None
-        PRINTS.relay(self._process.stdout)
+            self._process = GuardedProgram(WORKER, theirs, without_secrets(custom.env), shows=True)
+        PRINTS.relay(self._process.output)
         self._connection = Connection(ours.detach())
         self._settings = (config, custom)
         self._is_ready = False
 
     @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
+    def guard(self) -> int:
+        """The process id of the worker's guard, its parent."""
+        return self._process.guard
 
     def wait_until_ready(self) -> None:
         """Waits until the process can grade.
@@ -101,15 +83,13 @@ class _Worker:
             raise TimeoutError
 
     def kill(self) -> None:
-        """Kills the process and its group; the thread that waits for it gets an EOFError."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kills the process and all that it started; the thread that waits for it gets an EOFError."""
+        self._process.kill()
 
     def end(self) -> int:
-        """Kills the process, unless it has ended already, and returns its exit code."""
-        self.kill()
+        """Kills the process, unless it has ended already, with all that it started; returns its exit code."""
         self._connection.close()
-        return self._process.wait()
+        return self._process.end()
 
 
 class Scorer:

@@ -7,7 +7,6 @@ Score; the scorer detects a grader that hangs or whose process is gone.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
@@ -26,7 +25,6 @@ from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 from mcore_rl.tracking.secrets import redacted
 
 MEMORY_BYTES = 4 << 30  # of built-in graders: given 10^(10^10) as an answer, sympy would fill the machine's memory
-PR_SET_PDEATHSIG = 1
 MAX_DETAIL = 500  # characters of an error
 
 
@@ -94,16 +92,13 @@ def refusal_of(message: bytes) -> ConfigError | None:
         raise OSError(f"the grading process began with {message[:80]!r}") from error
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serves on the socket ``descriptor`` until the process ``parent`` closes it or dies.
+def main(descriptor: int) -> None:
+    """Serves on the socket ``descriptor`` until it is closed.
 
     First receives (config, custom) and answers with its ``refusal``: none, or of a custom function that cannot be
     loaded.  Then answers each pickled request with a ``packed`` Score.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
     sys.set_int_max_str_digits(0)
     own = os.getpid()
     with Connection(descriptor) as connection:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.agents.function_process import FunctionProcesses, describe
@@ -26,6 +27,15 @@ def weather(city: str, days: int = 1) -> str:
         time.sleep(100)
     if city == "fork":
         return "child" if os.fork() == 0 else "parent"
+    if city == "daemon":
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(writing, str(os.getpid()).encode())
+                time.sleep(600)
+            os._exit(0)
+        return os.read(reading, 100).decode()
     if city == "flood":
         for _ in range(300):
             print("x" * 10**6)
@@ -114,6 +124,15 @@ async def test_a_function_that_hangs_is_killed(file: Path) -> None:
     hung = await processes.call(f"{file}:weather", {"city": "hang"})
     assert hung.failed and "took longer than 1 s" in hung.text and time.monotonic() - start < 5
     processes.close()
+
+
+@awaited
+async def test_a_daemon_of_a_function_ends_with_its_process(file: Path) -> None:
+    processes = FunctionProcesses(1, timeout_s=5.0)
+    daemon = psutil.Process(int((await processes.call(f"{file}:weather", {"city": "daemon"})).text))
+    assert daemon.is_running()
+    processes.close()
+    daemon.wait(60)
 
 
 @awaited

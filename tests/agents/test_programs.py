@@ -371,8 +371,6 @@ async def test_a_run_that_is_cancelled_ends_its_programs(own: Path, tmp_path: Pa
 
 def test_a_program_whose_starter_is_killed_ends_with_all_that_it_started(tmp_path: Path) -> None:
     """As in a run whose controller is killed; ``tests/e2e/test_programs.py`` kills one."""
-    from mcore_rl.agents import program_guard
-
     marks = tmp_path / "marks"
     marks.mkdir()
     program = (
@@ -382,8 +380,9 @@ def test_a_program_whose_starter_is_killed_ends_with_all_that_it_started(tmp_pat
     )
     starter = (
         "import os, subprocess, sys, time\nreading, writing = os.pipe()\n"
-        f"subprocess.Popen([sys.executable, '-I', '-S', {program_guard.__file__!r}, str(reading), sys.executable, '-c',"
-        f" {program!r}], pass_fds=[reading])\nos.close(reading)\ntime.sleep(1000)\n"
+        "from mcore_rl.processes.guarding import guarded\n"
+        f"subprocess.Popen(guarded([sys.executable, '-c', {program!r}], reading), pass_fds=[reading])\n"
+        "os.close(reading)\ntime.sleep(1000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
     until = time.monotonic() + 60

@@ -63,6 +63,15 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
             child = os.fork()
             if child == 0: time.sleep(600)
             return child
+        case "daemon":
+            reading, writing = os.pipe()
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.write(writing, str(os.getpid()).encode())
+                    time.sleep(600)
+                os._exit(0)
+            return int(os.read(reading, 100))
     return float(solution_str)
 """
 GOOD = {
@@ -150,10 +159,10 @@ def test_a_process_is_kept_while_it_works_and_replaced_when_it_is_lost(custom: C
 
 def test_what_a_grader_started_ends_with_it(custom: CustomRewardFunction) -> None:
     with Scorer(RewardConfig(num_workers=1, timeout_s=LIMIT_S), custom) as scorer:
-        child = psutil.Process(int(asyncio.run(scorer.score(mine("pids"))).value))
-        assert child.is_running()
+        left = [psutil.Process(int(asyncio.run(scorer.score(mine(name))).value)) for name in ("pids", "daemon")]
+        assert all(process.is_running() for process in left)
         asyncio.run(scorer.score(mine("hang")))
-        assert psutil.wait_procs([child], timeout=60)[1] == []
+        assert psutil.wait_procs(left, timeout=60)[1] == []
         stray = asyncio.run(scorer.score_all([mine("stray"), mine("1.5")]))  # a fork that comes back from the function
         assert [score.value for score in stray] == [1.0, 1.5]
 
@@ -266,12 +275,13 @@ socket.socket(fileno=int(sys.argv[1])).sendall(struct.pack("!i", len(message)) +
 def test_a_grading_process_that_begins_with_a_pickle_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_module, "_PROGRAM", FORGED.replace("MARK", str(tmp_path / "evil")))
+    (tmp_path / "forged.py").write_text(FORGED.replace("MARK", str(tmp_path / "evil")))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(scorer_module, "WORKER", "forged")
     worker = scorer_module._Worker(RewardConfig(num_workers=1), CustomRewardFunction())
     with pytest.raises(OSError, match="the grading process began with"):
         worker.wait_until_ready()
-    worker.kill()
-    worker._process.wait()
+    worker.end()
     assert not (tmp_path / "evil").exists()
 
 
@@ -379,8 +389,10 @@ def test_graders_have_no_secrets_but_those_that_are_named(tmp_path: Path, monkey
         with Scorer(RewardConfig(num_workers=1), custom) as scorer:
             assert asyncio.run(scorer.score(mine("1"))).answer == seen
             (worker,) = scorer._workers
-            environ = Path(f"/proc/{worker.pid}/environ").read_text()
-            assert [name for name in values if values[name] in environ] == seen.split(",")
+            (grading,) = psutil.Process(worker.guard).children()
+            for pid in (worker.guard, grading.pid):
+                environ = Path(f"/proc/{pid}/environ").read_text()
+                assert [name for name in values if values[name] in environ] == seen.split(",")
             error = asyncio.run(scorer.score(mine("raise"))).error
             expected = "raised: ValueError: refused: Bearer ***" if named else "raised: KeyError: 'JUDGE_API_KEY'"
             assert error == expected
@@ -417,7 +429,7 @@ def test_no_process_outlives_a_program_that_is_ended(custom: CustomRewardFunctio
     ) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == b"busy\n"
-        while len(workers := psutil.Process(program.pid).children(recursive=True)) < 2:
+        while len(workers := psutil.Process(program.pid).children(recursive=True)) < 4:  # and their guards
             time.sleep(0.01)
         os.killpg(program.pid, number)
         assert program.wait(60) != 0

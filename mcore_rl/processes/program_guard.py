@@ -6,6 +6,7 @@ that it starts in milliseconds.
 
 Arguments: the read end of a pipe that closes when the program is to end, then the program's command line.  Its exit
 code is the program's, or 128 and the number of the signal that ended it; 127: there is no such program.
+``mcore_rl.processes.guarding`` starts it.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ def main(alive: int, command: list[str]) -> int:
 
 
 def _wait(program: int, alive: int) -> int:
-    """The exit code of ``program``; 128 + SIGKILL if ``alive`` closes before it ends."""
+    """The exit code of ``program``, which is killed once ``alive`` closes."""
     try:
         ended = [os.pidfd_open(program)]
     except (AttributeError, OSError):
         ended = []
     while True:
         ready, _, _ = select.select([alive, *ended], [], [], None if ended else LOOK_S)
-        pid, status = os.waitpid(program, os.WNOHANG)
+        if alive in ready:
+            os.kill(program, signal.SIGKILL)  # one that is ending by itself keeps its own exit code
+        pid, status = os.waitpid(program, 0 if alive in ready else os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-        if alive in ready:
-            return 128 + signal.SIGKILL
 
 
 def _end_all() -> None:

@@ -1,0 +1,89 @@
+"""A guarded program ends with all that it started, and its exit code is its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.processes import guarding
+from mcore_rl.processes.guarding import GuardedProgram
+
+PROGRAM = """
+import os, signal, socket, sys, time
+
+def main(descriptor: int) -> None:
+    with socket.socket(fileno=descriptor) as connection:
+        word = connection.recv(100).decode()
+        if word.lstrip("-").isdigit():
+            os.kill(os.getpid(), -int(word)) if int(word) < 0 else os._exit(int(word))
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(writing, str(os.getpid()).encode())
+                connection.close()
+                time.sleep(600)
+            os._exit(0)
+        if word == "stop":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        connection.sendall(os.read(reading, 100))
+        time.sleep(600)
+"""
+
+
+def program(folder: Path, word: str) -> tuple[GuardedProgram, bytes]:
+    """(a program that was told ``word``, its answer)."""
+    (folder / "forks_twice.py").write_text(PROGRAM)
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        made = GuardedProgram("forks_twice", theirs, dict(os.environ))
+        theirs.close()
+        ours.sendall(word.encode())
+        return made, ours.recv(100)
+
+
+@pytest.mark.parametrize("code", [0, 7, -signal.SIGTERM, -signal.SIGSEGV])
+def test_its_exit_code_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    made, answer = program(tmp_path, str(code))
+    assert answer == b""  # the kernel closes a program's files before it has ended
+    assert made.end() == code
+
+
+@pytest.mark.parametrize("word", ["fork", "stop"])
+def test_a_daemon_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """Also where the program has stopped its guard: then only the program itself ends."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(guarding, "END_S", 2.0)
+    made, answer = program(tmp_path, word)
+    daemon, (below,) = psutil.Process(int(answer)), psutil.Process(made.guard).children()[:1]
+    assert made.end() == -signal.SIGKILL
+    below.wait(60)
+    if word == "stop":
+        daemon.kill()
+    daemon.wait(60)
+
+
+def test_a_daemon_ends_with_who_started_it(tmp_path: Path) -> None:
+    starter = (
+        "import os, sys, time\nfrom pathlib import Path\n"
+        f"sys.path[:0] = [{str(tmp_path)!r}, {str(Path.cwd())!r}]\n"
+        "from tests.processes.test_guarding import program\n"
+        f"print(int(program(Path({str(tmp_path)!r}), 'fork')[1]), flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        daemon = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    until = time.monotonic() + 60
+    while daemon.is_running() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not daemon.is_running()
