@@ -149,7 +149,7 @@ class Result:
         """What exceeded its bound, in words."""
         memory_mib = self.workers * ((WORKER_BYTES >> 20) + config.code.memory_mib)
         limits = {
-            "processes": (self.peak_processes, 2 * self.workers),  # a grading process and its program
+            "processes": (self.peak_processes, 3 * self.workers),  # a guard, a grading process and its program
             "threads": (self.peak_threads, self.workers * (1 + MAX_THREADS) + LATE_THREADS),
             "MiB": (self.peak_memory_mib, memory_mib),
             "seconds": (self.wall_s, 60 + 2 * config.code.timeout_s * math.ceil(self.samples / self.workers)),

@@ -211,7 +211,7 @@ def test_the_judgement_can_fail() -> None:
         samples=2,
         workers=1,
         wall_s=1e6,
-        peak_processes=3,
+        peak_processes=4,
         peak_threads=10**5,
         peak_memory_mib=10**6,
         wrong=("x",),
