@@ -18,7 +18,7 @@ from typing import Any
 MASK = "***"
 MIN_LENGTH = 8  # characters
 _NAME = re.compile(
-    r"^AWS_|(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE)S?(_|\d*$)|(^|_)(AUTH|PAT|PWD|PRIVATE)(_|$)",
+    r"^AWS_|(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE)S?(_|\d*$)|(^|_)(AUTH|BEARER|PAT|PWD|PRIVATE)(_|$)",
     re.IGNORECASE,
 )
 _NOT_SECRET = {"PWD"}  # the current folder
@@ -42,6 +42,9 @@ _FREE_OVERRIDE = re.compile(r"([+~]*[\w.]*\b(?:reward_kwargs|env|headers)\.(?:[\
 _PARAMETER = re.compile(rf"([?&](?:{_SETTING}|key|sig|(?:[a-z0-9]+-)*signature)=)[^&#\s\"']+", re.IGNORECASE)
 _PASSWORD_FIELD = re.compile(r"(\b(?:password|passwd|pwd)\s*=\s*)[^\s;&]+", re.IGNORECASE)  # of a database's address
 _OPTION = re.compile(rf"--?(?:{_SETTING}|u|user|H)", re.IGNORECASE)  # its value is the next word, if it is a secret
+# Options whose value is a secret if it looks like one: --openai-key X, but not --prompt-key question; curl's -b.
+_MAYBE_OPTION = re.compile(r"--?(?:(?:[a-z0-9]+[-_])*(?:key|auth|bearer)|b)", re.IGNORECASE)
+_LOOKS_SECRET = re.compile(r"(?=.*[0-9])(?=.*[a-z])[^\s/\\]{8,}", re.IGNORECASE)
 _BEARER = re.compile(r"\b((?:bearer|basic)\s+)[^\s\"']{8,}", re.IGNORECASE)
 _URL_USER = re.compile(r"(://)[^/\s@]+@")
 _FREE = ("reward_kwargs", "env", "headers")  # groups whose names are not ours, and may hold a secret as variables do
@@ -139,14 +142,15 @@ def _words(words: Sequence[Any], *, free: bool) -> list[Any]:
             option = ""
             continue
         bare = option.lstrip("-")
-        if (option and _SETTING_NAME.fullmatch(bare)) or (bare in ("u", "user") and ":" in word):
+        may_be = _MAYBE_OPTION.fullmatch(option) and _LOOKS_SECRET.fullmatch(word)
+        if (option and _SETTING_NAME.fullmatch(bare)) or (bare in ("u", "user") and ":" in word) or may_be:
             shown.append(MASK)
         else:
             override = _FREE_OVERRIDE.fullmatch(word)
             if override and is_secret(override[2], ""):
                 word = f"{override[1]}{MASK}"
             shown.append(_settings(_WRITTEN.sub(rf"\1{MASK}", word), free=free))
-        option = word if _OPTION.fullmatch(word) else ""
+        option = word if _OPTION.fullmatch(word) or _MAYBE_OPTION.fullmatch(word) else ""
     return shown
 
 

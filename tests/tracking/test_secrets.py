@@ -101,6 +101,11 @@ HIDDEN = "kq-7f3a91d0c5e2"
         {"rollout": {"agent": {"program": {"command": ["curl", f"--user=me:{HIDDEN}"]}}}},
         {"rollout": {"agent": {"program": {"command": ["solve", "--api-key", HIDDEN]}}}},
         {"rollout": {"agent": {"program": {"command": ["solve", f"--api_key={HIDDEN}"]}}}},
+        {"rollout": {"agent": {"program": {"command": ["solve", "--key", HIDDEN]}}}},
+        {"rollout": {"agent": {"program": {"command": ["solve", "--openai-key", HIDDEN]}}}},
+        {"rollout": {"agent": {"program": {"command": ["solve", "--auth", HIDDEN]}}}},
+        {"rollout": {"agent": {"program": {"command": ["curl", "-b", f"session={HIDDEN}"]}}}},
+        {"custom_reward_function": {"reward_kwargs": {"bearer": HIDDEN}}},
         {"rollout": {"agent": {"program": {"command": ["env", f"OPENAI_API_KEY={HIDDEN}", "solve"]}}}},
         {"rollout": {"agent": {"program": {"command": ["sh", "-c", f"TOKEN={HIDDEN} solve --password '{HIDDEN}'"]}}}},
         {"command": ["mcore-rl", "train", f"custom_reward_function.reward_kwargs.api_key={HIDDEN}"]},
@@ -130,7 +135,8 @@ def test_what_is_no_secret_of_a_configuration_stays() -> None:
     values = {
         "data": {"prompt_key": "prompt", "max_prompt_length": 512, "reward_fn_key": "source"},
         "rollout": {"stop_token_ids": [1], "max_tokens": 5, "agent": {"program": {
-            "command": ["python", "solve.py", "--max-tokens", "100", "-u", "x", "--key-column=a", "tokenizer=b"],
+            "command": ["python", "solve.py", "--max-tokens", "100", "-u", "x", "--key-column=a", "tokenizer=b",
+                        "--prompt-key", "question", "-b", "16", "--key", "data/train-2024.json"],
             "url": "http://localhost:8000/a@b?page=2&max_tokens=5", "env": ["OPENAI_API_KEY"]}}},
         "reward": {"judge": {"api_key_env": "JUDGE_API_KEY"}},
         "custom_reward_function": {"reward_kwargs": {"max_tokens": 5, "pattern": "a:b@c", "threshold": 0.5}},

@@ -18,6 +18,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.pairs import sequences_per_prompt, trains_pairs, units_per_prompt
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.roles import AdaptedConfig, RoleConfig
@@ -142,6 +143,17 @@ def vocabulary_violations(run: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
                 problem = f"its tokens cannot be compared with the policy's: {error}"
             if problem is not None:
                 yield Violation(key, path, problem, "Name a model with the policy's tokenizer")
+
+
+def answer_violations(reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Violation]:
+    """Refuses an end of thoughts that no graded text has: graders see responses without special tokens."""
+    mark = reward.answer_after
+    if not mark:
+        return
+    tokens = tokenizer.encode(mark, add_special_tokens=False)
+    if mark.strip() not in str(tokenizer.decode(tokens, skip_special_tokens=True)):
+        problem = "has a special token of the model, which graders do not see: every response would have no answer"
+        yield Violation("reward.answer_after", mark, problem, "Leave it out, or write text that the model draws")
 
 
 def teacher_violations(teachers: Teachers, sources: Sequence[str]) -> Iterator[Violation]:

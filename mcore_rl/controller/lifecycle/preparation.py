@@ -37,6 +37,7 @@ from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_roll
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
+    answer_violations,
     demand_weights,
     model_run_violations,
     teacher_violations,
@@ -206,7 +207,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     refuse_if_any(violations)
     _demand_weights(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    refuse_if_any(list(vocabulary_violations(config, tokenizer)))
+    refuse_if_any([*vocabulary_violations(config, tokenizer), *answer_violations(config.reward, tokenizer)])
     agents = AgentRunner(
         config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
         config.data.max_prompt_length,

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import peft
 import pytest
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import ActorConfig, CriticConfig, FrozenModelConfig, RoleConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
@@ -21,6 +22,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
 from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
+    answer_violations,
     model_offline_violations,
     model_run_violations,
     vocabulary_violations,
@@ -177,6 +179,20 @@ def test_a_teacher_may_have_more_rows_of_padding_and_no_fewer(divergence: Diverg
     assert model_run_violations(taught, {"actor": dense, "teacher": wide}) == []
     (violation,) = model_run_violations(taught, {"actor": dense, "teacher": narrow})
     assert violation.key == "teacher.path" and "it cannot score all of them" in violation.problem
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_special", "refused"),
+    [("</think>", True, True), ("</think>", False, False), ("</think>\n", False, False), ("Answer:", None, False)],
+)
+def test_a_thought_ends_with_what_graders_see(mark: str, is_special: bool | None, refused: bool) -> None:
+    tokenizer = prompt_files.tokenizer()
+    if is_special is not None:
+        tokenizer.add_tokens([AddedToken("</think>", special=is_special)], special_tokens=is_special)
+    seen = tokenizer.decode(tokenizer.encode(f"Some thought. {mark} 5"), skip_special_tokens=True)
+    assert (mark not in seen) == refused
+    violations = list(answer_violations(RewardConfig(answer_after=mark), tokenizer))
+    assert [violation.key for violation in violations] == ["reward.answer_after"] * refused
 
 
 def test_a_model_that_scores_has_the_policy_s_tokens(tmp_path: Path) -> None:
