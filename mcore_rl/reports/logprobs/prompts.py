@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.data.rows import without_nulls
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.protocol import Prompt
@@ -65,7 +66,8 @@ def _tokens(value: Any, row: int, data: Path, tokenizer: Any) -> tuple[int, ...]
     if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
         if tokenizer.chat_template is None:
             return tuple(tokenizer.encode("\n".join(str(each["content"]) for each in value)))
-        return tuple(tokenizer.apply_chat_template(value, add_generation_prompt=True, return_dict=False))
+        messages = [without_nulls(each) for each in value]
+        return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
     problem = f"row {row} is neither messages, text nor token ids: {str(value)[:80]}"
     raise _wrong(data, problem, "Write a list of {role, content}, a string, or token ids")
 

@@ -44,6 +44,15 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     assert read_prompts(data, tokenizer, 1) == [first]
 
 
+def test_fields_that_other_rows_have_are_absent(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ 'five' if 'name' in m else 'three' }} {{ m.content }} {% endfor %}"
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "model", template))
+    named = [{"role": "user", "content": "two", "name": "and"}]
+    data = write(tmp_path / "x.parquet", prompt=[QUESTION, named])
+    drawn = [tokenizer.decode(prompt.tokens).split() for prompt in read_prompts(data, tokenizer, 10)]
+    assert drawn == [["three", "two", "and", "three"], ["five", "two"]]
+
+
 def test_without_a_template_messages_are_lines(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "model", None))
     (prompt,) = read_prompts(write(tmp_path / "x.parquet", prompt=[QUESTION]), tokenizer, 10)
