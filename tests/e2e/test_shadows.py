@@ -21,7 +21,7 @@ from mcore_rl.config.compose import as_dict
 from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.config.trainer import Mode, RayInitConfig
 from mcore_rl.controller.programs.sft import SFT
 from mcore_rl.controller.programs.train import run_training
 from mcore_rl.families.registry import family_of
@@ -114,8 +114,10 @@ def test_trains_on_cpu(trained: Trained) -> None:
     weights_move(trained)
     assert all(line["actor/skipped_updates"] == 0 for line in trained.metrics)
     # Between 1 and 10 for these weights; a norm over zeros, or sums in place of means, make thousands.  In one of the
-    # steps it may be near 0: where by chance both samples of every prompt score the same.
-    assert 0.1 < max(line["actor/grad_norm"] for line in trained.metrics) < 100
+    # steps it may be near 0: where by chance both samples of every prompt score the same.  SPPO's target of a whole
+    # response is eta = 1000 times a win rate.
+    most = 5000 if isinstance(trained.config, RunConfig) and trained.config.actor.loss_mode == "sppo" else 100
+    assert 0.1 < max(line["actor/grad_norm"] for line in trained.metrics) < most
     if isinstance(trained.config, RunConfig):
         steps_are_sane(trained.config, trained.metrics)
         validates(trained.config, trained.metrics[-1])
@@ -140,8 +142,11 @@ def agents_ran(trained: Trained) -> None:
 def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
     first, second = metrics
     for line in metrics:
-        # Two implementations in float32, and few layers; a wrong weight makes 0.01 and more.
-        assert line["rollout/logprob_diff_max"] < 1e-4
+        # Two implementations in float32, and few layers; a wrong weight makes 0.01 and more.  What older weights drew
+        # differs by what they have learnt since.
+        is_fresh = line.get("rollout/staleness_max", 0) == 0
+        assert is_fresh or (line is second and config.trainer.mode is not Mode.sync)
+        assert line["rollout/logprob_diff_max"] < (1e-4 if is_fresh else 0.1)
         for role in ("critic", "process_reward"):
             assert (f"{role}/grad_norm" in line) is (role in config.roles)
         assert ("kl/reward" in line) is config.algorithm.use_kl_in_reward

@@ -56,8 +56,8 @@ def test_json(one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: p
     report = json.loads(out)
     assert code == 0 and report["proven"] and report["world_size"] == 4
     assert report["traffic"]["over_bound"] == 1.0
-    assert [len(check["failures"]) for check in report["checks"]] == [0] * 9
-    assert all(check["found"] for check in report["checks"])
+    assert len({check["proves"] for check in report["checks"]}) == len(report["checks"]) >= 9
+    assert all(check["found"] and not check["failures"] for check in report["checks"])
 
 
 def test_a_preset_names_its_layouts(

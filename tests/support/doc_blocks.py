@@ -88,6 +88,7 @@ def write_stage(directory: Path) -> None:
         ("DigitalLearningGmbH/MATH-lighteval", "math"),
         ("BytedTsinghua-SIA/DAPO-Math-17k", "dapo-math"),
         ("BytedTsinghua-SIA/AIME-2024", "aime24"),
+        ("PRIME-RL/Eurus-2-RL-Data", "eurus2-rl"),
     ):
         assert name in DATASETS
         shutil.copytree(task / "source" / name, directory / source)
