@@ -46,7 +46,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.stages import Stage, is_field
+from mcore_rl.config.stages import StepStage, is_field
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
@@ -238,7 +238,7 @@ class BareRun(Run):
     def epoch(self) -> float:
         return 0.0
 
-    def plan(self, step: int) -> tuple[Stage, ...]:
+    def plan(self, step: int) -> tuple[StepStage, ...]:
         return step_plan(self.config)
 
 

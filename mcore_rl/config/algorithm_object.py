@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import LossAggregation
-from mcore_rl.config.stages import Stage
+from mcore_rl.config.stages import StepStage
 
 T = TypeVar("T")
 Function = str | Callable[..., Any]
@@ -79,7 +79,7 @@ class Estimator:
     formula: str
     paper: str
     roles: tuple[str, ...] = ()
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StepStage, ...] = ()
     min_group: int = 1
     over_step: bool = False
     greedy: bool = False

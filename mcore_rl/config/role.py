@@ -8,7 +8,7 @@ from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.stages import ADVANTAGES, TOKENS, Pass, Stage, Update
+from mcore_rl.config.stages import ADVANTAGES, TOKENS, Pass, StepStage, Update
 
 if TYPE_CHECKING:
     from mcore_rl.config.roles import RoleConfig
@@ -50,7 +50,7 @@ class ExponentialAverage:
     decay: float
 
 
-def nothing(role: Role, run: Any) -> Sequence[Stage]:
+def nothing(role: Role, run: Any) -> Sequence[StepStage]:
     """The stages of a role that a step does not touch."""
     return ()
 
@@ -90,7 +90,7 @@ class Role:
     trains: bool = False
     publishes: bool = False
     on_request: bool = False
-    stages: Callable[[Role, Any], Sequence[Stage]] = nothing
+    stages: Callable[[Role, Any], Sequence[StepStage]] = nothing
     keeps_copy: bool = False
     loss: str | None = None
     moves: Moves = Never()

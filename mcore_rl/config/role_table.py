@@ -20,7 +20,7 @@ from mcore_rl.config.roles import (
     RouterReplay,
     TeacherConfig,
 )
-from mcore_rl.config.stages import OUTCOME, Stage
+from mcore_rl.config.stages import OUTCOME, StepStage
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
@@ -32,7 +32,7 @@ ROUTES = ("routing_TLK", "unrouted_T")  # the experts to repeat, which a batch h
 FROM_ADVANTAGES = ("advantages_T", "teacher_advantages_T", "weights_T", "selection_T")
 
 
-def policy_stages(role: Role, run: RunConfig) -> Sequence[Stage]:
+def policy_stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
     """The policy is scored as it drew, and trained by what the step has made of that."""
     records = run.actor.router_replay is RouterReplay.r2
     replays = run.actor.router_replay is not RouterReplay.off
@@ -52,7 +52,7 @@ def teacher_fields(run: RunConfig) -> tuple[str, ...]:
     return (TEACHER_HIDDEN, TEACHER_SCORED) if run.algorithm.distill.in_loss else ("teacher_logprobs_T",)
 
 
-def process_reward_stages(role: Role, run: RunConfig) -> Sequence[Stage]:
+def process_reward_stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
     """PRIME's reward model is trained on outcomes, before or after it rewards the responses of a step."""
     rewards = role.scores("process_logprobs_T", sampled=False)
     learns = role.update("process_ref_logprobs_T", OUTCOME, whole=True, sampled=False)

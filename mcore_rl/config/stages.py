@@ -93,7 +93,7 @@ class Update:
     makes: tuple[str, ...] = ()
 
 
-Stage = Pass | OnRanks | OnController | Estimate | Update
+StepStage = Pass | OnRanks | OnController | Estimate | Update
 
 
 def is_field(name: str) -> bool:

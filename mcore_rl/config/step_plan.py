@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import OffPolicy, Rejection
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
-from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, TOKENS, Estimate, Pass, Stage, Update, is_field
+from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, TOKENS, Estimate, Pass, StepStage, Update, is_field
 from mcore_rl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ SELECTED = "selection_T"  # made by an update that selects tokens, for itself
 FOR_METRICS = frozenset({OLD_LOGPROBS, "routing_TLK"})  # a pass may be there for these alone
 
 
-def step_plan(run: RunConfig, *, trains_policy: bool = True) -> tuple[Stage, ...]:
+def step_plan(run: RunConfig, *, trains_policy: bool = True) -> tuple[StepStage, ...]:
     """The stages of a step, in the order in which they run.
 
     trains_policy: False while a critic warms up.
     Raises ConfigError if a stage reads what none makes, makes what none reads, or waits for one that waits for it.
     """
     policy = run.policy.name
-    before, after = list[Stage](), list[Stage]()
+    before, after = list[StepStage](), list[StepStage]()
     for role in run.role_rows:
         for stage in role.stages(role, run):
             is_update = isinstance(stage, Update) and stage.role == policy
@@ -99,9 +99,9 @@ def _is_read(run: RunConfig, name: str) -> bool:
     return any(name in stage.reads for stage in (*of_roles, *estimator(run.algorithm.adv_estimator).stages))
 
 
-def _in_order(run: RunConfig, stages: Sequence[Stage]) -> list[Stage]:
+def _in_order(run: RunConfig, stages: Sequence[StepStage]) -> list[StepStage]:
     """Each stage as soon as all that it reads is made, in the given order where several could be next."""
-    waiting, placed = list(stages), list[Stage]()
+    waiting, placed = list(stages), list[StepStage]()
     while waiting:
         ready = next((each for each in waiting if not _waits(each, waiting)), None)
         if ready is None:
@@ -111,11 +111,11 @@ def _in_order(run: RunConfig, stages: Sequence[Stage]) -> list[Stage]:
     return placed
 
 
-def _waits(stage: Stage, waiting: Iterable[Stage]) -> bool:
+def _waits(stage: StepStage, waiting: Iterable[StepStage]) -> bool:
     return any(other is not stage and not set(stage.reads).isdisjoint(other.makes) for other in waiting)
 
 
-def _demand_sound(run: RunConfig, stages: Sequence[Stage]) -> None:
+def _demand_sound(run: RunConfig, stages: Sequence[StepStage]) -> None:
     made = {name for stage in stages for name in stage.makes}
     read = {name for stage in stages for name in stage.reads}
     for stage in stages:
@@ -126,7 +126,7 @@ def _demand_sound(run: RunConfig, stages: Sequence[Stage]) -> None:
             raise _refusal(run, f"{_title(stage)} makes {', '.join(unread)}, which nothing in a step reads")
 
 
-def _resting(run: RunConfig, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+def _resting(run: RunConfig, stages: Sequence[StepStage]) -> tuple[StepStage, ...]:
     """Lets the processes of a trained role rest after their last pass, if no update follows in which they do."""
     trained = {role.name for role in run.trained_rows if not role.publishes}
     last = {stage.group if isinstance(stage, Pass) else stage.role: stage
@@ -139,7 +139,7 @@ def _resting(run: RunConfig, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     )
 
 
-def _title(stage: Stage) -> str:
+def _title(stage: StepStage) -> str:
     match stage:
         case Pass():
             return f"a pass of {stage.role}"

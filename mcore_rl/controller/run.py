@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.stages import Pass, Stage, Update
+from mcore_rl.config.stages import Pass, StepStage, Update
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
@@ -101,7 +101,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Whether ``step`` trains the policy: not while its critic warms up."""
         return step > self.config.trainer.critic_warmup
 
-    def plan(self, step: int) -> tuple[Stage, ...]:
+    def plan(self, step: int) -> tuple[StepStage, ...]:
         """The stages of ``step``, in order."""
         return self._plans[self.updates_policy(step)]
 

@@ -13,7 +13,7 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.stages import OnController, OnRanks, Pass, Stage, Update
+from mcore_rl.config.stages import OnController, OnRanks, Pass, StepStage, Update
 from mcore_rl.config.step_plan import step_plan, why_scored
 from mcore_rl.errors import ConfigError
 
@@ -148,7 +148,7 @@ MAKES = OnController(function="a:b", reads=("never",), makes=("x",))
     ],
 )
 def test_stages_that_cannot_run_are_refused(
-    stages: tuple[Stage, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    stages: tuple[StepStage, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = replace(estimator("rloo"), stages=stages)
     monkeypatch.setattr(module, "estimator", lambda _: own)

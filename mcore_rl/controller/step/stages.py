@@ -18,7 +18,7 @@ from mcore_rl.config.stages import (
     OnController,
     OnRanks,
     Pass,
-    Stage,
+    StepStage,
     Update,
     is_field,
 )
@@ -58,7 +58,7 @@ class StepState:
         return self.values.get(ADVANTAGES)
 
 
-async def run_stage(run: Run, stage: Stage, state: StepState) -> dict[str, float]:
+async def run_stage(run: Run, stage: StepStage, state: StepState) -> dict[str, float]:
     """Runs one stage, in the phase of ``time/*`` that it names; returns its metrics."""
     match stage:
         case Pass():

@@ -11,7 +11,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.stages import Pass, Stage
+from mcore_rl.config.stages import Pass, StepStage
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.families.flops import forward_flops, train_flops
 from mcore_rl.parallel.device import Platform
@@ -35,7 +35,7 @@ class Passes:
 
 
 def step_passes(
-    run: RunConfig, plan: Sequence[Stage], models: Mapping[str, ModelConfig], num_updates: Mapping[str, int]
+    run: RunConfig, plan: Sequence[StepStage], models: Mapping[str, ModelConfig], num_updates: Mapping[str, int]
 ) -> list[Passes]:
     """The passes of each model in a step, to count FLOP.
 

@@ -23,7 +23,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation, RouterReplay
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.stages import Pass, Stage, Update
+from mcore_rl.config.stages import Pass, StepStage, Update
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.updates import Updated, minibatches, run_pass, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
@@ -109,7 +109,7 @@ READ_BY = {
 }
 
 
-def _stages(role: str, *words: str) -> Sequence[Stage]:
+def _stages(role: str, *words: str) -> Sequence[StepStage]:
     run = compose(RunConfig, "train", ["model.path=m", *words])
     return ROLES[role].stages(ROLES[role], run)
 
