@@ -42,11 +42,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import StepStage, is_field
+from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
@@ -54,6 +55,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
+from mcore_rl.controller.step import stages, updates
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.data.prompts import PromptRow
@@ -68,7 +70,7 @@ from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.runtime.worker_values import RankAdvantages, TrainResults
+from mcore_rl.runtime.worker_values import TrainResults
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
 from mcore_rl.types import SequenceScores, StepResult
@@ -134,15 +136,16 @@ class StandIn:
         wanted: Portion[Any] = pickle.loads(portion)
         batches = wanted.join(shards)
         if method == "score":
-            (batch,), (field, _, with_entropy, _) = batches, args
+            (batch,), (makes, *_) = batches, args
             entropy_S = torch.tensor(batch.lengths_S, dtype=torch.float64)
             scores = torch.full((len(batch.tokens_T),), -0.7)
-            sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if with_entropy else None)
-            return Answer(value=sums), Shard.of(batch.lengths_S, **{field: scores})
-        if method == "compute_advantages":
-            of_tokens, stats = compute_advantages(batches[0], wanted.payload, *args)
-            made = Shard.of(batches[0].lengths_S, **vars(of_tokens))
-            return Answer(value=RankAdvantages(stats, tuple(made.fields))), made
+            sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if "entropy_S" in makes else None)
+            return Answer(value=sums), Shard.of(batch.lengths_S, **{makes[0]: scores})
+        if method == "on_ranks":
+            function, *more = args
+            made = function(batches[0], wanted.payload, *more)
+            fields = {name: made.pop(name) for name in [*made] if is_field(name)}
+            return Answer(value=made), Shard.of(batches[0].lengths_S, **fields)
         assert method == "train" and len(wanted.payload) == len(batches)
         names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
         metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
@@ -235,8 +238,8 @@ class BareRun(Run):
     def epoch(self) -> float:
         return 0.0
 
-    def passes(self, num_updates: Any) -> list[Any]:
-        return []
+    def plan(self, step: int) -> tuple[StepStage, ...]:
+        return step_plan(self.config)
 
 
 def simulated_run(
@@ -292,7 +295,7 @@ PARTS = {
 }
 SCORES, ADVANTAGES = "scores: shards, calls, answers", "advantages: call, answers, groups, whitening"
 SHARING = "device sharing and weight sync: calls"
-ASYNC_PARTS = {"score_role": SCORES, "update": "updates: calls, answers"}
+ASYNC_PARTS = {"run_pass": SCORES, "update": "updates: calls, answers"}
 
 
 async def large(algorithm: str, options: argparse.Namespace, folder: Path, model: Path) -> list[Result]:
@@ -301,23 +304,22 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     rollouts = rollouts_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
-    names = [*PARTS, "estimate_step", "updates"]
-    originals = {name: getattr(loop, name) for name in names}
+    # The names of functions that a step calls, where it looks them up.
+    places = dict.fromkeys(PARTS, loop) | {"score_metrics": stages, "estimate_step": stages}
+    originals = {name: getattr(module, name) for name, module in places.items()}
     gc.freeze()  # as ``loop.train``
     best: tuple[tuple[float, float], Ledger] | None = None
     for step in range(1, options.repetitions + 1):
         ledger = Ledger()
         for name, title in PARTS.items():
-            setattr(loop, name, ledger.timed(title, originals[name]))
-        module = originals["updates"]
+            setattr(places[name], name, ledger.timed(title, originals[name]))
         wrapped: dict[str, Any] = {
-            name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()
+            name: ledger.timed_async(title, getattr(updates, name)) for name, title in ASYNC_PARTS.items()
         }
-        wrapped["send"] = ledger.timed(SCORES, module.send)
-        loop.estimate_step = ledger.timed_async(ADVANTAGES, originals["estimate_step"])
-        loop.updates = SimpleNamespace(  # type: ignore[assignment]
-            **wrapped, minibatches=module.minibatches, Updated=module.Updated
-        )
+        wrapped["send"] = ledger.timed(SCORES, updates.send)
+        stages.estimate_step = ledger.timed_async(ADVANTAGES, originals["estimate_step"])
+        timed = SimpleNamespace(**wrapped, minibatches=updates.minibatches, Updated=updates.Updated)
+        loop.updates = stages.updates = timed  # type: ignore[assignment]
         run = simulated_run(config, rollouts, options.ranks, stand_in, ledger, folder, model)
         for name in ("to_engines", "to_trainer"):
             setattr(run.devices, name, ledger.timed_async(SHARING, getattr(run.devices, name)))
@@ -325,8 +327,9 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
         try:
             await loop.train_step(run, step)
         finally:
-            for name in names:
-                setattr(loop, name, originals[name])
+            for name, module in places.items():
+                setattr(module, name, originals[name])
+            loop.updates = stages.updates = updates
         end = ledger.now()
         whole = (end[0] - begin[0], end[1] - begin[1])
         if best is None or whole < best[0]:

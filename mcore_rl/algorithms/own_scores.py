@@ -13,7 +13,7 @@ from mcore_rl.types import SequenceScores, TokenScores, TrainBatch
 
 @dataclass(frozen=True)
 class OwnScores:
-    """Of sequences that an update scored itself (``config/old_logprobs.py``).
+    """Of sequences that an update scored itself (``config/step_plan.py``).
 
     scores: of the scoring pass.  correction: the agreement of trainer and sampler, as ``compute_advantages`` has it.
     """

@@ -2,13 +2,15 @@
 
 The process reward of a token is ``beta (log pi - log pi_ref)`` of the reward model and its frozen reference.  Ranks
 have tokens, and the controller has groups: ranks first summarize each response (``process_stats``), the controller
-computes what is subtracted (``centred``), and ranks subtract it (``centred_rewards``).
+computes what is subtracted (``compare``), and ranks subtract it (``token_rewards``).  ``config/algorithms/prime.py``
+names these stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +19,16 @@ from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.rloo import rloo
 from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, discounted_sums, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import AlgorithmConfig, ProcessNorm
+from mcore_rl.config.algorithm_object import PROCESS_REWARD
+from mcore_rl.config.roles import ProcessRewardConfig
+from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS
 from mcore_rl.types import SentAsArrays, TrainBatch
 
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.step_batch import StepBatch
+    from mcore_rl.config.run import RunConfig
+
 LOGPROBS, REF_LOGPROBS = "process_logprobs_T", "process_ref_logprobs_T"
-FIELDS = (LOGPROBS, REF_LOGPROBS)
 EPSILON = 1e-6  # added to the largest return, as in PRIME's code
 
 
@@ -42,7 +50,12 @@ def _log_ratios(batch: TrainBatch) -> Tensor:
     return batch.extra_T[LOGPROBS] - batch.extra_T[REF_LOGPROBS]
 
 
-def process_stats(batch: TrainBatch) -> ProcessStats:
+def process_stats(batch: TrainBatch, values: Mapping[str, Any], run: RunConfig) -> dict[str, ProcessStats]:
+    """The first stage of the ranks: ``stats_of``."""
+    return {"process_stats": stats_of(batch)}
+
+
+def stats_of(batch: TrainBatch) -> ProcessStats:
     """The statistics of the sequences of ``batch``, which has the log-probs of reward model and reference."""
     counts_S = sequence_counts(batch.mask_T, batch.lengths_S)
     ratios_M = Trained(batch.mask_T).gather(_log_ratios(batch)).double()
@@ -52,7 +65,7 @@ def process_stats(batch: TrainBatch) -> ProcessStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentredRewards(SentAsArrays):
+class CentredRewards:
     """How the rewards of each response follow from its log-ratios, once they are compared within its group; float32.
 
     scales_S, shifts_S: the process reward of a token is ``scale * log-ratio - shift``.
@@ -64,11 +77,6 @@ class CentredRewards(SentAsArrays):
     shifts_S: Tensor
     outcomes_S: Tensor
     compared_S: Tensor
-
-    def of(self, members: Sequence[int]) -> CentredRewards:
-        """Those of the responses at the places ``members``, in this order."""
-        chosen = list(members)
-        return CentredRewards(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
 
 
 def centred(
@@ -107,10 +115,28 @@ def centred(
     )
 
 
-def centred_rewards(batch: TrainBatch, rewards: CentredRewards) -> Tensor:
-    """The process rewards of the tokens of ``batch`` after ``centred``, [T], meaningful at trained tokens."""
-    scales_T, shifts_T = (at_tokens(x_S, batch.lengths_S) for x_S in (rewards.scales_S, rewards.shifts_S))
-    return scales_T * _log_ratios(batch) - shifts_T
+def compare(values: Mapping[str, Any], groups: StepBatch, run: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
+    """The stage of the controller: what is subtracted from the rewards of each response, and metrics."""
+    assert groups.sample_S is None, "preparation has refused programs"
+    algorithm, config, stats = run.algorithm, run.role_config(run.row(PROCESS_REWARD)), values["process_stats"]
+    assert isinstance(config, ProcessRewardConfig)
+    beta, outcomes = config.beta, groups.outcomes
+    member_S = torch.ones_like(outcomes.truncated_S)
+    if algorithm.mask_truncated and not algorithm.masked_in_baseline:
+        member_S = ~outcomes.truncated_S
+    rewards = centred(stats, groups.group_S, outcomes.scores_S, member_S, beta=beta, config=algorithm)
+    made = {
+        "process_scales": rewards.scales_S,
+        "process_shifts": rewards.shifts_S,
+        OUTCOMES: replace(outcomes, scores_S=rewards.outcomes_S, compared_S=rewards.compared_S),
+    }
+    return made, process_metrics(stats, groups.group_S, groups.batch.extra_S[OUTCOME], beta)
+
+
+def token_rewards(batch: TrainBatch, values: Mapping[str, Tensor], run: RunConfig) -> dict[str, Tensor]:
+    """The process rewards of the tokens of ``batch`` after ``compare``, [T], meaningful at trained tokens."""
+    scales_T, shifts_T = (at_tokens(values[f"process_{name}"], batch.lengths_S) for name in ("scales", "shifts"))
+    return {TOKEN_REWARDS: scales_T * _log_ratios(batch) - shifts_T}
 
 
 def process_metrics(stats: ProcessStats, group_S: Tensor, outcome_S: Tensor, beta: float) -> dict[str, float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.algorithms.ragged import Trained
+from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.config.algorithm_registry import policy_loss
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import TrainBatch
@@ -37,6 +39,17 @@ class Moments:
     logprob: float
     num_selected: int
     seed: int
+
+
+@dataclass(frozen=True)
+class SequencesInStep:
+    """What a rank must know of its sequences to select tokens.
+
+    advantages_S: float32, one per sequence; None if the batch has one per token.  index_S: their places in the step.
+    """
+
+    advantages_S: NDArray[np.float32] | None
+    index_S: Sequence[int]
 
 
 def num_selected(config: ActorConfig, num_tokens: int) -> int:
@@ -70,6 +83,14 @@ def select(
     keys_T[batch.mask_T] = keys_M
     candidates_M = keys_M[keys_M > -torch.inf]
     return keys_T, candidates_M.topk(min(moments.num_selected, len(candidates_M))).values.numpy()
+
+
+def select_tokens(
+    batch: TrainBatch, given: SequencesInStep, config: ActorConfig, numbers: StepNumbers, moments: Moments
+) -> dict[str, Any]:
+    """``select`` as ranks run it: all keys, as a field, and the largest.  numbers: of the step."""
+    keys_T, largest = select(finish(batch, given.advantages_S, numbers), given.index_S, config, moments)
+    return {"selection_T": keys_T, "largest": largest}
 
 
 def threshold(largest: Sequence[NDArray[np.float32]], num_selected: int) -> float:

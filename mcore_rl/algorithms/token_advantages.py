@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,10 +16,10 @@ from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
 from mcore_rl.algorithms.kl import kl_k1, penalty
-from mcore_rl.algorithms.process_rewards import CentredRewards, centred_rewards
 from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
+from mcore_rl.config.stages import TOKEN_REWARDS
 from mcore_rl.types import SentAsArrays, TrainBatch
 
 TEACHER_LOGPROBS = "teacher_logprobs_T"  # the field that the role ``teacher`` makes
@@ -32,14 +33,15 @@ class Outcomes(SentAsArrays):
     truncated_S: bool, whether it was cut off at its length limit.
     greedy_S: float32, the score of the greedy response to the same prompt; None if the algorithm does not need it.
     parts_SK: float32, the K parts of the score that ``gdpo_reward_keys`` names; None if it names none.
-    centred: what becomes of process rewards; None without a process reward model.
+    compared_S: bool, whether the response has siblings that its rewards were compared with, without which none is
+    trained; None: nothing is compared before the estimation.
     """
 
     scores_S: Tensor
     truncated_S: Tensor
     greedy_S: Tensor | None = None
     parts_SK: Tensor | None = None
-    centred: CentredRewards | None = None
+    compared_S: Tensor | None = None
 
     def of(self, members: Sequence[int]) -> Outcomes:
         """The outcomes of the responses at the places ``members``, in this order."""
@@ -51,7 +53,7 @@ class Outcomes(SentAsArrays):
             truncated_S=self.truncated_S[chosen],
             greedy_S=greedy_S,
             parts_SK=parts_SK,
-            centred=None if self.centred is None else self.centred.of(members),
+            compared_S=None if self.compared_S is None else self.compared_S[chosen],
         )
 
 
@@ -112,8 +114,8 @@ def compute_advantages(
 ) -> tuple[TokenAdvantages, SequenceStats]:
     """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
-    batch: has rollout log-probs, and if the run has them turn rewards, values, and log-probs of reference, teacher and
-    process reward model.  It has old log-probs if the step has a pass for them (``config/old_logprobs.py``).
+    batch: has rollout log-probs, and if the run has them turn rewards, rewards of tokens, values, and log-probs of
+    reference and teacher.  It has old log-probs if the step has a pass for them (``config/step_plan.py``).
     outcomes: of the same sequences.
     kl_coef: the coefficient of the KL in the reward in this step.
     """
@@ -126,15 +128,13 @@ def compute_advantages(
         kl_T = penalty(algorithm.kl_penalty)(old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
-    outcome_S = outcomes.scores_S
-    if (centred := outcomes.centred) is not None:
-        of_model_T, outcome_S = centred_rewards(batch, centred), centred.outcomes_S
-        process_T = of_model_T if process_T is None else process_T + of_model_T
+    if (rewards_T := batch.extra_T.get(TOKEN_REWARDS)) is not None:
+        process_T = rewards_T if process_T is None else process_T + rewards_T
     counted_T = _counted(batch, outcomes, algorithm)
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
         mask_T=batch.mask_T if algorithm.masked_in_baseline else counted_T,
-        outcome_S=outcome_S,
+        outcome_S=outcomes.scores_S,
         process_T=process_T,
         values_T=batch.old_values_T,
         greedy_S=outcomes.greedy_S,
@@ -176,13 +176,22 @@ def compute_advantages(
     return of_tokens, stats
 
 
+def estimate_tokens(
+    batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_coef: float
+) -> dict[str, Any]:
+    """``compute_advantages`` as ranks run it: fields of tokens, their names, and ``stats`` for the controller."""
+    of_tokens, stats = compute_advantages(batch, outcomes, algorithm, kl_coef)
+    fields = {name: x_T for name, x_T in vars(of_tokens).items() if x_T is not None}
+    return {**fields, "fields": tuple(fields), "stats": stats}
+
+
 def _counted(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig) -> Tensor:
     """The tokens whose advantages are trained, bool [T]; ``batch.mask_T`` itself if all are."""
     counted_T = batch.mask_T
     if algorithm.mask_truncated:
         counted_T = mask_truncated(counted_T, batch.lengths_S, outcomes.truncated_S)
-    if outcomes.centred is not None and not bool(outcomes.centred.compared_S.all()):
-        counted_T = counted_T & at_tokens(outcomes.centred.compared_S, batch.lengths_S)
+    if outcomes.compared_S is not None and not bool(outcomes.compared_S.all()):
+        counted_T = counted_T & at_tokens(outcomes.compared_S, batch.lengths_S)
     return counted_T
 
 

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.stages import StepStage
 
 T = TypeVar("T")
 Function = str | Callable[..., Any]
@@ -61,6 +62,7 @@ class Estimator:
     formula: for docs/algorithms.md, in its notation.
     paper: the source of the formula.
     roles: the roles that it needs beside the actor.
+    stages: what a step does for it beside the roles' own stages, such as rewards of tokens (config/step_plan.py).
     min_group: the fewest samples per prompt (``rollout.n``) with which it works.
     over_step: True if scores of other prompts' responses are in its baseline, so that it compares without a group.
     greedy: True if it needs the score of a greedy response to each prompt.
@@ -77,6 +79,7 @@ class Estimator:
     formula: str
     paper: str
     roles: tuple[str, ...] = ()
+    stages: tuple[StepStage, ...] = ()
     min_group: int = 1
     over_step: bool = False
     greedy: bool = False
@@ -98,7 +101,7 @@ class Estimator:
 
     def load(self) -> Callable[..., Any]:
         """Imports ``function`` if it is a name, and returns it."""
-        return _load(self.function)
+        return load_function(self.function)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,7 @@ class TokenSelection:
 
     def load(self) -> Callable[..., Any]:
         """Imports ``keys`` if it is a name, and returns the function."""
-        return _load(self.keys)
+        return load_function(self.keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,8 @@ class PolicyLoss:
     aggregation: the only ``actor.loss_agg_mode`` with which it is the paper's loss; None is any.
     selection: how it selects tokens over the whole step; None if it treats all tokens alike.
     pairs: True if it looks at both responses of a pair (``actor.preference.*``).
+    fields: what it reads of the batch beside log-probs, advantages and weights: ``NAME_T`` as ``extra_N["NAME_N"]``,
+    ``NAME_S`` as ``extra_S["NAME_S"]``.  ``outcome_S``: whether each response is right, 0 to 1.
     reads: the keys that it reads and that some other losses do not.
     """
 
@@ -141,11 +146,12 @@ class PolicyLoss:
     aggregation: LossAggregation | None = None
     selection: TokenSelection | None = None
     pairs: bool = False
+    fields: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
 
     def load(self) -> Callable[..., Any]:
         """Imports ``function`` if it is a name, and returns it."""
-        return _load(self.function)
+        return load_function(self.function)
 
 
 @dataclass(frozen=True)
@@ -235,7 +241,8 @@ class Algorithm:
 
 
 @cache
-def _load(function: Function) -> Callable[..., Any]:
+def load_function(function: Function) -> Callable[..., Any]:
+    """Imports ``function`` if it is a name, and returns it."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")

@@ -12,6 +12,7 @@ from mcore_rl.config.data import PreferenceDataConfig
 from mcore_rl.config.offline import OfflineConfig, pairs_violations
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss, preference_violations
 from mcore_rl.config.role import Role
+from mcore_rl.config.role_table import REF_LOGPROBS
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.errors import Violation
 
@@ -36,10 +37,10 @@ ACTOR = Role(
     trains=True,
     weights="model.path",
     config=PreferredConfig,
-    reads=("ref_logprobs_T",),
+    stages=lambda role, run: [role.update(REF_LOGPROBS, whole=True)],
     loss="mcore_rl.algorithms.preference:preferences_loss",
 )
-REFERENCE = Role(name="reference", shares="actor", makes=("ref_logprobs_T",), phase="reference")
+REFERENCE = Role(name="reference", shares="actor", phase="reference")
 
 
 @dataclass(kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config.stages import ADVANTAGES, TOKENS, Pass, StepStage, Update
 
 if TYPE_CHECKING:
     from mcore_rl.config.roles import RoleConfig
@@ -47,6 +50,11 @@ class ExponentialAverage:
     decay: float
 
 
+def nothing(role: Role, run: Any) -> Sequence[StepStage]:
+    """The stages of a role that a step does not touch."""
+    return ()
+
+
 Moves = Never | Every | ExponentialAverage
 
 
@@ -65,13 +73,10 @@ class Role:
     publishes: whether the rollout engines sample with its weights.  This holds for one trained role of a run, which is
     scored first and trained last.
     on_request: True if writing its ``weights`` key also adds it to a run; False if only the algorithm does.
-    makes: fields of the batch that its scoring pass fills before training: first its log-probs or values, ``*_T``;
-    ``entropy_S`` adds entropies, for a metric.
-    copy_makes: the field that a frozen copy of a trained role fills, such as PRIME's reference (arXiv:2502.01456).
-    reads: fields that its loss receives, beside tokens and mask.  ``advantages_T`` are those of the algorithm.
-    read_by: roles whose losses receive the fields that this one makes.
-    on_outcomes: True if it learns from the outcomes of responses alone, and makes rewards for the advantages.  It is
-    trained before these are computed, and its log-probs are of no sampling temperature.
+    stages: ``(role, RunConfig) -> stages`` of a step, made by ``scores``, ``copy_scores`` and ``update``; a field that
+    one makes and another reads ties them (config/step_plan.py).
+    keeps_copy: whether a frozen copy of the weights is kept beside the trained ones, as PRIME's reference is
+    (arXiv:2502.01456).
     loss: ``module:function`` of ``(config) -> RoleLoss`` (algorithms/role_loss.py).
     moves: when frozen weights, of a snapshot or a frozen copy, take over the trained ones of the same processes.
     phase: names its scoring pass in ``time/PHASE``; its updates are ``update_NAME``.
@@ -85,11 +90,8 @@ class Role:
     trains: bool = False
     publishes: bool = False
     on_request: bool = False
-    makes: tuple[str, ...] = ()
-    copy_makes: str | None = None
-    reads: tuple[str, ...] = ()
-    read_by: tuple[str, ...] = ()
-    on_outcomes: bool = False
+    stages: Callable[[Role, Any], Sequence[StepStage]] = nothing
+    keeps_copy: bool = False
     loss: str | None = None
     moves: Moves = Never()
     phase: str = ""
@@ -98,9 +100,8 @@ class Role:
         own = self.weights is not None and self.config is not None
         assert own != (self.shares is not None), f"{self.name} has weights and a configuration, or shares another's"
         assert self.trains == (self.loss is not None), f"{self.name} has a loss where it is trained"
-        assert self.trains or self.copy_makes is None, f"{self.name} is frozen: a copy of it would say the same"
-        assert self.trains or not self.on_outcomes, f"{self.name} is frozen, and learns from nothing"
-        follows = self.shares is not None or self.copy_makes is not None
+        assert self.trains or not self.keeps_copy, f"{self.name} is frozen: a copy of it would say the same"
+        follows = self.shares is not None or self.keeps_copy
         assert follows or isinstance(self.moves, Never), f"{self.name} has no frozen weights beside trained ones"
         object.__setattr__(self, "phase", self.phase or f"{self.name}_scores")
 
@@ -114,7 +115,33 @@ class Role:
         """The name of its frozen weights in those processes; None if it has none."""
         if self.shares is not None:
             return self.name
-        return None if self.copy_makes is None else f"{self.name}_copy"
+        return f"{self.name}_copy" if self.keeps_copy else None
+
+    def scores(self, *makes: str, reads: Sequence[str] = (), sampled: bool = True) -> Pass:
+        """Its pass with its own weights: the live ones, or those of the snapshot that it is."""
+        return Pass(
+            role=self.name,
+            group=self.group,
+            weights=self.name if self.shares is not None else None,
+            makes=makes,
+            reads=(*TOKENS, *reads),
+            phase=self.phase,
+            sampled=sampled,
+        )
+
+    def copy_scores(self, *makes: str, sampled: bool = True) -> Pass:
+        """The pass of its frozen copy."""
+        assert self.keeps_copy, f"{self.name} keeps no copy"
+        return replace(self.scores(*makes, sampled=sampled), weights=self.snapshot)
+
+    def update(self, *reads: str, whole: bool = False, sampled: bool = True) -> Update:
+        """Its optimizer steps.
+
+        reads: the fields that its loss is given, beside tokens and mask.
+        whole: it trains all tokens that the model drew, before there are advantages; else those that these leave.
+        """
+        told = reads if whole else (*reads, ADVANTAGES)
+        return Update(role=self.name, reads=(*TOKENS, *told), phase=self.update_phase, sampled=sampled)
 
     def make_loss(self, config: RoleConfig) -> Any:
         """Its ``RoleLoss``, with the settings of its configuration group."""

@@ -36,6 +36,10 @@ class RoleGroups:
         """The roles of the run that have processes of their own."""
         return tuple(role for role in self.role_rows if role.shares is None)
 
+    def row(self, name: str) -> Role:
+        """The role of that name."""
+        return next(role for role in self.role_rows if role.name == name)
+
     @property
     def policy(self) -> Role:
         """The role with whose weights the rollout engines sample."""
@@ -45,11 +49,6 @@ class RoleGroups:
     def trained_rows(self) -> tuple[Role, ...]:
         """The trained roles in the order of the table, but the policy last, since the others learn from its samples."""
         return tuple(sorted((role for role in self.role_rows if role.trains), key=lambda role: role.publishes))
-
-    @property
-    def outcome_rows(self) -> tuple[Role, ...]:
-        """The roles that learn from outcomes alone, before advantages are computed."""
-        return tuple(role for role in self.role_rows if role.on_outcomes)
 
     def snapshots_of(self, group: str) -> tuple[Role, ...]:
         """The roles of the run that have frozen weights in the processes of ``group``."""

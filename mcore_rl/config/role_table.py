@@ -1,16 +1,66 @@
 """The table of all roles, one row each, in the order in which they score the samples of a step.
 
-A new role is a new row.  The row creates its configuration group, its processes, its passes in a step, its checkpoints,
-its share of the plan and its metrics.  A trained role also needs a loss function.
+A new role is a new row.  The row creates its configuration group, its processes, its checkpoints, its share of the plan
+and its metrics; its ``stages`` say what it does in a step.  A trained role also needs a loss function.
 """
 
 from __future__ import annotations
 
-from mcore_rl.config.role import Head, Never, Role
-from mcore_rl.config.roles import ActorConfig, CriticConfig, ProcessRewardConfig, TeacherConfig
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-# What a teacher of the loss makes instead of log-probs: ``config.run.RunConfig.role_rows``.
+from mcore_rl.config.algorithm_object import REFERENCE
+from mcore_rl.config.algorithm_registry import policy_loss
+from mcore_rl.config.role import Head, Never, Role
+from mcore_rl.config.roles import (
+    ActorConfig,
+    CriticConfig,
+    ProcessRewardConfig,
+    RewardUpdate,
+    RouterReplay,
+    TeacherConfig,
+)
+from mcore_rl.config.stages import OUTCOME, StepStage
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
+
+REF_LOGPROBS = "ref_logprobs_T"
+# What a teacher of the loss makes instead of log-probs.
 TEACHER_HIDDEN, TEACHER_SCORED = "teacher_hidden_MH", "teacher_scored_T"
+ROUTES = ("routing_TLK", "unrouted_T")  # the experts to repeat, which a batch has with ``actor.router_replay``
+FROM_ADVANTAGES = ("advantages_T", "teacher_advantages_T", "weights_T", "selection_T")
+
+
+def policy_stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
+    """The policy is scored as it drew, and trained by what the step has made of that."""
+    records = run.actor.router_replay is RouterReplay.r2
+    replays = run.actor.router_replay is not RouterReplay.off
+    makes = ("old_logprobs_T", "entropy_S", *(["routing_TLK"] if records else []))
+    others = [REF_LOGPROBS] if REFERENCE in run.roles else []
+    others += teacher_fields(run) if run.algorithm.distill.in_loss else []
+    others += policy_loss(run.actor.loss_mode).fields
+    routes = ROUTES if replays else ()
+    return [
+        role.scores(*makes, reads=() if records else routes),
+        role.update("old_logprobs_T", *FROM_ADVANTAGES, *others, *routes),
+    ]
+
+
+def teacher_fields(run: RunConfig) -> tuple[str, ...]:
+    """What a teacher's pass makes: hidden states for a divergence in the loss, else log-probs."""
+    return (TEACHER_HIDDEN, TEACHER_SCORED) if run.algorithm.distill.in_loss else ("teacher_logprobs_T",)
+
+
+def process_reward_stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
+    """PRIME's reward model is trained on outcomes, before or after it rewards the responses of a step."""
+    rewards = role.scores("process_logprobs_T", sampled=False)
+    learns = role.update("process_ref_logprobs_T", OUTCOME, whole=True, sampled=False)
+    copy = role.copy_scores("process_ref_logprobs_T", sampled=False)
+    config = run.role_config(role)
+    assert isinstance(config, ProcessRewardConfig)
+    return [copy, learns, rewards] if config.update is RewardUpdate.before else [copy, rewards, learns]
+
 
 ROLES: dict[str, Role] = {
     role.name: role
@@ -22,19 +72,7 @@ ROLES: dict[str, Role] = {
             publishes=True,
             weights="model.path",
             config=ActorConfig,
-            makes=("old_logprobs_T", "entropy_S"),
-            reads=(
-                "old_logprobs_T",
-                "ref_logprobs_T",
-                "advantages_T",
-                "teacher_advantages_T",
-                TEACHER_HIDDEN,
-                TEACHER_SCORED,
-                "weights_T",
-                "selection_T",
-                "routing_TLK",
-                "unrouted_T",
-            ),
+            stages=policy_stages,
             loss="mcore_rl.algorithms.policy:policy_loss",
             phase="logprobs",
         ),
@@ -42,7 +80,7 @@ ROLES: dict[str, Role] = {
             name="reference",
             head=Head.lm,
             shares="actor",
-            makes=("ref_logprobs_T",),
+            stages=lambda role, run: [role.scores(REF_LOGPROBS)],
             moves=Never(),
             phase="reference",
         ),
@@ -51,7 +89,7 @@ ROLES: dict[str, Role] = {
             head=Head.lm,
             weights="teacher.path",
             config=TeacherConfig,
-            makes=("teacher_logprobs_T",),
+            stages=lambda role, run: [role.scores(*teacher_fields(run))],
             phase="teacher",
         ),
         Role(
@@ -60,8 +98,7 @@ ROLES: dict[str, Role] = {
             trains=True,
             weights="critic.path",
             config=CriticConfig,
-            makes=("old_values_T",),
-            reads=("old_values_T", "returns_T"),
+            stages=lambda role, run: [role.scores("old_values_T"), role.update("old_values_T", "returns_T")],
             loss="mcore_rl.algorithms.value:value_loss",
             phase="values",
         ),
@@ -71,10 +108,8 @@ ROLES: dict[str, Role] = {
             trains=True,
             weights="process_reward.path",
             config=ProcessRewardConfig,
-            makes=("process_logprobs_T",),
-            copy_makes="process_ref_logprobs_T",
-            reads=("process_ref_logprobs_T",),
-            on_outcomes=True,
+            stages=process_reward_stages,
+            keeps_copy=True,
             loss="mcore_rl.algorithms.outcome_loss:outcome_loss",
             phase="process_rewards",
         ),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import OffPolicy
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.roles import RouterReplay
+from mcore_rl.config.step_plan import why_scored
 from mcore_rl.errors import Violation
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_vi
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.role import Every, Head, Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
-from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, RouterReplay, TeacherConfig
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
@@ -74,13 +74,13 @@ class RunConfig(RoleGroups, Composed):
     def role_rows(self) -> tuple[Role, ...]:
         """The roles that the run builds, in the order of the table.
 
-        The reference moves as ``ref_update_freq`` says.  A teacher of the loss gives hidden states, not log-probs.
+        The reference moves as ``ref_update_freq`` says.  The model of a teacher in the loss ends with hidden states.
         """
         changes: dict[str, dict[str, Any]] = {}
         if steps := self.algorithm.ref_update_freq:
             changes[REFERENCE] = {"moves": Every(steps)}
         if self.algorithm.distill.in_loss:
-            changes[TEACHER] = {"head": Head.hidden, "makes": (TEACHER_HIDDEN, TEACHER_SCORED)}
+            changes[TEACHER] = {"head": Head.hidden}
         return tuple(replace(ROLES[name], **changes[name]) if name in changes else ROLES[name] for name in self.roles)
 
     @property

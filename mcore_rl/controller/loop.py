@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import gc
 
+from mcore_rl.config.step_plan import reads_outcomes
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step import updates
-from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.metrics import (
     memory_metrics,
     own_metrics,
     sample_metrics,
-    score_metrics,
     staleness_metrics,
     update_metrics,
 )
 from mcore_rl.controller.step.pairing import in_pairs
-from mcore_rl.controller.step.utilization import tflop
+from mcore_rl.controller.step.stages import StepState, run_stage
+from mcore_rl.controller.step.utilization import step_passes, tflop
 from mcore_rl.controller.training_run import every_step
 
 
@@ -39,8 +39,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)
-    keys, with_outcomes = config.algorithm.gdpo_reward_keys, bool(config.outcome_rows)
-    groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=with_outcomes, teachers=config.teachers)
+    keys, needed = config.algorithm.gdpo_reward_keys, reads_outcomes(config)
+    groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=needed, teachers=config.teachers)
     place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 
     with clock("sync"):
@@ -50,42 +50,26 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step) | trained.metrics
     with clock(config.policy.phase):
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
-    for role in config.role_rows:
-        if role.on_outcomes or (role.publishes and not run.scores_first(step)):
-            continue
-        with clock(role.phase):
-            scores = await run.score(role, shared)
-            await run.score_copy(role, shared)
-        metrics |= score_metrics(role, scores, groups.num_trained)
+    state = StepState(step=step, shared=shared, groups=groups, minibatches=parts)
+    for stage in run.plan(step):
+        metrics |= await run_stage(run, stage, state)
 
-    run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
-    updated = {role.name: updates.Updated() for role in config.trained_rows}
-    for role in config.outcome_rows:
-        updated[role.name] = await run.learn_outcomes(role, shared, parts[role.name], groups, step)
-    with clock("advantages"):
-        advantages = await estimate_step(run.policy, shared, groups, config.algorithm, run.kl, run.process_reward)
-        metrics |= advantages.metrics
-
-    for role in config.trained_rows:
-        if role.on_outcomes or (role.publishes and not run.updates_policy(step)):
-            continue
-        run.tracker.now(f"training the {role.name}")
-        with clock(role.update_phase):
-            updated[role.name] = await run.update(role, shared, parts[role.name], advantages, step)
-            await run.move_snapshots(role, step)
+    updated = {role.name: state.updated.get(role.name, updates.Updated()) for role in config.trained_rows}
     for role in config.trained_rows:
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]
     if of_policy.own is not None:
-        metrics |= own_metrics(config.policy, of_policy.own, of_policy.trained[0])
+        metrics |= own_metrics(config.policy.name, of_policy.own, of_policy.trained[0])
     metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
-    metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}, step))
+    counts = {name: len(each.results) for name, each in updated.items()}
+    metrics |= tflop(shared.lengths_S, step_passes(config, run.plan(step), run.prepared.models, counts))
 
     with clock("generate"):
         await run.rollouts.settle(run.preemption)
-    counts = trained.of_drawn(advantages.trained_S, len(rollouts.episodes))
-    await run.keep_order(step, rollouts, place, counts, updated)
+    assert state.advantages is not None, "every step estimates advantages"
+    tokens = trained.of_drawn(state.advantages.trained_S, len(rollouts.episodes))
+    await run.keep_order(step, rollouts, place, tokens, counts)
     run.tracker.now("weights to the engines")
     with clock("sync"):
         await run.devices.to_engines(step)

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from mcore_rl.algorithms.role_loss import RoleLoss
-from mcore_rl.config.old_logprobs import why_scored
-from mcore_rl.config.role import Role, moves_after
-from mcore_rl.config.roles import ProcessRewardConfig, RewardUpdate
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Pass, StepStage, Update
+from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
 from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
@@ -29,24 +28,19 @@ from mcore_rl.controller.rollouts.recording import Recorder, scheduled_step
 from mcore_rl.controller.rollouts.replay import ReplaySource
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
-from mcore_rl.controller.step.advantages import StepAdvantages
-from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.rollout_source import Ahead, RolloutSource
 from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.controller.step.utilization import Passes
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
-from mcore_rl.types import SequenceScores
 
 
 class Run(TrainingRun[RunConfig, Prepared]):
@@ -78,6 +72,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
         self.losses: dict[str, RoleLoss] = {role.name: config.loss_of(role) for role in config.trained_rows}
+        self._plans = {trains: step_plan(config, trains_policy=trains) for trains in (True, False)}
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
         """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""
@@ -106,22 +101,9 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Whether ``step`` trains the policy: not while its critic warms up."""
         return step > self.config.trainer.critic_warmup
 
-    def scores_first(self, step: int) -> bool:
-        """Whether ``step`` scores its samples with the policy before the update, or the update does so itself."""
-        return not self.updates_policy(step) or why_scored(self.config) is not None
-
-    def passes(self, num_updates: Mapping[str, int], step: int) -> list[Passes]:
-        """Forward and training passes of each model in ``step``, to count FLOP.  num_updates: of each role."""
-        config, passes = self.config, list[Passes]()
-        for role in config.group_rows:
-            scored_first = not role.publishes or self.scores_first(step)
-            trained, scored = 0.0, float(bool(role.makes) * scored_first + len(config.snapshots_of(role.name)))
-            if role.trains:
-                mini = config.trained_config(role).ppo_mini_batch_size
-                trained = num_updates[role.name] * mini / config.data.train_batch_size
-            model = self.prepared.models[role.name]
-            passes.append(Passes(model=model, scored=scored, trained=trained, head=role.head))
-        return passes
+    def plan(self, step: int) -> tuple[StepStage, ...]:
+        """The stages of ``step``, in order."""
+        return self._plans[self.updates_policy(step)]
 
     def minibatches(self, group_S: Tensor, step: int) -> dict[str, list[list[int]]]:
         """For each trained role, the sequences of each of its optimizer steps.  See ``updates.minibatches``."""
@@ -133,81 +115,9 @@ class Run(TrainingRun[RunConfig, Prepared]):
             for role in self.config.trained_rows
         }
 
-    def temperature(self, role: Role) -> float:
-        """At which ``role`` scores and is trained: that of the sampling, but for roles that make rewards."""
-        return 1.0 if role.on_outcomes else self.config.rollout.temperature
-
-    async def score(self, role: Role, shared: SharedBatch) -> SequenceScores | None:
-        """Runs the scoring pass of ``role``, see ``updates.score_role``."""
-        group, replay, teachers = self.groups[role.group], self.config.actor.router_replay, self.config.teachers
-        return await updates.score_role(role, group, shared, self.temperature(role), replay, teachers)
-
-    async def score_copy(self, role: Role, shared: SharedBatch) -> None:
-        """Runs the scoring pass of the frozen copy of ``role``, if it has one."""
-        await updates.score_copy(role, self.groups[role.group], shared, self.temperature(role))
-
-    @property
-    def process_reward(self) -> ProcessRewardConfig | None:
-        """The settings of the process reward model; None if the run has none."""
-        for role in self.config.outcome_rows:
-            config = self.config.role_config(role)
-            assert isinstance(config, ProcessRewardConfig)
-            return config
-        return None
-
-    async def learn_outcomes(
-        self, role: Role, shared: SharedBatch, minibatches: Sequence[Sequence[int]], groups: StepBatch, step: int
-    ) -> updates.Updated:
-        """Scores the samples of ``step`` with ``role`` and its frozen copy, and trains it, in the order of its config.
-
-        It is trained on all trained tokens of the samples, since nothing has corrected or masked them yet.
-        """
-        config = self.process_reward
-        assert config is not None
-        with self.clock(role.phase):
-            await self.score_copy(role, shared)
-            if config.update is RewardUpdate.after:
-                await self.score(role, shared)
-        self.tracker.now(f"training the {role.name}")
-        with self.clock(role.update_phase):
-            updated = await self.update(role, shared, minibatches, StepAdvantages.without(groups), step)
-            await self.move_snapshots(role, step)
-        if config.update is RewardUpdate.before:
-            with self.clock(role.phase):
-                await self.score(role, shared)
-                await self.groups[role.name].rest()
-        return updated
-
-    async def update(
-        self,
-        role: Role,
-        shared: SharedBatch,
-        minibatches: Sequence[Sequence[int]],
-        advantages: StepAdvantages,
-        step: int,
-    ) -> updates.Updated:
-        """One optimizer step of ``role`` for each of ``minibatches``."""
-        config, snapshots = self.config, self.config.snapshots_of(role.name)
-        return await updates.update(
-            self.groups[role.name],
-            shared,
-            self.losses[role.name],
-            config.trained_config(role),
-            minibatches,
-            advantages,
-            reads=updates.fields_read(role, config.role_rows),
-            temperature=self.temperature(role),
-            reference=snapshots[0].snapshot if snapshots else None,
-            seed=config.data.seed + step,
-            with_scores=role.publishes and not self.scores_first(step),
-        )
-
-    async def move_snapshots(self, role: Role, step: int) -> None:
-        """Copy the weights of ``role`` into the snapshots of it that move after ``step``."""
-        for frozen in self.config.snapshots_of(role.name):
-            if moves_after(frozen.moves, step):
-                assert frozen.snapshot is not None
-                await self.groups[role.name].move_snapshot(frozen.snapshot)
+    def temperature(self, stage: Pass | Update) -> float:
+        """At which the log-probs of ``stage`` are: that of the sampling, but for models that reward."""
+        return self.config.rollout.temperature if stage.sampled else 1.0
 
     @property
     def epoch(self) -> float:
@@ -272,15 +182,14 @@ class Run(TrainingRun[RunConfig, Prepared]):
         rollouts: RolloutBatch,
         place: Mapping[str, Any],
         trained: Sequence[int],
-        updated: Mapping[str, updates.Updated],
+        num_updates: Mapping[str, int],
     ) -> None:
         """Writes the step's line of the ledger, once its rollouts are recorded.
 
-        place: of ``keep_rollouts``.  trained: the trained tokens of each response.
+        place: of ``keep_rollouts``.  trained: the trained tokens of each response.  num_updates: of each trained role.
         """
         await self.recorder.end(step)
-        counts = {name: len(each.results) for name, each in updated.items()}
-        line = scheduled_step(self.config, step, rollouts, place, trained, counts, self.prepared.settings_sum)
+        line = scheduled_step(self.config, step, rollouts, place, trained, num_updates, self.prepared.settings_sum)
         self.tracker.schedule(line)
 
     async def validate(self, step: int) -> dict[str, float]:

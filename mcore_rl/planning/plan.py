@@ -16,7 +16,6 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.offline import OfflineConfig
-from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.pairs import sequences_per_prompt, trains_pairs
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
@@ -24,6 +23,8 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Pass, Update
+from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
@@ -238,21 +239,18 @@ def _seconds(
         if room.adapters and rates.accelerator:  # the engines keep their weights in host memory while they sleep
             by_part["sync"] += 2 * move_s(room.weights + room.adapters, rates)
     by_name = {role.name: role for role in roles}
-    for row in run.role_rows:
-        if row.publishes and why_scored(run) is None:
-            continue
-        each = by_name[row.group]
-        swap_s = move_s(4 * _heaviest(each).weights, rates)
-        swaps = each.beside if row.shares is None else 1
-        own = bool(row.makes) * (score_s(each, rates, sequences) + swaps * swap_s)
-        copy = 0.0 if row.copy_makes is None else score_s(each, rates, sequences) + swap_s
-        if own + copy:
-            by_part[row.phase] = own + copy
-    for row in run.trained_rows:
-        config = run.trained_config(row)
-        epochs = config.ppo_epochs
-        updates = epochs * max(1, prompts // config.ppo_mini_batch_size)
-        by_part[row.update_phase] = update_s(by_name[row.name], rates, sequences * epochs, updates)
+    for stage in step_plan(run):
+        if isinstance(stage, Pass):
+            each = by_name[stage.group]
+            swaps = each.beside if stage.weights is None else 1
+            scored = score_s(each, rates, sequences) + swaps * move_s(4 * _heaviest(each).weights, rates)
+            by_part[stage.phase] = by_part.get(stage.phase, 0.0) + scored
+        elif isinstance(stage, Update):
+            each = by_name[stage.role]
+            config = run.trained_config(run.row(stage.role))
+            epochs = config.ppo_epochs
+            updates = epochs * max(1, prompts // config.ppo_mini_batch_size)
+            by_part[stage.phase] = update_s(each, rates, sequences * epochs, updates)
     if run.trainer.save_freq:
         saved = sum(checkpoint_bytes(role) for role in roles if role.trains)
         copied, written = saved / run.trainer.world_size, saved / run.trainer.nnodes / (cluster.disk_gb_s * 1e9)

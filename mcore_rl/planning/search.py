@@ -19,12 +19,13 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
-from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.pairs import sequences_per_prompt
 from mcore_rl.config.parallel import AXES
 from mcore_rl.config.placement import engine_place_violations, with_replicas
 from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Pass, Update
+from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
@@ -249,15 +250,13 @@ def _run_options(
 def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> float:
     sequences, seconds = run.data.train_batch_size * sequences_per_prompt(run), 0.0
     by_name = {role.name: role for role in roles}
-    for row in run.group_rows:
-        role = by_name[row.name]
-        makes = bool(row.makes) and not (row.publishes and why_scored(run) is None)
-        seconds += (makes + len(role.frozen)) * score_s(role, rates, sequences)
-        if not row.trains:
-            continue
-        config = run.trained_config(row)
-        updates = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
-        seconds += update_s(role, rates, sequences * config.ppo_epochs, updates)
+    for stage in step_plan(run):
+        if isinstance(stage, Pass):
+            seconds += score_s(by_name[stage.group], rates, sequences)
+        elif isinstance(stage, Update):
+            config = run.trained_config(run.row(stage.role))
+            updates = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
+            seconds += update_s(by_name[stage.role], rates, sequences * config.ppo_epochs, updates)
     return seconds
 
 

@@ -18,6 +18,7 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import of_length
+from mcore_rl.config.stages import Update, is_field
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.planning.activations import EXPERT_IMBALANCE, kernels_of
 from mcore_rl.planning.distillation import num_teachers, output_bytes
@@ -92,6 +93,7 @@ def part_of(
         planner.teacher_output = output_bytes(run, model, others, layout.tp)
         teachers = _teachers(run, others.get(TEACHER, model))
     stage = layout.coords(rank).pp
+    reads = [name for stage in role.stages(role, run) if isinstance(stage, Update) for name in stage.reads]
     part = RehearsedRank(
         role=role.name,
         model=model,
@@ -107,7 +109,7 @@ def part_of(
         num_microbatches=planner.num_microbatches,
         imbalance=EXPERT_IMBALANCE,
         loss=loss,
-        reads=role.reads,
+        reads=tuple(name for name in reads if is_field(name)),
         with_entropy=loss.with_entropy,
         teachers=teachers,
     )

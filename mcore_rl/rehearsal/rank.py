@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.algorithm_object import REFERENCE
@@ -31,6 +30,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.config.stages import OUTCOME
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
@@ -75,7 +75,7 @@ class RehearsedRank:
 
     tokens: of a full microbatch, over its context ranks.  longest: tokens of the longest sequence.
     num_microbatches: of an optimizer step of the run; fewer are rehearsed where the rest would be alike.
-    reads: the fields of tokens that the loss reads, as the row of the role has them.
+    reads: the fields of tokens that the loss reads.
     teachers: those in the loss; None: there are none.
     imbalance: rows that this rank's experts get, in multiples of an even share; at most all of them.
     """

@@ -6,24 +6,17 @@ raises the first cause (``worker_group.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mcore_rl.algorithms.process_rewards import ProcessStats
-from mcore_rl.algorithms.selection import Moments
 from mcore_rl.algorithms.step_numbers import StepNumbers
-from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.checkpoints.state_writer import Written
-from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig
+from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
@@ -33,7 +26,7 @@ from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
+from mcore_rl.runtime.worker_values import SequenceAdvantages, TrainResults
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport
@@ -101,80 +94,30 @@ class TrainGroup:
     async def score(
         self,
         inputs: Sequence[ShardRefs[None]],
-        field: str,
+        makes: Sequence[str],
         *,
         temperature: float,
-        with_entropy: bool,
-        snapshot: str | None,
-        record_routing: bool = False,
+        snapshots: Sequence[str | None],
     ) -> tuple[list[SequenceScores], list[ShardRef]]:
-        """Computes the log-probs or values of every token.
+        """Computes the log-probs or values of every token, or the last hidden states of the trained tokens.
 
-        inputs: one batch for each data-parallel rank.  field: the batch's field to fill.  temperature: that of
-        sampling.
-        snapshot: the name of the weights to score with; None is the live weights.
-        record_routing: the shards also hold the chosen experts, as ``routing_TLK``.
-        Returns (sums over each sequence's trained tokens; references to shards, in the store, that hold ``field``).
+        inputs: for each data-parallel rank, a batch for each of ``snapshots``: the names of frozen weights to score it
+        with; None is the live weights.  makes: as in ``config.stages.Pass``.  temperature: of the log-probs.
+        Returns (sums over each sequence's trained tokens, if there is one batch of log-probs or values; references to
+        shards, in the store, that hold the fields).
         """
-        scores_of_ranks, shards = await self.workers.map(
-            TrainWorker.score, inputs, field, temperature, with_entropy, snapshot, record_routing
-        )
-        return [scores for scores in scores_of_ranks if scores is not None], shards
+        sums, shards = await self.workers.map(TrainWorker.score, inputs, makes, temperature, snapshots)
+        return [each for each in sums if each is not None], shards
 
-    async def score_taught(
-        self, inputs: Sequence[ShardRefs[None]], field: str, *, temperature: float, snapshots: Sequence[str | None]
-    ) -> list[ShardRef]:
-        """Computes the log-probs of every token, as ``field`` of shards in the store, to which it returns references.
+    async def on_ranks(
+        self, inputs: Sequence[ShardRefs[Any]], function: Callable[..., Mapping[str, Any]], *arguments: Any
+    ) -> tuple[list[dict[str, Any]], list[ShardRef]]:
+        """Calls ``function(batch, payload, *arguments)`` on each data-parallel rank, with its batch and payload.
 
-        inputs: for each data-parallel rank, a batch for each of ``snapshots``: the names of the weights to score it
-        with; None is the live weights.
+        Returns (what it makes beside fields, of each rank; references to shards, in the store, that hold the fields).
         """
-        _, shards = await self.workers.map(TrainWorker.score_taught, inputs, field, temperature, snapshots)
-        return shards
-
-    async def hidden_states(
-        self, inputs: Sequence[ShardRefs[None]], *, snapshots: Sequence[str | None]
-    ) -> list[ShardRef]:
-        """The last hidden states of the trained tokens, as references to shards in the store.
-
-        inputs, snapshots: as in ``score_taught``.
-        """
-        _, shards = await self.workers.map(TrainWorker.hidden_states, inputs, snapshots)
-        return shards
-
-    async def process_stats(self, inputs: Sequence[ShardRefs[None]]) -> list[ProcessStats]:
-        """Each data-parallel rank's statistics of process rewards (``algorithms/process_rewards.py``).
-
-        inputs: one batch for each data-parallel rank.
-        """
-        stats, _ = await self.workers.map(TrainWorker.process_stats, inputs)
-        return [each for each in stats if each is not None]
-
-    async def compute_advantages(
-        self, inputs: Sequence[ShardRefs[Outcomes]], algorithm: AlgorithmConfig, kl_coef: float
-    ) -> tuple[list[RankAdvantages], list[ShardRef]]:
-        """Each data-parallel rank's part of the advantages (``algorithms/token_advantages.py``).
-
-        inputs: one batch for each data-parallel rank, with the outcomes of its sequences.
-        Returns (results per sequence; references to shards, in the store, that hold the results per token).
-        """
-        advantages, shards = await self.workers.map(TrainWorker.compute_advantages, inputs, algorithm, kl_coef)
-        return [each for each in advantages if each is not None], shards
-
-    async def select_tokens(
-        self,
-        inputs: Sequence[ShardRefs[SequencesInStep]],
-        config: ActorConfig,
-        numbers: StepNumbers,
-        moments: Moments,
-    ) -> tuple[list[NDArray[np.float32]], list[ShardRef]]:
-        """Computes the keys by which tokens are selected (``algorithms/selection.py``).
-
-        inputs: one batch for each data-parallel rank.  config: names the loss.  numbers, moments: of the step.
-        Returns (the largest keys of each data-parallel rank; references to shards, in the store, that hold all keys).
-        """
-        keys, shards = await self.workers.map(TrainWorker.select_tokens, inputs, config, numbers, moments)
-        return [each for each in keys if each is not None], shards
+        made, shards = await self.workers.map(TrainWorker.on_ranks, inputs, function, *arguments)
+        return [each for each in made if each is not None], shards
 
     async def train(
         self,

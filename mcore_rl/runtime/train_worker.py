@@ -6,23 +6,18 @@ this module for the types of its calls, so the methods that need Megatron import
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
-from mcore_rl.algorithms.process_rewards import ProcessStats, process_stats
-from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
-from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
@@ -30,12 +25,12 @@ from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adap
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
-from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig
+from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora, is_the_base
 from mcore_rl.config.role import Head, Moves
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.stages import is_field
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
@@ -47,12 +42,12 @@ from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
-from mcore_rl.runtime.worker_values import RankAdvantages, SequenceAdvantages, SequencesInStep, TrainResults
+from mcore_rl.runtime.worker_values import SequenceAdvantages, TrainResults
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
-from mcore_rl.types import Denominators, SequenceScores
+from mcore_rl.types import HIDDEN, Denominators, SequenceScores, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -123,84 +118,54 @@ class TrainWorker(Answering):
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(
-        self,
-        given: WorkerInput[None],
-        field: str,
-        temperature: float,
-        with_entropy: bool,
-        snapshot: str | None,
-        record_routing: bool,
+        self, given: WorkerInput[None], makes: Sequence[str], temperature: float, snapshots: Sequence[str | None]
     ) -> WorkerOutput[SequenceScores | None]:
-        """``Engine.score``: the value is sums over trained tokens, the shard holds log-probs or values as ``field``.
+        """Scores each batch, or makes its hidden states; the shard holds what ``makes`` names, of all batches.
 
-        With ``record_routing`` it also holds the chosen experts.  Only the leader of each data-parallel coordinate
+        makes: as in ``config.stages.Pass``.  snapshots: the name of frozen weights for each batch; None: the live ones.
+        The value is sums over the trained tokens of a single batch.  Only the leader of each data-parallel coordinate
         returns them; its peers have the same.
         """
-        (batch,) = given.batches
         self.onload([OffloadPart.weights])
-        scores = self.engine.score(
-            batch, temperature=temperature, with_entropy=with_entropy, record_routing=record_routing, snapshot=snapshot
-        )
+        parts = [self._scored(*each, makes, temperature) for each in zip(given.batches, snapshots, strict=True)]
         if not self.spec.trains:
             self.rest()
         if not self._leads:
             return WorkerOutput(None)
+        sums = parts[0][0] if len(parts) == 1 else None
+        return WorkerOutput(sums, parts[0][1] if len(parts) == 1 else Shard.joined([shard for _, shard in parts]))
+
+    def _scored(
+        self, batch: TrainBatch, snapshot: str | None, makes: Sequence[str], temperature: float
+    ) -> tuple[SequenceScores | None, Shard]:
+        if HIDDEN in makes:
+            return None, Shard.of_hidden(batch, self.engine.hidden_states(batch, snapshot=snapshot))
+        scores = self.engine.score(
+            batch,
+            temperature=temperature,
+            with_entropy="entropy_S" in makes,
+            record_routing="routing_TLK" in makes,
+            snapshot=snapshot,
+        )
         scored_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
         assert scored_T is not None
-        sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
-        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}, routing_TLK=scores.routing_TLK))
+        shard = Shard.of(batch.lengths_S, **{makes[0]: scored_T}, routing_TLK=scores.routing_TLK)
+        return sums_per_sequence(batch, scored_T, scores.entropy_T) if self._leads else None, shard
 
-    def score_taught(
-        self, given: WorkerInput[None], field: str, temperature: float, snapshots: Sequence[str | None]
-    ) -> WorkerOutput[None]:
-        """``Engine.score`` of each batch with the weights of its teacher: the shard holds the log-probs of all of them.
+    def on_ranks(
+        self, given: WorkerInput[Any], function: Callable[..., Mapping[str, Any]], *arguments: Any
+    ) -> WorkerOutput[dict[str, Any] | None]:
+        """``function(batch, payload, *arguments)``: the shard holds its fields, and the value is the rest.
 
-        snapshots: of each batch.  Only leaders return the shard.
+        Only leaders compute it.
         """
-        self.onload([OffloadPart.weights])
-        shards = []
-        for batch, snapshot in zip(given.batches, snapshots, strict=True):
-            scores = self.engine.score(batch, temperature=temperature, with_entropy=False, snapshot=snapshot)
-            shards.append(Shard.of(batch.lengths_S, **{field: scores.logprobs_T}))
-        self.rest()
-        return WorkerOutput(None, Shard.joined(shards) if self._leads else None)
-
-    def hidden_states(self, given: WorkerInput[None], snapshots: Sequence[str | None]) -> WorkerOutput[None]:
-        """``Engine.hidden_states`` as ``score_taught``; the shard holds them, with the tokens that they are of."""
-        self.onload([OffloadPart.weights])
-        shards = [
-            Shard.of_hidden(batch, self.engine.hidden_states(batch, snapshot=snapshot))
-            for batch, snapshot in zip(given.batches, snapshots, strict=True)
-        ]
-        self.rest()
-        return WorkerOutput(None, Shard.joined(shards) if self._leads else None)
-
-    def process_stats(self, given: WorkerInput[None]) -> WorkerOutput[ProcessStats | None]:
-        """See ``algorithms.process_rewards``.  Only leaders compute it."""
-        return WorkerOutput(process_stats(*given.batches) if self._leads else None)
-
-    def compute_advantages(
-        self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float
-    ) -> WorkerOutput[RankAdvantages | None]:
-        """See ``algorithms.token_advantages``: the shard holds its results per token.  Only leaders compute it."""
         if not self._leads:
             return WorkerOutput(None)
         (batch,) = given.batches
-        of_tokens, stats = compute_advantages(batch, given.payload, algorithm, kl_coef)
-        made = Shard.of(batch.lengths_S, **vars(of_tokens))
-        return WorkerOutput(RankAdvantages(stats, tuple(made.fields)), made)
-
-    def select_tokens(
-        self, given: WorkerInput[SequencesInStep], config: ActorConfig, numbers: StepNumbers, moments: Moments
-    ) -> WorkerOutput[NDArray[np.float32] | None]:
-        """``selection.select``: the value is the largest keys, the shard holds all keys.  Only leaders compute it."""
-        if not self._leads:
-            return WorkerOutput(None)
-        (batch,) = given.batches
-        keys_T, largest = select(
-            finish(batch, given.payload.advantages_S, numbers), given.payload.index_S, config, moments
-        )
-        return WorkerOutput(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
+        made = function(batch, given.payload, *arguments)
+        fields = {name: value for name, value in made.items() if is_field(name)}
+        rest = {name: value for name, value in made.items() if name not in fields}
+        return WorkerOutput(rest, Shard.of(batch.lengths_S, **fields) if fields else None)
 
     def train(
         self,

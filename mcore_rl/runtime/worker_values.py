@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.algorithms.own_scores import OwnScores
-from mcore_rl.algorithms.token_advantages import SequenceStats
 from mcore_rl.parallel.device import Memory
 from mcore_rl.types import StepResult
 
@@ -27,22 +26,3 @@ class TrainResults:
     results: list[StepResult]
     memories: list[Memory]
     scores: list[OwnScores] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RankAdvantages:
-    """A rank's part of the advantages.  stats: per sequence.  fields: names of the batch's fields that it computed."""
-
-    stats: SequenceStats
-    fields: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SequencesInStep:
-    """What a rank must know of its sequences to select tokens.
-
-    advantages_S: float32, one per sequence; None if the batch has one per token.  index_S: their places in the step.
-    """
-
-    advantages_S: NDArray[np.float32] | None
-    index_S: Sequence[int]

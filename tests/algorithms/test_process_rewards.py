@@ -13,14 +13,15 @@ from mcore_rl.algorithms.advantages.estimation import estimate, final_advantages
 from mcore_rl.algorithms.process_rewards import (
     LOGPROBS,
     REF_LOGPROBS,
-    CentredRewards,
     ProcessStats,
     centred,
     process_metrics,
-    process_stats,
+    stats_of,
+    token_rewards,
 )
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig, ProcessNorm
+from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
 
 BETA = 0.3
@@ -120,8 +121,10 @@ def by_package(
     member_S = torch.ones(len(step.groups), dtype=torch.bool)
     if config.mask_truncated and not config.masked_in_baseline:
         member_S = ~outcomes.truncated_S
-    rewards = centred(process_stats(batch), group_S, outcomes.scores_S, member_S, beta=BETA, config=config)
-    outcomes = replace(outcomes, centred=rewards)
+    rewards = centred(stats_of(batch), group_S, outcomes.scores_S, member_S, beta=BETA, config=config)
+    outcomes = replace(outcomes, scores_S=rewards.outcomes_S, compared_S=rewards.compared_S)
+    values = {"process_scales": rewards.scales_S, "process_shifts": rewards.shifts_S}
+    batch = replace(batch, extra_T={**batch.extra_T, **token_rewards(batch, values, RunConfig())})
     tokens, stats = compute_advantages(batch, outcomes, config, 0.0)
     of_step = estimate(group_S, stats.scores_S, stats.counts_S, stats.advantages, config, members_S=stats.members_S)
     lengths = list(batch.lengths_S)
@@ -156,18 +159,17 @@ def test_advantages_are_those_of_the_formula(name: str, seed: int) -> None:
 
 def test_an_only_sample_and_an_empty_response_are_not_trained() -> None:
     advantages, outcomes = by_package(Step.drawn(1), PLAIN)
-    assert outcomes.centred is not None
+    assert outcomes.compared_S is not None
     for place in (5, 6):
         assert not any(x is not None for x in advantages[place])
-        assert not bool(outcomes.centred.compared_S[place]) and float(outcomes.centred.outcomes_S[place]) == 0
+        assert not bool(outcomes.compared_S[place]) and float(outcomes.scores_S[place]) == 0
     assert all(x is not None for x in advantages[8][1:2])
 
 
 def test_all_right_and_all_wrong_groups_have_no_outcome_part() -> None:
     _, outcomes = by_package(Step.drawn(2), PLAIN)
-    assert outcomes.centred is not None
-    assert outcomes.centred.outcomes_S[[0, 1, 2, 4, 7, 8, 10]].eq(0).all()
-    assert outcomes.centred.outcomes_S[[3, 9]].tolist() == [2.0, -2.0]
+    assert outcomes.scores_S[[0, 1, 2, 4, 7, 8, 10]].eq(0).all()
+    assert outcomes.scores_S[[3, 9]].tolist() == [2.0, -2.0]
 
 
 def test_leave_one_out_of_means() -> None:
@@ -186,7 +188,7 @@ def test_leave_one_out_of_means() -> None:
 
 def test_statistics_are_of_trained_tokens_and_of_every_suffix() -> None:
     step = Step.drawn(3)
-    stats = process_stats(step.batch)
+    stats = stats_of(step.batch)
     for index, (row, mask) in enumerate(zip(step.ratios, step.masks, strict=True)):
         kept = [x for x, trained in zip(row, mask, strict=True) if trained]
         assert int(stats.counts_S[index]) == len(kept)
@@ -198,7 +200,7 @@ def test_statistics_are_of_trained_tokens_and_of_every_suffix() -> None:
 def test_the_batch_s_largest_return_is_1() -> None:
     """So beta does not matter to the policy, up to what keeps a division by 0 away."""
     step = Step.drawn(0)
-    stats, group_S, scores_S = process_stats(step.batch), torch.tensor(step.groups), torch.tensor(step.scores)
+    stats, group_S, scores_S = stats_of(step.batch), torch.tensor(step.groups), torch.tensor(step.scores)
     member_S = torch.ones(len(scores_S), dtype=torch.bool)
     one, other = (
         centred(stats, group_S, scores_S, member_S, beta=beta, config=replace(PLAIN, process_coef=1.0))
@@ -218,14 +220,6 @@ def test_turn_rewards_are_added_as_they_are() -> None:
     advantages, _ = by_package(step, config, turn_rewards_T=turns_T)
     assert advantages[0][1] is not None and advantages[0][1] > 1
     assert all(x is None or x < 0 for row in advantages[1:] for x in row)
-
-
-def test_parts_are_chosen_in_order() -> None:
-    numbers = torch.arange(4.0)
-    rewards = CentredRewards(scales_S=numbers, shifts_S=numbers + 4, outcomes_S=numbers + 8, compared_S=numbers > 1)
-    chosen = rewards.of([3, 0])
-    assert (chosen.scales_S.tolist(), chosen.shifts_S.tolist()) == ([3.0, 0.0], [7.0, 4.0])
-    assert (chosen.outcomes_S.tolist(), chosen.compared_S.tolist()) == ([11.0, 8.0], [True, False])
 
 
 def test_metrics_of_the_rewards() -> None:

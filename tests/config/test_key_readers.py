@@ -14,7 +14,7 @@ from mcore_rl.algorithms.advantages.estimation import estimate, final_advantages
 from mcore_rl.algorithms.correction import mean_weight
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.policy import policy_loss as actor_loss
-from mcore_rl.algorithms.process_rewards import LOGPROBS, REF_LOGPROBS, centred, process_stats
+from mcore_rl.algorithms.process_rewards import LOGPROBS, REF_LOGPROBS, centred, stats_of, token_rewards
 from mcore_rl.algorithms.selection import num_selected
 from mcore_rl.algorithms.shaping import has_signal
 from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, compute_advantages
@@ -125,10 +125,12 @@ def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
         greedy_S=torch.tensor([0.25] * 3 + [0.75] * 3),
         parts_SK=torch.stack([SCORES[key] for key in keys], dim=1) if keys else None,
     )
-    if run.outcome_rows:
+    if "process_reward" in run.roles:
         there_S, beta = torch.ones(len(LENGTHS), dtype=torch.bool), 0.05
-        rewards = centred(process_stats(step), GROUP_S, outcomes.scores_S, there_S, beta=beta, config=algorithm)
-        outcomes = replace(outcomes, centred=rewards)
+        rewards = centred(stats_of(step), GROUP_S, outcomes.scores_S, there_S, beta=beta, config=algorithm)
+        outcomes = replace(outcomes, scores_S=rewards.outcomes_S, compared_S=rewards.compared_S)
+        values = {"process_scales": rewards.scales_S, "process_shifts": rewards.shifts_S}
+        step = replace(step, extra_T={**step.extra_T, **token_rewards(step, values, run)})
     tokens, stats = compute_advantages(step, outcomes, algorithm, kl_coef)
     of_step = estimate(
         GROUP_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,

@@ -14,14 +14,13 @@ WEIGHTS = {"weights": "own.path", "config": FrozenModelConfig}
 def test_the_table_has_one_policy_which_is_scored_first() -> None:
     assert [role.name for role in ROLES.values() if role.publishes] == [next(iter(ROLES))]
     assert all(role.shares is None or role.shares in ROLES for role in ROLES.values())
-    assert all(reader in ROLES for role in ROLES.values() for reader in role.read_by)
 
 
 def test_what_a_row_implies() -> None:
-    shared = Role(name="lagged", shares="actor", makes=("lagged_logprobs_T",), moves=Every(3))
+    shared = Role(name="lagged", shares="actor", moves=Every(3))
     assert (shared.group, shared.snapshot, shared.phase) == ("actor", "lagged", "lagged_scores")
     trained = Role(
-        name="own", weights="own.path", config=TrainedModelConfig, trains=True, loss="a:b", copy_makes="x_T",
+        name="own", weights="own.path", config=TrainedModelConfig, trains=True, loss="a:b", keeps_copy=True,
     )  # fmt: skip
     assert (trained.group, trained.snapshot, trained.update_phase) == ("own", "own_copy", "update_own")
     assert Role(name="own", **WEIGHTS).snapshot is None and Role(name="own", **WEIGHTS).head is Head.lm
@@ -34,8 +33,7 @@ def test_what_a_row_implies() -> None:
         ({**WEIGHTS, "shares": "actor"}, "or shares another's"),
         ({**WEIGHTS, "trains": True}, "has a loss where it is trained"),
         ({**WEIGHTS, "loss": "a:b"}, "has a loss where it is trained"),
-        ({**WEIGHTS, "copy_makes": "x_T"}, "a copy of it would say the same"),
-        ({**WEIGHTS, "on_outcomes": True}, "learns from nothing"),
+        ({**WEIGHTS, "keeps_copy": True}, "a copy of it would say the same"),
         ({**WEIGHTS, "moves": Every(2)}, "no frozen weights beside trained ones"),
     ],
 )

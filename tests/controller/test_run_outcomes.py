@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.compose import compose
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Pass, Update
+from mcore_rl.config.step_plan import step_plan
+from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.run import Run
-from mcore_rl.controller.step.batch_assembly import StepBatch
+from mcore_rl.controller.step.stages import StepState, run_stage
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.tracking.clock import Clock
@@ -32,10 +37,10 @@ class Calls(Ranks):
         super().__init__(dp)
         self.calls: list[Any] = []
 
-    def _score(self, rank: int, given: WorkerInput[None], field: str, *args: Any) -> Any:
-        temperature, _, snapshot, _ = args
-        self.calls += [(field, snapshot, temperature)] * (rank == 0)
-        return super()._score(rank, given, field, *args)
+    def _score(self, rank: int, given: WorkerInput[None], makes: Sequence[str], *args: Any) -> Any:
+        temperature, (snapshot,) = args
+        self.calls += [(makes[0], snapshot, temperature)] * (rank == 0)
+        return super()._score(rank, given, makes, *args)
 
     def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> Any:
         self.calls += ["train"] * (rank == 0)
@@ -65,16 +70,24 @@ def test_before_and_after(when: str, calls: list[Any], told: list[str]) -> None:
     overrides = ["algorithm=prime", "model.path=m", f"process_reward.update={when}", "rollout.temperature=0.7"]
     run.config = compose(RunConfig, "train", overrides)
     group, run.clock, run.tracker = Calls(2), Clock(), Screen()  # type: ignore[assignment]
-    run.groups = {ROLE.name: group}
+    run.groups, run.preemption = {ROLE.name: group}, Preemption()
     run.losses = {ROLE.name: ROLE.make_loss(run.config.role_config(ROLE))}
     plain, outcome_S = ragged(101), torch.arange(len(LENGTHS)).float() / 10
     batch = TrainBatch(
         lengths_S=LENGTHS, tokens_T=plain.tokens_T, mask_T=plain.mask_T, extra_S={"outcome_S": outcome_S}
     )
     outcomes = Outcomes(scores_S=outcome_S, truncated_S=outcome_S > 1)
-    groups = StepBatch(episodes=(), batch=batch, group_S=torch.arange(len(LENGTHS)) // 2, outcomes=outcomes)
+    groups = StepBatch(batch=batch, group_S=torch.arange(len(LENGTHS)) // 2, outcomes=outcomes)
     shared = send(group, batch, [ALL])
-    updated = asyncio.run(run.learn_outcomes(ROLE, shared, [ALL], groups, 1))
+    state = StepState(step=1, shared=shared, groups=groups, minibatches={ROLE.name: [ALL]})
+
+    async def run_own() -> None:
+        for stage in step_plan(run.config):
+            if isinstance(stage, Pass | Update) and stage.role == ROLE.name:
+                await run_stage(run, stage, state)
+
+    asyncio.run(run_own())
+    updated = state.updated[ROLE.name]
     assert group.calls == calls and group.told == told
     assert "process_logprobs_T" in shared and "process_ref_logprobs_T" in shared
     assert updated.trained == [int(plain.mask_T.sum())]

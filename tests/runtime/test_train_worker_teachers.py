@@ -24,6 +24,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.config.role_table import TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.controller.step.teaching import assignments
@@ -79,11 +80,8 @@ def told(worker: TrainWorker, names: tuple[int, ...], *, hidden: bool) -> dict[i
     own = [of_ranks[coords.dp] for of_ranks in taught.values()]
     snapshots = [snapshot_of(teacher) for teacher in taught]
     given = WorkerInput([replace(batch.select(members), routing_TLK=None) for members in own], None)
-    output = (
-        worker.hidden_states(given, snapshots)
-        if hidden
-        else worker.score_taught(given, "told_T", TEMPERATURE, snapshots)
-    )
+    makes = (TEACHER_HIDDEN, TEACHER_SCORED) if hidden else ("told_T",)
+    output = worker.score(given, makes, TEMPERATURE, snapshots)
     gathered = [b""] * dist.get_world_size()
     members = [sequence for batch in own for sequence in batch]
     mine = [] if output.shard is None else output.shard.fields["teacher_hidden_MH" if hidden else "told_T"]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from mcore_rl.algorithms.process_rewards import ProcessStats, process_stats
-from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import ShardRefs
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.worker_values import RankAdvantages
+from mcore_rl.runtime.train_worker import TrainWorker
+
+LEADER: Any = SimpleNamespace(_leads=True)
 
 
 class InProcessGroup(TrainGroup):
     """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, input, *arguments).  told: of ``all``."""
 
     def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
-        computed = {"compute_advantages": lambda _, *args: advantages_of(*args), "process_stats": stats_of}
-        self.ranks = InProcessWorkers(dp, computed | methods)
+        self.ranks = InProcessWorkers(dp, {"on_ranks": on_rank} | methods)
         super().__init__(self.ranks)  # type: ignore[arg-type]
 
     @property
@@ -59,14 +59,6 @@ class InProcessWorkers:
         return values, shards
 
 
-def stats_of(_: int, given: WorkerInput[None]) -> WorkerOutput[ProcessStats]:
-    """``TrainWorker.process_stats`` of a leader."""
-    return WorkerOutput(process_stats(*given.batches))
-
-
-def advantages_of(given: WorkerInput[Any], *args: Any) -> WorkerOutput[RankAdvantages]:
-    """``TrainWorker.compute_advantages`` of a leader."""
-    (batch,) = given.batches
-    of_tokens, stats = compute_advantages(batch, given.payload, *args)
-    made = Shard.of(batch.lengths_S, **vars(of_tokens))
-    return WorkerOutput(RankAdvantages(stats, tuple(made.fields)), made)
+def on_rank(_: int, *given: Any) -> WorkerOutput[Any]:
+    """``TrainWorker.on_ranks`` of a leader."""
+    return TrainWorker.on_ranks(LEADER, *given)

@@ -6,9 +6,11 @@ from mcore_rl.config.algorithm import ProcessNorm
 from mcore_rl.config.algorithm_object import PROCESS_REWARD, Algorithm, Estimator, Scope, Sourced
 from mcore_rl.config.algorithms.ppo import PPO_CLIP
 from mcore_rl.config.roles import LossAggregation, RewardUpdate
+from mcore_rl.config.stages import OUTCOMES, TOKEN_REWARDS, OnController, OnRanks
 
 CODE = "the authors' code, PRIME-RL/PRIME, training/examples/run_prime_main.sh"
 RECIPE = "verl's recipe/prime"
+PROCESS_FIELDS = ("tokens_T", "mask_T", "process_logprobs_T", "process_ref_logprobs_T")
 
 PROCESS_AND_OUTCOME = Estimator(
     name="prime",
@@ -17,6 +19,23 @@ PROCESS_AND_OUTCOME = Estimator(
     formula="`A_t = r_t + gamma A_{t+1}`, `r_t` the process reward, at the end with `R`, both centred; whitened",
     paper="arXiv:2502.01456",
     roles=(PROCESS_REWARD,),
+    stages=(
+        OnRanks(
+            function="mcore_rl.algorithms.process_rewards:process_stats",
+            reads=PROCESS_FIELDS,
+            makes=("process_stats",),
+        ),
+        OnController(
+            function="mcore_rl.algorithms.process_rewards:compare",
+            reads=("process_stats",),
+            makes=("process_scales", "process_shifts", OUTCOMES),
+        ),
+        OnRanks(
+            function="mcore_rl.algorithms.process_rewards:token_rewards",
+            reads=(*PROCESS_FIELDS, "process_scales", "process_shifts"),
+            makes=(TOKEN_REWARDS,),
+        ),
+    ),
     min_group=2,
     whitens=True,
     reads=frozenset({"algorithm.gamma", "algorithm.process_coef", "algorithm.outcome_coef", "algorithm.process_norm"}),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.runner import PROGRAM, AgentRunner
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.config.algorithm_registry import estimator
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
@@ -31,6 +32,7 @@ from mcore_rl.config.roles import (
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
+from mcore_rl.config.stages import OnController
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.judge_engines import PATH, prepare_judge
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
@@ -315,7 +317,8 @@ def _prompts(
     if has_agents and config.actor.router_replay is RouterReplay.r3:
         problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
         refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
-    if has_agents and (trains_pairs(config) or config.outcome_rows) and train is not None:
+    compares = any(isinstance(stage, OnController) for stage in estimator(config.algorithm.adv_estimator).stages)
+    if has_agents and (trains_pairs(config) or compares) and train is not None:
         programs = [row.id for row in map(train.__getitem__, range(len(train))) if agents.loop_of_row(row) == PROGRAM]
         problem = f"compares responses, and a program's run may have several conversations: {named(programs)}"
         remedy = "Choose an algorithm that does not, or leave these rows out"

@@ -18,6 +18,8 @@ from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, r
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.prefer import ACTOR, REFERENCE, PreferConfig
 from mcore_rl.config.preference import PreferenceConfig
+from mcore_rl.config.role_table import REF_LOGPROBS
+from mcore_rl.config.stages import TOKENS
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.programs.sft import batch_of, result_metrics
@@ -68,15 +70,13 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
         short = max(0, group.layout.dp - number)  # every rank scores something
         full = batch.select([*range(number), *([0] * short)])
         shared = updates.send_whole(group, replace(full, pairs_S=None, extra_S={}))
-        own = await updates.score(group, shared, "old_logprobs_T")
+        own = await updates.score(group, shared, ACTOR.scores("old_logprobs_T"))
         ref_S = (await self.refer(shared)).sums_S[:number] if self.preference.row.reference else None
         return Responses(own.sums_S[:number], ref_S, sequence_counts(batch.mask_T, batch.lengths_S).double())
 
     async def refer(self, shared: SharedBatch) -> SequenceScores:
         """Adds the reference's log-probs to ``shared``, and returns their sums."""
-        scores = await updates.score_role(REFERENCE, self.group, shared, 1.0)
-        assert scores is not None, "the reference makes log-probs"
-        return scores
+        return await updates.score(self.group, shared, REFERENCE.scores(REF_LOGPROBS))
 
     async def divergence(self, rows: Sequence[PreferredAnswers]) -> float:
         """KTO's estimate of ``KL(policy || reference)``, nats, not below 0 (arXiv:2402.01306, section 4.1).
@@ -118,8 +118,7 @@ async def train_step(run: PreferRun, step: int) -> dict[str, float]:
                 loss, scored = replace(loss, kl=await run.divergence(rows)), 3.0
     with run.clock(ACTOR.update_phase):
         number = len(rows) if row.pairs else len(batch.lengths_S)
-        reads = updates.fields_read(ACTOR, run.config.role_rows)
-        result = await updates.update_alone(group, shared, loss, float(number), reads)
+        result = await updates.update_alone(group, shared, loss, float(number), (*TOKENS, REF_LOGPROBS))
     metrics = {f"prefer/{name}": value for name, value in means(result.metrics).items()}
     metrics |= {"prefer/loss": result.loss} | result_metrics(result)
     return metrics | ({} if row.pairs else {"prefer/kl": loss.kl}) | run.passes(batch.lengths_S, scored)

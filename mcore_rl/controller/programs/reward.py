@@ -25,6 +25,7 @@ from mcore_rl.algorithms.reward_loss import (
 )
 from mcore_rl.config.reward_loss import RewardLossConfig
 from mcore_rl.config.reward_training import ACTOR, RewardTrainingConfig
+from mcore_rl.config.stages import TOKENS
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.programs.sft import batch_of, result_metrics
@@ -63,7 +64,7 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
         group, number = self.group, len(batch.lengths_S)
         full = batch.select([*range(number), *([0] * max(0, group.layout.dp - number))])  # every rank scores something
         shared = updates.send_whole(group, replace(full, pairs_S=None, extra_S={}))
-        return (await updates.score(group, shared, "old_values_T")).sums_S[:number]
+        return (await updates.score(group, shared, ACTOR.scores("old_values_T"))).sums_S[:number]
 
 
 def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ScoredSet | StepSet]:
@@ -93,7 +94,7 @@ async def train_step(run: RewardRun, step: int) -> dict[str, float]:
         batch, count, labels = score_batch([row for row in rows if not isinstance(row, LabelledSteps)]), len(rows), []
     with run.clock(ACTOR.update_phase):
         shared = updates.send_whole(group, batch)
-        result = await updates.update_alone(group, shared, loss, float(count), (*updates.TOKENS, *labels))
+        result = await updates.update_alone(group, shared, loss, float(count), (*TOKENS, *labels))
     metrics = {f"reward/{TRAINED.get(name, name)}": value for name, value in means(result.metrics).items()}
     return metrics | {"reward/loss": result.loss} | result_metrics(result) | run.passes(batch.lengths_S)
 

@@ -31,7 +31,7 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
                 chosen.append(replace(chosen[0], mask=(False,) * len(chosen[0].mask)))
             batch = batch_of(chosen)
             shared = updates.send_whole(group, batch)
-            total -= float((await updates.score(group, shared, "old_logprobs_T")).sums_S.sum())
+            total -= float((await updates.score(group, shared, ACTOR.scores("old_logprobs_T"))).sums_S.sum())
             count += int(batch.mask_T.sum())
         return {"sft/val_loss": total / count}
 

@@ -14,14 +14,11 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
 from mcore_rl.algorithms.correction import correction_metrics, mean_weight
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.outcome_loss import OUTCOME
-from mcore_rl.algorithms.process_rewards import FIELDS as PROCESS_FIELDS
-from mcore_rl.algorithms.process_rewards import CentredRewards, centred, process_metrics
 from mcore_rl.algorithms.ragged import Spreads, sequence_counts
-from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, SequenceStats
+from mcore_rl.algorithms.step_batch import StepBatch
+from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, SequenceStats, estimate_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.roles import ProcessRewardConfig
-from mcore_rl.controller.step.batch_assembly import StepBatch
+from mcore_rl.config.stages import TOKEN_REWARDS
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.types import TAUGHT_BY
@@ -35,7 +32,7 @@ FIELDS = (
     "ref_logprobs_T",
     TEACHER_LOGPROBS,
     "old_values_T",
-    *PROCESS_FIELDS,
+    TOKEN_REWARDS,
 )
 
 
@@ -70,39 +67,20 @@ async def estimate_step(
     policy: TrainGroup,
     shared: SharedBatch,
     groups: StepBatch,
+    outcomes: Outcomes,
     algorithm: AlgorithmConfig,
     kl: KlController,
-    process: ProcessRewardConfig | None = None,
 ) -> StepAdvantages:
     """Estimates the advantages of a step from its log-probs and values.
 
     Adds the results per token to ``shared``: a new mask, raw advantages, returns, weights.  Uses the coefficient of
-    ``kl``, then updates it with this step's KL.  process: of the process reward model; None: there is none.
+    ``kl``, then updates it with this step's KL.  outcomes: of the sequences, as they are rewarded.
     """
-    ranks, metrics, outcomes = shared.assignment, dict[str, float](), groups.outcomes
-    if process is not None:
-        rewards, metrics = await _process_rewards(policy, shared, groups, algorithm, process.beta)
-        outcomes = replace(outcomes, centred=rewards)
+    ranks = shared.assignment
     inputs = shared.shard_refs([[each] for each in ranks], FIELDS, [outcomes.of(each) for each in ranks])
-    of_ranks, shards = await policy.compute_advantages(inputs, algorithm, kl.coef)
-    shared.add(ranks, shards, of_ranks[0].fields)
-    step = combine(shared.in_order(ranks, [each.stats for each in of_ranks]), groups, algorithm, kl)
-    return replace(step, metrics=step.metrics | metrics)
-
-
-async def _process_rewards(
-    policy: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, beta: float
-) -> tuple[CentredRewards, dict[str, float]]:
-    """What becomes of the process rewards of a step, and its metrics."""
-    assert groups.sample_S is None, "preparation has refused programs"
-    ranks, outcomes = shared.assignment, groups.outcomes
-    inputs = shared.shard_refs([[each] for each in ranks], ("tokens_T", "mask_T", *PROCESS_FIELDS), [None] * len(ranks))
-    stats = shared.in_order(ranks, await policy.process_stats(inputs))
-    member_S = torch.ones_like(outcomes.truncated_S)
-    if algorithm.mask_truncated and not algorithm.masked_in_baseline:
-        member_S = ~outcomes.truncated_S
-    rewards = centred(stats, groups.group_S, outcomes.scores_S, member_S, beta=beta, config=algorithm)
-    return rewards, process_metrics(stats, groups.group_S, groups.batch.extra_S[OUTCOME], beta)
+    made, shards = await policy.on_ranks(inputs, estimate_tokens, algorithm, kl.coef)
+    shared.add(ranks, shards, made[0]["fields"])
+    return combine(shared.in_order(ranks, [each["stats"] for each in made]), groups, algorithm, kl)
 
 
 def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController) -> StepAdvantages:

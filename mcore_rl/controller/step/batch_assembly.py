@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.outcome_loss import OUTCOME
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
+from mcore_rl.config.stages import OUTCOME
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.score import Score
 from mcore_rl.types import TAUGHT_BY, TrainBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """All episodes of one step as tensors; ``assemble`` makes it.
-
-    episodes: prompt by prompt; each is a sequence of ``batch``, in this order.
-    batch: their tokens, masks, the sampler's log-probs, and turn rewards if there are any.
-    group_S: int64, the prompt that each sequence is a sample of.
-    sample_S: int64, ascending, the sample that it belongs to, where one run of a user's program has several sequences;
-    None: each is a sample of its own.
-    outcomes: the score of each sequence, and whether it was cut off.
-    taught_by: what the numbers of the batch's ``TAUGHT_BY`` mean; () without several teachers.
-    """
-
-    episodes: tuple[Episode, ...]
-    batch: TrainBatch
-    group_S: Tensor
-    outcomes: Outcomes
-    sample_S: Tensor | None = None
-    taught_by: tuple[str, ...] = ()
-
-    @property
-    def num_trained(self) -> int:
-        """The number of trained tokens of all sequences."""
-        return int(np.count_nonzero(self.batch.mask_T.numpy()))
 
 
 def assemble(
@@ -57,7 +31,7 @@ def assemble(
 
     greedy: the reward of the greedy response to each group's prompt, by group number; None: the algorithm needs none.
     reward_keys: the parts of the score from which advantages are computed (``algorithm.gdpo_reward_keys``).
-    with_outcomes: a role learns from outcomes (``Role.on_outcomes``).
+    with_outcomes: a stage reads whether responses are right.
     teachers: of the run; of several, the batch says which each sequence has.
     Raises ConfigError if a grader does not give one of ``reward_keys``, or an outcome is not in [0, 1].
     """
@@ -87,7 +61,6 @@ def assemble(
     )
     groups = [episode.group for episode in episodes]
     return StepBatch(
-        episodes=tuple(episodes),
         batch=batch,
         group_S=torch.tensor(groups),
         sample_S=_samples(episodes),

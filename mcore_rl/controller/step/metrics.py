@@ -118,14 +118,14 @@ def staleness_metrics(episodes: Sequence[Episode], step: int) -> dict[str, float
     }
 
 
-def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) -> dict[str, float]:
-    """The metrics of the scoring pass of ``role``: the mean entropy over ``num_tokens`` trained tokens."""
+def score_metrics(role: str, scores: SequenceScores | None, num_tokens: int) -> dict[str, float]:
+    """The metrics of a pass of ``role``: the mean entropy over ``num_tokens`` trained tokens."""
     if scores is None or scores.entropy_S is None:
         return {}
-    return {f"{role.name}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
+    return {f"{role}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
 
 
-def own_metrics(role: Role, own: OwnScores, num_tokens: int) -> dict[str, float]:
+def own_metrics(role: str, own: OwnScores, num_tokens: int) -> dict[str, float]:
     """The metrics of the scoring pass of ``role`` and of its agreement with the sampler, where the update scored.
 
     num_tokens: the trained tokens of what it scored.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.config.role import Head, Role
+from mcore_rl.config.stages import Pass
 from mcore_rl.config.teachers import Teachers, snapshot_of
 from mcore_rl.data.balance import balance
 from mcore_rl.runtime.shared_batch import SharedBatch
@@ -20,29 +20,18 @@ from mcore_rl.types import TAUGHT_BY
 
 
 async def score_by_teacher(
-    role: Role,
-    group: TrainGroup,
-    shared: SharedBatch,
-    teachers: Teachers,
-    temperature: float,
-    tokens: Sequence[str],
+    stage: Pass, group: TrainGroup, shared: SharedBatch, teachers: Teachers, temperature: float
 ) -> None:
-    """Adds the log-probs or hidden states that the teachers make to the batch, as the fields of ``role``.
-
-    tokens: the fields that a pass reads.
-    """
+    """Adds the log-probs or hidden states that the teachers make to the batch."""
     teacher_S = np.asarray(teachers.numbers)[shared.extra_S[TAUGHT_BY].astype(np.int64)]
     dp = group.layout.dp
     taught = assignments(shared.lengths_S, teacher_S, dp)
     batches = [[of_ranks[rank] for of_ranks in taught.values()] for rank in range(dp)]
-    inputs = shared.shard_refs(batches, tokens, [None] * dp)
+    inputs = shared.shard_refs(batches, stage.reads, [None] * dp)
     snapshots = [snapshot_of(teacher) for teacher in taught]
-    if role.head is Head.hidden:
-        shards = await group.hidden_states(inputs, snapshots=snapshots)
-    else:
-        shards = await group.score_taught(inputs, role.makes[0], temperature=temperature, snapshots=snapshots)
+    _, shards = await group.score(inputs, stage.makes, temperature=temperature, snapshots=snapshots)
     members = [[sequence for batch in of_rank for sequence in batch] for of_rank in batches]
-    shared.add(members, shards, role.makes)
+    shared.add(members, shards, stage.makes)
 
 
 def assignments(lengths_S: Sequence[int], teacher_S: NDArray[np.int64], num_ranks: int) -> dict[int, list[list[int]]]:

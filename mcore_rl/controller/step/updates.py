@@ -17,11 +17,11 @@ from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
-from mcore_rl.algorithms.selection import Moments, num_selected, threshold
+from mcore_rl.algorithms.selection import Moments, SequencesInStep, num_selected, select_tokens, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.algorithm_object import TEACHER
-from mcore_rl.config.role import Head, Role
-from mcore_rl.config.roles import ActorConfig, RouterReplay, TrainedConfig
+from mcore_rl.config.roles import ActorConfig, TrainedConfig
+from mcore_rl.config.stages import TOKENS, Pass, is_field
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
@@ -31,11 +31,9 @@ from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.worker_values import SequenceAdvantages, SequencesInStep
-from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
+from mcore_rl.runtime.worker_values import SequenceAdvantages
+from mcore_rl.types import HIDDEN, Denominators, SequenceScores, StepResult, TrainBatch
 
-TOKENS = ("tokens_T", "mask_T")
-ROUTES = ("routing_TLK", "unrouted_T")  # the experts to repeat, which a batch has with ``actor.router_replay``
 # The fields from which the keys of selection are computed.
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
 
@@ -88,86 +86,37 @@ def _together(assignment: Sequence[Sequence[int]], neighbours: Sequence[Sequence
     return [[sequence for rank in ranks for sequence in assignment[rank]] for ranks in neighbours]
 
 
-async def score(
+async def run_pass(
     group: TrainGroup,
     shared: SharedBatch,
-    field: str,
+    stage: Pass,
     *,
     temperature: float = 1.0,
-    with_entropy: bool = False,
-    snapshot: str | None = None,
-    replay: bool = False,
-    record: bool = False,
-) -> SequenceScores:
-    """Computes the log-probs or values of every token, and adds them to the batch as ``field``.
-
-    snapshot: the name of the weights to score with; None is the live weights.  replay: repeats the experts that the
-    batch has.  record: adds those that were chosen to it.  Returns sums per sequence.
-    """
-    ranks, dp = shared.assignment, group.layout.dp
-    if len(ranks) != dp:
-        ranks = balance(shared.lengths_S, dp)
-    fields = (*TOKENS, *(ROUTES if replay else ()))
-    inputs = shared.shard_refs([[members] for members in ranks], fields, [None] * dp)
-    sums, shards = await group.score(
-        inputs, field, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot, record_routing=record
-    )
-    shared.add(ranks, shards, [field, *(["routing_TLK"] if record else [])])
-    return shared.in_order(ranks, sums)
-
-
-async def score_role(
-    role: Role,
-    group: TrainGroup,
-    shared: SharedBatch,
-    temperature: float,
-    router_replay: RouterReplay = RouterReplay.off,
     teachers: Teachers | None = None,
 ) -> SequenceScores | None:
-    """Runs the scoring pass of ``role``, which fills the fields that it makes.
+    """Runs a pass, which adds what it makes to ``shared``.
 
-    That of a teacher in the loss makes hidden states.
-    group: the workers that it runs on.  temperature: of the sampling.  router_replay: of the policy; other roles, and
-    frozen weights, have routers of their own and choose freely.  teachers: of the run.  Returns sums per sequence; None
-    if ``role`` makes no fields, or is the teacher in the loss or several.
+    group: the workers that it runs on.  temperature: of its log-probs.
+    teachers: of the run; of several, each scores its own sequences.
+    Returns sums per sequence; None where hidden states are made, or several teachers score.
     """
-    if not role.makes:
+    if stage.role == TEACHER and teachers is not None and len(teachers.directories) > 1:
+        await score_by_teacher(stage, group, shared, teachers, temperature)
         return None
-    if role.name == TEACHER and teachers is not None and len(teachers.directories) > 1:
-        await score_by_teacher(role, group, shared, teachers, temperature, TOKENS)
-        return None
-    if role.head is Head.hidden:
-        await score_hidden(group, shared, role.makes)
-        return None
-    return await score(
-        group,
-        shared,
-        role.makes[0],
-        temperature=temperature,
-        with_entropy="entropy_S" in role.makes,
-        snapshot=None if role.shares is None else role.snapshot,
-        replay=role.publishes,
-        record=role.publishes and router_replay is RouterReplay.r2,
-    )
+    ranks, dp = shared.assignment, group.layout.dp
+    if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
+        ranks = balance(shared.lengths_S, dp)
+    inputs = shared.shard_refs([[members] for members in ranks], stage.reads, [None] * dp)
+    sums, shards = await group.score(inputs, stage.makes, temperature=temperature, snapshots=[stage.weights])
+    shared.add(ranks, shards, [name for name in stage.makes if is_field(name)])
+    return shared.in_order(ranks, sums) if sums else None
 
 
-async def score_hidden(group: TrainGroup, shared: SharedBatch, fields: Sequence[str]) -> None:
-    """Adds the last hidden states of the trained tokens to the batch, as ``fields``."""
-    ranks = balance(shared.lengths_S, group.layout.dp)
-    inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * len(ranks))
-    shared.add(ranks, await group.hidden_states(inputs, snapshots=[None]), fields)
-
-
-async def score_copy(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> None:
-    """Runs the scoring pass of the frozen copy of ``role``, if it has one; see ``score_role``."""
-    if role.copy_makes is not None:
-        await score(group, shared, role.copy_makes, temperature=temperature, snapshot=role.snapshot)
-
-
-def fields_read(role: Role, rows: Sequence[Role]) -> tuple[str, ...]:
-    """The fields that the loss of ``role`` may receive.  rows: the roles of the run."""
-    of_others = [name for other in rows if role.name in other.read_by for name in other.makes]
-    return tuple(dict.fromkeys((*TOKENS, *role.reads, *of_others)))
+async def score(group: TrainGroup, shared: SharedBatch, stage: Pass) -> SequenceScores:
+    """Runs a pass that makes log-probs, at temperature 1, or values; returns sums per sequence."""
+    scores = await run_pass(group, shared, stage)
+    assert scores is not None, f"{stage.role} makes {stage.makes[0]}"
+    return scores
 
 
 async def update(
@@ -192,7 +141,7 @@ async def update(
     reference: the snapshot to which a full KL is computed.
     seed: of the loss's random draws.
     with_scores: nothing has been scored, and the forward pass of the first minibatch does so
-    (``config/old_logprobs.py``).
+    (``config/step_plan.py``).
     """
     minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
@@ -246,9 +195,9 @@ async def _select_tokens(
         for sequences in ranks
     ]
     inputs = shared.shard_refs([[sequences] for sequences in ranks], SELECTION, payloads)
-    largest, shards = await group.select_tokens(inputs, config, numbers, moments)
+    made, shards = await group.on_ranks(inputs, select_tokens, config, numbers, moments)
     shared.add(ranks, shards, ["selection_T"])
-    return replace(numbers, threshold=threshold(largest, count))
+    return replace(numbers, threshold=threshold([each["largest"] for each in made], count))
 
 
 async def update_alone(

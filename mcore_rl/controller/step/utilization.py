@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Pass, StepStage
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.families.flops import forward_flops, train_flops
 from mcore_rl.parallel.device import Platform
@@ -29,6 +32,24 @@ class Passes:
     scored: float
     trained: float
     head: Head = Head.lm
+
+
+def step_passes(
+    run: RunConfig, plan: Sequence[StepStage], models: Mapping[str, ModelConfig], num_updates: Mapping[str, int]
+) -> list[Passes]:
+    """The passes of each model in a step, to count FLOP.
+
+    models: by role.  num_updates: the optimizer steps of each role.
+    """
+    scored = Counter(stage.group for stage in plan if isinstance(stage, Pass))
+    passes = list[Passes]()
+    for role in run.group_rows:
+        trained = 0.0
+        if role.trains:
+            mini = run.trained_config(role).ppo_mini_batch_size
+            trained = num_updates[role.name] * mini / run.data.train_batch_size
+        passes.append(Passes(model=models[role.name], scored=float(scored[role.name]), trained=trained, head=role.head))
+    return passes
 
 
 def tflop(lengths_S: Sequence[int], passes: Sequence[Passes]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.proofs.differences import module_differences
-from mcore_rl.reports.logprobs.question import TIE, Pass, Question, VllmSamples, batch_of, floats
+from mcore_rl.reports.logprobs.question import TIE, Answers, Question, VllmSamples, batch_of, floats
 from mcore_rl.training.checkpoint import load_megatron
 from mcore_rl.training.effective_config import effective_config
 from mcore_rl.training.engine import Engine
@@ -29,7 +29,9 @@ COLD = TIE / 10  # a temperature so low that the log-prob of the likeliest token
 COLD_LOGPROB = -10.0
 
 
-def score(rank: Rank, question: Question, drawn: VllmSamples, routings: Mapping[str, Tensor]) -> dict[Precision, Pass]:
+def score(
+    rank: Rank, question: Question, drawn: VllmSamples, routings: Mapping[str, Tensor]
+) -> dict[Precision, Answers]:
     """Score on one rank of Megatron: a pass in each precision, equal on every rank but for ``differing``, ``config``.
 
     routings: the expert choices of other scorers, to replay, [T, L, K] each; empty without experts.
@@ -53,7 +55,7 @@ def _megatron_pass(
     question: Question,
     drawn: VllmSamples,
     routings: Mapping[str, Tensor],
-) -> Pass:
+) -> Answers:
     batch, greedy = batch_of(drawn.samples, drawn.prompts), batch_of(drawn.greedy, drawn.prompts)
     longest = max(*batch.lengths_S, *greedy.lengths_S)
     config = EngineConfig(precision=precision, microbatch_tokens=max(MICROBATCH_TOKENS, 2 * longest))
@@ -72,7 +74,7 @@ def _megatron_pass(
         again = batch_of(drawn.samples, drawn.prompts, routing_TLK)
         replayed[name] = _responses(scores_of(again, temperature=temperature).logprobs_T, again)
     cold = _responses(scores_of(greedy, temperature=COLD).logprobs_T, greedy)
-    return Pass(
+    return Answers(
         logprobs=_responses(scores.logprobs_T, batch),
         is_top1=cold > COLD_LOGPROB,
         sampled_from={},

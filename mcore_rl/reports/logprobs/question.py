@@ -73,8 +73,8 @@ class VllmSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """One model in one precision: float32 values of the response tokens, sequence after sequence.
+class Answers:
+    """What one model says in one precision: float32 values of the response tokens, sequence after sequence.
 
     logprobs: of the samples.  sampled_from: the same under other distributions, by description.
     is_top1: whether each token of the greedy samples is the likeliest here too.

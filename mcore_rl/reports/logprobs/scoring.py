@@ -23,7 +23,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.differences import worst
 from mcore_rl.proofs.effective_config import joined
 from mcore_rl.reports.logprobs.question import (
-    Pass,
+    Answers,
     Question,
     VllmSamples,
     question_violations,
@@ -173,8 +173,8 @@ def _share_elsewhere(one_TLK: Tensor, other_TLK: Tensor) -> float:
 def _joined(
     question: Question,
     drawn: VllmSamples,
-    theirs: dict[Precision, Pass],
-    ranks: list[dict[Precision, Pass]],
+    theirs: dict[Precision, Answers],
+    ranks: list[dict[Precision, Answers]],
     routings: dict[str, Tensor],
 ) -> Measured:
     reference, ours = theirs[question.dtype], ranks[0][question.dtype]
@@ -215,13 +215,15 @@ def _joined(
     return Measured(scored=scored, evidence=evidence, top1=top1, samples=drawn.samples)
 
 
-def _transformers(rank: Rank, question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
+def _transformers(rank: Rank, question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
     from mcore_rl.reports.logprobs import transformers_scorer  # here, so that the parent does not import transformers
 
     return transformers_scorer.score(question, drawn)
 
 
-def _megatron(rank: Rank, question: Question, drawn: VllmSamples, routings: dict[str, Tensor]) -> dict[Precision, Pass]:
+def _megatron(
+    rank: Rank, question: Question, drawn: VllmSamples, routings: dict[str, Tensor]
+) -> dict[Precision, Answers]:
     warnings.simplefilter("ignore")  # Megatron warns of optional packages
     from mcore_rl.reports.logprobs import megatron_scorer  # here, so that the parent does not import Megatron
 

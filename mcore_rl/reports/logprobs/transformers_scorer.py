@@ -16,7 +16,7 @@ from transformers.utils import logging
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
-from mcore_rl.reports.logprobs.question import TIE, Pass, Question, VllmSamples, floats
+from mcore_rl.reports.logprobs.question import TIE, Answers, Question, VllmSamples, floats
 from mcore_rl.reports.logprobs.transformers_config import effective_config
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 
@@ -25,7 +25,7 @@ TRUNCATED = "what top-p and top-k leave"
 
 
 @torch.no_grad()
-def score(question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
+def score(question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
     """Score in each precision of the question."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
     return passes
 
 
-def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Pass:
+def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Answers:
     choices = _Choices(model)
     others = {EVERYTHING: 1.0} if sampling.temperature != 1 else {}
     rows: dict[str, list[Tensor]] = {name: [] for name in ("", *others, *([TRUNCATED] * sampling.truncated))}
@@ -60,7 +60,7 @@ def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Pa
         logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
         tops.append(logits_NV.gather(1, tokens_N1)[:, 0] >= logits_NV.amax(1) - TIE)
     values = {name: floats(torch.cat(parts)) for name, parts in rows.items()}
-    return Pass(
+    return Answers(
         logprobs=values.pop(""),
         is_top1=torch.cat(tops).cpu().numpy(),
         sampled_from=values,

@@ -9,12 +9,15 @@ import asyncio
 import math
 import pickle
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.algorithm import (
@@ -29,11 +32,14 @@ from mcore_rl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from mcore_rl.config.algorithm_registry import estimators
-from mcore_rl.config.roles import ProcessRewardConfig
-from mcore_rl.controller.step.advantages import estimate_step
-from mcore_rl.controller.step.batch_assembly import StepBatch
+from mcore_rl.config.roles import RoleConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Estimate
+from mcore_rl.config.trainer import PolicyModelConfig
+from mcore_rl.controller.step.stages import StepState, run_stage
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import Portion
+from mcore_rl.tracking.clock import Clock
 from mcore_rl.types import TrainBatch
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
@@ -57,12 +63,18 @@ class Found:
     metrics: dict[str, float]
 
 
-def over_ranks(
-    groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int, process: ProcessRewardConfig | None = None
-) -> Found:
+def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int, **more: RoleConfig) -> Found:
+    """Runs the stages of the estimator, and then the estimation.  more: groups of roles."""
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
-    step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl, process))
+    state = StepState(step=1, shared=shared, groups=groups, minibatches={})
+    config = RunConfig(model=PolicyModelConfig(path="m"), algorithm=algorithm).with_groups(more)
+    run: Any = SimpleNamespace(policy=group, clock=Clock(), kl=kl, config=config)
+    metrics = dict[str, float]()
+    for stage in (*estimators()[algorithm.adv_estimator].stages, Estimate(reads=())):
+        metrics |= asyncio.run(run_stage(run, stage, state))
+    step = state.advantages
+    assert step is not None
     made = ("advantages_T", "teacher_advantages_T", "returns_T", "weights_T", "old_logprobs_T")
     fields = list(dict.fromkeys([*(name for name, _ in groups.batch.token_fields()), *made]))
     (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])
@@ -71,14 +83,13 @@ def over_ranks(
     assert torch.equal(step.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
     numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     advantages_S = step.advantages.advantages_S
-    return Found(finish(batch, None if advantages_S is None else advantages_S.numpy(), numbers), step.metrics)
+    return Found(finish(batch, None if advantages_S is None else advantages_S.numpy(), numbers), metrics)
 
 
 def step_of(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
     batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
     batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
     groups = StepBatch(
-        episodes=(),
         batch=replace(batch, **changes),
         group_S=torch.tensor([0, 0]),
         outcomes=Outcomes(
@@ -104,14 +115,15 @@ def as_bits(step: Found) -> dict[str, object]:
 def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: CorrectionLevel) -> None:
     batch, draw = ragged(7), torch.Generator().manual_seed(3)
     size, number = len(batch.mask_T), len(RAGGED)
-    drawn = [torch.randn(size, generator=draw) for _ in range(5)]
+    drawn = [torch.randn(size, generator=draw) for _ in range(7)]
     batch = TrainBatch(
         lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
         old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
         turn_rewards_T=drawn[4],
+        extra_T={"process_logprobs_T": drawn[5], "process_ref_logprobs_T": drawn[6]},
+        extra_S={"outcome_S": torch.rand(number, generator=draw)},
     )  # fmt: skip
     groups = StepBatch(
-        episodes=(),
         batch=batch,
         group_S=torch.arange(number) // 3,
         outcomes=Outcomes(

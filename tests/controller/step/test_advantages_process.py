@@ -8,21 +8,18 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.process_rewards import process_metrics, process_stats
+from mcore_rl.algorithms.process_rewards import process_metrics, stats_of
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.roles import ProcessRewardConfig
-from mcore_rl.controller.step.batch_assembly import StepBatch
 from tests.algorithms.test_process_rewards import BETA, CONFIGS, Step, by_hand
 from tests.controller.step.test_advantages import Found, as_bits, over_ranks
-
-PROCESS = ProcessRewardConfig(beta=BETA)
 
 
 def step_batch(step: Step) -> StepBatch:
     scores_S = torch.tensor(step.scores)
     return StepBatch(
-        episodes=(),
         batch=replace(step.batch, extra_S={"outcome_S": scores_S}),
         group_S=torch.tensor(step.groups),
         outcomes=Outcomes(scores_S=scores_S, truncated_S=torch.tensor(step.truncated)),
@@ -30,7 +27,9 @@ def step_batch(step: Step) -> StepBatch:
 
 
 def of_step(step: Step, config: AlgorithmConfig, dp: int) -> Found:
-    return over_ranks(step_batch(step), config, KlController(config.kl_ctrl), dp, PROCESS)
+    return over_ranks(
+        step_batch(step), config, KlController(config.kl_ctrl), dp, process_reward=ProcessRewardConfig(beta=BETA)
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -49,7 +48,7 @@ def test_ranks_and_controller_make_the_formula(name: str) -> None:
 def test_the_metrics_are_of_the_rewards_and_the_outcomes() -> None:
     step = Step.drawn(6)
     metrics = of_step(step, CONFIGS["published"], 2).metrics
-    expected = process_metrics(process_stats(step.batch), torch.tensor(step.groups), torch.tensor(step.scores), BETA)
+    expected = process_metrics(stats_of(step.batch), torch.tensor(step.groups), torch.tensor(step.scores), BETA)
     assert {name: metrics[name] for name in expected} == expected and len(expected) == 2
 
 

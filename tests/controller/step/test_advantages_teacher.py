@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes
 from mcore_rl.config.algorithm import (
     AlgorithmConfig,
@@ -20,7 +21,6 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.controller.step.advantages import estimate_step
-from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
 from mcore_rl.types import TAUGHT_BY, TrainBatch
 from tests.controller.step.test_advantages import KL, LENGTHS, MASK, OLD, ROLLOUT, advantages, as_bits, over_ranks
@@ -41,7 +41,7 @@ def step_batch(**changes: Any) -> StepBatch:
     )  # fmt: skip
     outcomes = Outcomes(scores_S=torch.tensor([1.0, 0.0]), truncated_S=torch.tensor([False, True]))
     return StepBatch(
-        episodes=(), batch=replace(batch, **changes), group_S=torch.tensor([0, 0]), outcomes=outcomes
+        batch=replace(batch, **changes), group_S=torch.tensor([0, 0]), outcomes=outcomes
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_the_mean_of_a_step_is_that_of_both_parts() -> None:
     algorithm = AlgorithmConfig(adv_estimator="raft", distill=DistillConfig(coef=0.5))
     groups = step_batch()
     shared = send(InProcessGroup(2), groups.batch, [range(2)])
-    step = asyncio.run(estimate_step(InProcessGroup(2), shared, groups, algorithm, KlController(KL)))
+    step = asyncio.run(estimate_step(InProcessGroup(2), shared, groups, groups.outcomes, algorithm, KlController(KL)))
     assert step.mean_advantage == pytest.approx((2 * 1 - 0.5 * sum(DISTANCES)) / 3)
     assert step.metrics["advantage/mean"] == pytest.approx(2 / 3)
 
@@ -108,12 +108,15 @@ def test_what_is_not_trained_is_not_compared() -> None:
 def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str) -> None:
     batch, draw = ragged(7), torch.Generator().manual_seed(3)
     size, number = len(batch.mask_T), len(RAGGED)
-    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    drawn = [torch.randn(size, generator=draw) for _ in range(6)]
     groups = StepBatch(
-        episodes=(),
         batch=TrainBatch(
             lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
-            old_logprobs_T=drawn[1], old_values_T=drawn[2], extra_T={TEACHER_LOGPROBS: drawn[3]},
+            old_logprobs_T=drawn[1], old_values_T=drawn[2],
+            extra_T={
+                TEACHER_LOGPROBS: drawn[3], "process_logprobs_T": drawn[4], "process_ref_logprobs_T": drawn[5],
+            },
+            extra_S={"outcome_S": torch.rand(number, generator=draw)},
         ),
         group_S=torch.arange(number) // 3,
         outcomes=Outcomes(

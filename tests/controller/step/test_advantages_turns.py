@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
-from mcore_rl.controller.step.batch_assembly import StepBatch, assemble
+from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.episodes import Author
 from mcore_rl.rewards.score import Score
 from tests.controller.step.test_advantages import Found, over_ranks

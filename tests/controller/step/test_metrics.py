@@ -147,8 +147,8 @@ def test_the_actor_s_updates_are_counted() -> None:
 
 def test_a_step_without_updates_tells_of_entropy_alone() -> None:
     scores = SequenceScores(sums_S=torch.zeros(2), entropy_S=torch.tensor([2.0, 4.0]))
-    assert known(score_metrics(ROLES["actor"], scores, 2)) == {"actor/entropy": 3.0}
-    assert score_metrics(ROLES["critic"], SequenceScores(sums_S=torch.zeros(2), entropy_S=None), 2) == {}
+    assert known(score_metrics("actor", scores, 2)) == {"actor/entropy": 3.0}
+    assert score_metrics("critic", SequenceScores(sums_S=torch.zeros(2), entropy_S=None), 2) == {}
     assert update_metrics(ROLES["actor"], policy_loss(ActorConfig()), Updated()) == {}
     assert update_metrics(ROLES["critic"], value_loss(CriticConfig()), Updated()) == {}
 

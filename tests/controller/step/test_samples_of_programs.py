@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
 from mcore_rl.config.algorithm_object import NO_REWARD, Scope
 from mcore_rl.config.algorithm_registry import estimators
-from mcore_rl.controller.step.batch_assembly import StepBatch, assemble
+from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.step.validation import validation_metrics
 from mcore_rl.episodes import Author, Episode

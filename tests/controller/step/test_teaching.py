@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from mcore_rl.config.role import Head, Role
 from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
+from mcore_rl.config.stages import TOKENS
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.teaching import assignments
-from mcore_rl.controller.step.updates import TOKENS, score_role, send
+from mcore_rl.controller.step.updates import run_pass, send
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.types import TAUGHT_BY, TrainBatch
 from tests.support.batches import LENGTHS, ragged
@@ -25,7 +24,7 @@ TEACHERS = Teachers("rest", {"math": "math", "sums": "math", "code": "code", "lo
 # Of teachers 0, 1, 2 and 3: the rest, "math" and "sums", nothing of "code", and one of "logic".
 NAMES = (0, 1, 2, 0, 1, 4, 2, 0, 0, 1)
 NUMBERS = [TEACHERS.numbers[name] for name in NAMES]
-HIDDEN = replace(ROLES["teacher"], head=Head.hidden, makes=(TEACHER_HIDDEN, TEACHER_SCORED))
+DRAWN, HIDDEN = ("teacher_logprobs_T",), (TEACHER_HIDDEN, TEACHER_SCORED)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
@@ -50,22 +49,27 @@ class Ranks(InProcessGroup):
     """They answer with numbers that tell a token and the weights that scored it."""
 
     def __init__(self, dp: int) -> None:
-        super().__init__(dp, score_taught=self._score, hidden_states=self._hidden)
+        super().__init__(dp, score=self._score)
         self.snapshots: list[Sequence[str | None]] = []
         self.num_sequences = 0
 
     def _score(
-        self, _: int, given: WorkerInput[None], field: str, temperature: float, snapshots: Sequence[str | None]
+        self,
+        _: int,
+        given: WorkerInput[None],
+        makes: Sequence[str],
+        temperature: float,
+        snapshots: Sequence[str | None],
     ) -> WorkerOutput[None]:
         assert temperature == 0.7
-        made = [Shard.of(batch.lengths_S, **{field: says(batch, by)}) for batch, by in self._each(given, snapshots)]
-        return WorkerOutput(None, Shard.joined(made))
-
-    def _hidden(self, _: int, given: WorkerInput[None], snapshots: Sequence[str | None]) -> WorkerOutput[None]:
-        made = [
-            Shard.of_hidden(batch, says(batch, by)[batch.mask_T].unsqueeze(1).expand(-1, 3).bfloat16())
-            for batch, by in self._each(given, snapshots)
-        ]
+        each = self._each(given, snapshots)
+        if makes == HIDDEN:
+            made = [
+                Shard.of_hidden(batch, says(batch, by)[batch.mask_T].unsqueeze(1).expand(-1, 3).bfloat16())
+                for batch, by in each
+            ]
+        else:
+            made = [Shard.of(batch.lengths_S, **{makes[0]: says(batch, by)}) for batch, by in each]
         return WorkerOutput(None, Shard.joined(made))
 
     def _each(self, given: WorkerInput[None], snapshots: Sequence[str | None]) -> list[tuple[TrainBatch, str | None]]:
@@ -89,27 +93,28 @@ def whole() -> TrainBatch:
     )  # fmt: skip
 
 
-def scored_batch(role: Role, group: InProcessGroup) -> TrainBatch:
-    """What an update that reads the fields of ``role`` is handed, in the order of the batch."""
+def scored_batch(makes: tuple[str, ...], group: InProcessGroup) -> TrainBatch:
+    """What an update that reads what the teachers make is handed, in the order of the batch."""
     batch = whole()
     shared = send(Ranks(2), batch, [range(len(LENGTHS))])
-    asyncio.run(score_role(role, group, shared, 0.7, teachers=TEACHERS))
-    (refs,) = shared.shard_refs([[range(len(LENGTHS))]], (*TOKENS, *role.makes), [None])
+    stage = ROLES["teacher"].scores(*makes)
+    assert asyncio.run(run_pass(group, shared, stage, temperature=0.7, teachers=TEACHERS)) is None
+    (refs,) = shared.shard_refs([[range(len(LENGTHS))]], (*TOKENS, *makes), [None])
     portion: Portion[None] = pickle.loads(refs.portion)
     (handed,) = portion.join([pickle.loads(shard) for shard in refs.shards])  # type: ignore[arg-type]
     return handed
 
 
 @pytest.mark.parametrize("dp", [1, 2, 5])
-@pytest.mark.parametrize("role", [ROLES["teacher"], HIDDEN], ids=["drawn", "hidden"])
-def test_the_columns_are_those_of_each_sequence_s_own_teacher(role: Role, dp: int) -> None:
+@pytest.mark.parametrize("makes", [DRAWN, HIDDEN], ids=["drawn", "hidden"])
+def test_the_columns_are_those_of_each_sequence_s_own_teacher(makes: tuple[str, ...], dp: int) -> None:
     group = Ranks(dp)
-    batch = scored_batch(role, group)
+    batch = scored_batch(makes, group)
     assert group.snapshots == [[None, "teacher_1", "teacher_3"]] * dp, "all ranks in one order"
     parts = [whole().select([index]) for index in range(len(LENGTHS))]
     names = [None if number == 0 else f"teacher_{number}" for number in NUMBERS]
     expected_T = torch.cat([says(part, name) for part, name in zip(parts, names, strict=True)])
-    if role.head is Head.hidden:
+    if makes == HIDDEN:
         assert batch.teacher_hidden_MH is not None and torch.equal(
             batch.teacher_hidden_MH[:, 0].float(), expected_T[batch.mask_T]
         )

@@ -15,15 +15,17 @@ from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import Spreads, sequence_counts
-from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import CriticLoss, value_loss
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.compose import compose
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation, RouterReplay
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.stages import Pass, StepStage, Update
 from mcore_rl.controller.step.advantages import StepAdvantages
-from mcore_rl.controller.step.updates import Updated, fields_read, minibatches, score, score_role, send, update
+from mcore_rl.controller.step.updates import Updated, minibatches, run_pass, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.worker_values import TrainResults
@@ -39,26 +41,21 @@ class Ranks(InProcessGroup):
     """They answer from the tokens that they are handed."""
 
     def __init__(self, dp: int) -> None:
-        super().__init__(dp, score=self._score, train=self._train, select_tokens=self._select_tokens)
+        super().__init__(dp, score=self._score, train=self._train)
         self.scored: list[TrainBatch] = []
         self.trained: dict[int, tuple[WorkerInput[Any], tuple[Any, ...]]] = {}
 
-    def _score(self, rank: int, given: WorkerInput[None], field: str, *args: Any) -> WorkerOutput[SequenceScores]:
-        self.arguments = args
+    def _score(
+        self, rank: int, given: WorkerInput[None], makes: Sequence[str], *args: Any
+    ) -> WorkerOutput[SequenceScores]:
+        self.arguments = makes, *args
         (batch,) = given.batches
         self.scored.append(batch)
+        routing_TLK = _routes(batch) if "routing_TLK" in makes else None
         return WorkerOutput(
             SequenceScores(sums_S=_sums(batch), entropy_S=-_sums(batch)),
-            Shard.of(batch.lengths_S, **{field: _says(batch)}, routing_TLK=_routes(batch) if args[-1] else None),
+            Shard.of(batch.lengths_S, **{makes[0]: _says(batch)}, routing_TLK=routing_TLK),
         )
-
-    def _select_tokens(
-        self, rank: int, given: WorkerInput[Any], config: ActorConfig, numbers: StepNumbers, moments: Moments
-    ) -> WorkerOutput[Any]:
-        (batch,) = given.batches
-        finished = finish(batch, given.payload.advantages_S, numbers)
-        keys_T, largest = select(finished, given.payload.index_S, config, moments)
-        return WorkerOutput(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
 
     def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> WorkerOutput[TrainResults | None]:
         self.trained[rank] = given, args
@@ -98,12 +95,23 @@ async def _update(
     step: StepAdvantages, *, temperature: float, seed: int = 0, with_scores: bool = False,
 ) -> Updated:  # fmt: skip
     """With the settings of the loss, and what its role reads."""
-    role = ROLES["actor" if isinstance(loss, ActorLoss) else "critic"]
-    reads = fields_read(role, tuple(ROLES.values()))
+    (stage,) = (each for each in _stages(*READ_BY[type(loss)]) if isinstance(each, Update))
     return await update(
         group, shared, loss, loss.config, parts, step,
-        reads=reads, temperature=temperature, seed=seed, with_scores=with_scores,
+        reads=stage.reads, temperature=temperature, seed=seed, with_scores=with_scores,
     )  # fmt: skip
+
+
+# The role that a loss is of, and what lets it read most.
+READ_BY = {
+    ActorLoss: ("actor", "actor.router_replay=r2", "actor.use_kl_loss=true"),
+    CriticLoss: ("critic", "algorithm=ppo"),
+}
+
+
+def _stages(role: str, *words: str) -> Sequence[StepStage]:
+    run = compose(RunConfig, "train", ["model.path=m", *words])
+    return ROLES[role].stages(ROLES[role], run)
 
 
 def _plain(batch: TrainBatch) -> TrainBatch:
@@ -114,10 +122,12 @@ def _plain(batch: TrainBatch) -> TrainBatch:
 def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
     shared = send(group, batch, [ALL])
-    scores = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))
+    stage = replace(ROLES["actor"].scores("old_logprobs_T", "entropy_S"), weights="s")
+    scores = asyncio.run(run_pass(group, shared, stage, temperature=0.7))
+    assert scores is not None
     assert torch.equal(scores.sums_S, _sums(batch))
     assert scores.entropy_S is not None and torch.equal(scores.entropy_S, -_sums(batch))
-    assert group.arguments == (0.7, True, "s", False)
+    assert group.arguments == (("old_logprobs_T", "entropy_S"), 0.7, ["s"])
     assert sorted(n for each in group.scored for n in each.lengths_S) == sorted(LENGTHS)
     read = {name for each in group.scored for name, _ in each.token_fields()}
     assert read == {"tokens_T", "mask_T"}, "what scoring does not read is not taken"
@@ -127,7 +137,7 @@ def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
 def test_recorded_experts_reach_every_update_of_the_policy(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
     shared = send(group, _plain(batch), PARTS)
-    asyncio.run(score_role(ROLES["actor"], group, shared, 1.0, RouterReplay.r2))
+    asyncio.run(run_pass(group, shared, _stages("actor", "actor.router_replay=r2")[0]))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
     asyncio.run(_update(group, shared, policy_loss(ActorConfig()), parts, _step(batch), temperature=1.0))
     handed = [each for rank in range(dp) for each in group.trained[rank][0].batches]
@@ -143,14 +153,17 @@ def test_experts_of_the_sampler_reach_the_policy_alone(mode: RouterReplay) -> No
     unrouted_T = torch.arange(batch.tokens_T.numel()) % 7 == 0
     reported = replace(_plain(batch), routing_TLK=_routes(batch), unrouted_T=unrouted_T)
     for role in ROLES.values():
+        words = [f"actor.router_replay={mode.value}", "algorithm=prime", "process_reward.path=p"]
+        (stage, *_) = (each for each in _stages(role.name, *words) if isinstance(each, Pass))
         for sent in (_plain(batch), reported):
             group = Ranks(2)
             shared = send(group, sent, [ALL])
-            asyncio.run(score_role(role, group, shared, 1.0, mode))
-            assert group.arguments[-1] is (role.name == "actor" and mode is RouterReplay.r2), "who records"
+            asyncio.run(run_pass(group, shared, stage))
+            records = "routing_TLK" in group.arguments[0]
+            assert records is (role.name == "actor" and mode is RouterReplay.r2), "who records"
             for each in group.scored:
                 has = {name for name, _ in each.token_fields()}
-                if role.name != "actor" or sent is not reported:
+                if role.name != "actor" or sent is not reported or mode is not RouterReplay.r3:
                     assert has == reads
                 else:
                     assert has == reads | {"routing_TLK", "unrouted_T"}
@@ -162,7 +175,7 @@ def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers:
     """Also where the two are of different sizes, and minibatches are not those that the tokens were laid out for."""
     batch, group, other = ragged(101), Ranks(dp), Ranks(scorers)
     shared = send(group, _plain(batch), PARTS)
-    asyncio.run(score(other, shared, "old_values_T"))
+    asyncio.run(run_pass(other, shared, ROLES["critic"].scores("old_values_T")))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
     loss = value_loss(CriticConfig(loss_agg_constant=9.0))
     asyncio.run(_update(group, shared, loss, parts, _step(batch), temperature=1.0))

@@ -1,0 +1,157 @@
+"""What a step does: its stages, in order, made from the configuration.
+
+Roles and the advantage estimator contribute stages; each comes as soon as what it reads is there.  The loop runs the
+list; the FLOP counter, the planner and the search count it.
+
+Old log-probs are those of the weights before the step.  Where a step takes one update of the whole batch, its forward
+pass has these weights: its own log-probs, detached, are the old ones, bit for bit, and a pass of their own is left out.
+With ``algorithm.off_policy=bypass`` the sampler's stand for them, however many updates there are; then the forward pass
+of the first minibatch says how trainer and sampler differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mcore_rl.config.algorithm import OffPolicy, Rejection
+from mcore_rl.config.algorithm_registry import estimator, policy_loss
+from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, TOKENS, Estimate, Pass, StepStage, Update, is_field
+from mcore_rl.errors import ConfigError, Violation
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
+
+# What a step begins with: of the batch, some where the run has them, and of the controller.
+OLD_LOGPROBS = "old_logprobs_T"
+# Old log-probs are the sampler's with ``off_policy=bypass``, and otherwise the update's own where no pass makes them.
+GIVEN = frozenset(
+    {*TOKENS, "rollout_logprobs_T", OLD_LOGPROBS, "turn_rewards_T", "routing_TLK", "unrouted_T", OUTCOME, OUTCOMES}
+)
+# What the estimation reads where the run has it.
+ESTIMATED_FROM = (
+    OLD_LOGPROBS,
+    "ref_logprobs_T",
+    "teacher_logprobs_T",
+    "old_values_T",
+    TOKEN_REWARDS,
+)
+SELECTED = "selection_T"  # made by an update that selects tokens, for itself
+FOR_METRICS = frozenset({OLD_LOGPROBS, "routing_TLK"})  # a pass may be there for these alone
+
+
+def step_plan(run: RunConfig, *, trains_policy: bool = True) -> tuple[StepStage, ...]:
+    """The stages of a step, in the order in which they run.
+
+    trains_policy: False while a critic warms up.
+    Raises ConfigError if a stage reads what none makes, makes what none reads, or waits for one that waits for it.
+    """
+    policy = run.policy.name
+    before, after = list[StepStage](), list[StepStage]()
+    for role in run.role_rows:
+        for stage in role.stages(role, run):
+            is_update = isinstance(stage, Update) and stage.role == policy
+            (after if is_update else before).append(stage)
+    if trains_policy and why_scored(run) is None:
+        before = [stage for stage in before if not (isinstance(stage, Pass) and stage.role == policy)]
+        after = [replace(stage, scores=True) if isinstance(stage, Update) else stage for stage in after]
+    before += estimator(run.algorithm.adv_estimator).stages
+    made = {name for stage in before for name in stage.makes}
+    estimate = Estimate(reads=("rollout_logprobs_T", OUTCOMES, *(name for name in ESTIMATED_FROM if name in made)))
+    stages = [*before, estimate, *(after if trains_policy else ())]
+    _demand_sound(run, stages)
+    return _resting(run, _in_order(run, stages))
+
+
+def why_scored(run: RunConfig) -> str | None:
+    """Why each step of ``run`` scores its samples with the policy before the update; None: it does not.
+
+    The policy's loss may read old log-probs, and metrics may; anything else that reads them, or a second update, needs
+    the pass.
+    """
+    config, algorithm = run.trained_config(run.policy), run.algorithm
+    if algorithm.rollout_correction.reject is not Rejection.none:
+        return "rollout_correction.reject reads the ratio of trainer to sampler"
+    if algorithm.off_policy is OffPolicy.bypass:
+        return None
+    reasons = {
+        "a step has several updates": config.ppo_epochs > 1 or config.ppo_mini_batch_size < run.data.train_batch_size,
+        "the KL is in the reward": algorithm.use_kl_in_reward,
+        "the teacher is compared with them": algorithm.distill.in_advantages,
+        "the ratio of trainer to sampler weighs the loss": algorithm.weighs,
+        "the loss selects tokens of the whole step": policy_loss(run.actor.loss_mode).selection is not None,
+        "truncated responses are measured, but not trained": algorithm.mask_truncated,
+        "another stage reads them": _is_read(run, OLD_LOGPROBS),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def reads_outcomes(run: RunConfig) -> bool:
+    """Whether a step needs to know which responses are right."""
+    policy = run.policy
+    return _is_read(run, OUTCOME) or any(OUTCOME in stage.reads for stage in policy.stages(policy, run))
+
+
+def _is_read(run: RunConfig, name: str) -> bool:
+    """Whether a stage of another role than the policy, or of the estimator, reads ``name``."""
+    of_roles = [stage for role in run.role_rows if not role.publishes for stage in role.stages(role, run)]
+    return any(name in stage.reads for stage in (*of_roles, *estimator(run.algorithm.adv_estimator).stages))
+
+
+def _in_order(run: RunConfig, stages: Sequence[StepStage]) -> list[StepStage]:
+    """Each stage as soon as all that it reads is made, in the given order where several could be next."""
+    waiting, placed = list(stages), list[StepStage]()
+    while waiting:
+        ready = next((each for each in waiting if not _waits(each, waiting)), None)
+        if ready is None:
+            raise _refusal(run, f"stages wait for each other: {', '.join(sorted(map(_title, waiting)))}")
+        waiting.remove(ready)
+        placed.append(ready)
+    return placed
+
+
+def _waits(stage: StepStage, waiting: Iterable[StepStage]) -> bool:
+    return any(other is not stage and not set(stage.reads).isdisjoint(other.makes) for other in waiting)
+
+
+def _demand_sound(run: RunConfig, stages: Sequence[StepStage]) -> None:
+    made = {name for stage in stages for name in stage.makes}
+    read = {name for stage in stages for name in stage.reads}
+    for stage in stages:
+        if missing := sorted(set(stage.reads) - made - GIVEN - {SELECTED}):
+            raise _refusal(run, f"{_title(stage)} reads {', '.join(missing)}, which nothing in a step makes")
+        unread = [name for name in stage.makes if is_field(name) and name not in read | FOR_METRICS]
+        if unread and not isinstance(stage, Estimate):
+            raise _refusal(run, f"{_title(stage)} makes {', '.join(unread)}, which nothing in a step reads")
+
+
+def _resting(run: RunConfig, stages: Sequence[StepStage]) -> tuple[StepStage, ...]:
+    """Lets the processes of a trained role rest after their last pass, if no update follows in which they do."""
+    trained = {role.name for role in run.trained_rows if not role.publishes}
+    last = {stage.group if isinstance(stage, Pass) else stage.role: stage
+            for stage in stages if isinstance(stage, Pass | Update)}  # fmt: skip
+    return tuple(
+        replace(stage, rests=True)
+        if isinstance(stage, Pass) and stage.group in trained and last[stage.group] is stage
+        else stage
+        for stage in stages
+    )
+
+
+def _title(stage: StepStage) -> str:
+    match stage:
+        case Pass():
+            return f"a pass of {stage.role}"
+        case Update():
+            return f"the update of {stage.role}"
+        case Estimate():
+            return "the estimation of advantages"
+        case _:
+            name = stage.function
+            return name.rpartition(":")[2] if isinstance(name, str) else name.__name__
+
+
+def _refusal(run: RunConfig, problem: str) -> ConfigError:
+    remedy = "Mend the stages of the algorithm or of the role (docs/algorithms.md)"
+    return ConfigError([Violation("algorithm.adv_estimator", run.algorithm.adv_estimator, problem, remedy)])

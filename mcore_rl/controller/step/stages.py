@@ -1,0 +1,144 @@
+"""Runs the stages of a step (``config/step_plan.py``): each reads what earlier ones made, and makes the next thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.algorithms.own_stage import own_stage
+from mcore_rl.algorithms.step_batch import StepBatch
+from mcore_rl.config.algorithm_object import load_function
+from mcore_rl.config.algorithm_registry import estimator
+from mcore_rl.config.role import moves_after
+from mcore_rl.config.stages import (
+    ADVANTAGES,
+    OUTCOMES,
+    Estimate,
+    OnController,
+    OnRanks,
+    Pass,
+    StepStage,
+    Update,
+    is_field,
+)
+from mcore_rl.controller.step import updates
+from mcore_rl.controller.step.advantages import StepAdvantages, estimate_step
+from mcore_rl.controller.step.metrics import score_metrics
+from mcore_rl.controller.step.updates import Updated
+from mcore_rl.runtime.shared_batch import SharedBatch
+
+if TYPE_CHECKING:
+    from mcore_rl.controller.run import Run
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """What the stages of one step share.
+
+    shared: the fields of the batch, in the store.  groups: what the controller knows of its sequences.
+    minibatches: the sequences of each optimizer step, by trained role.
+    values: what stages made on the controller, by name.
+    updated: the updates so far, by role.
+    """
+
+    step: int
+    shared: SharedBatch
+    groups: StepBatch
+    minibatches: Mapping[str, Sequence[Sequence[int]]]
+    values: dict[str, Any] = field(default_factory=dict)
+    updated: dict[str, Updated] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.values.setdefault(OUTCOMES, self.groups.outcomes)
+
+    @property
+    def advantages(self) -> StepAdvantages | None:
+        """What updates are weighed with; None before they are estimated."""
+        return self.values.get(ADVANTAGES)
+
+
+async def run_stage(run: Run, stage: StepStage, state: StepState) -> dict[str, float]:
+    """Runs one stage, in the phase of ``time/*`` that it names; returns its metrics."""
+    match stage:
+        case Pass():
+            return await _score(run, stage, state)
+        case OnRanks():
+            with run.clock(stage.phase):
+                return await _on_ranks(run, stage, state)
+        case OnController():
+            with run.clock(stage.phase):
+                return _on_controller(run, stage, state)
+        case Estimate():
+            with run.clock(stage.phase):
+                return await _estimate(run, state)
+        case Update():
+            return await _update(run, stage, state)
+
+
+async def _score(run: Run, stage: Pass, state: StepState) -> dict[str, float]:
+    group, config = run.groups[stage.group], run.config
+    with run.clock(stage.phase):
+        scores = await updates.run_pass(
+            group, state.shared, stage, temperature=run.temperature(stage), teachers=config.teachers
+        )
+        if stage.rests:
+            await group.rest()
+    return score_metrics(stage.role, scores, state.groups.num_trained)
+
+
+async def _on_ranks(run: Run, stage: OnRanks, state: StepState) -> dict[str, float]:
+    ranks, shared = state.shared.assignment, state.shared
+    values = {name: state.values[name] for name in stage.reads if name in state.values}
+    payloads = [{name: value[members] for name, value in values.items()} for members in ranks]
+    inputs = shared.shard_refs([[members] for members in ranks], stage.reads, payloads)
+    number = estimator(run.config.algorithm.adv_estimator).stages.index(stage)
+    made, shards = await run.policy.on_ranks(inputs, own_stage, number, run.config)
+    if fields := [name for name in stage.makes if is_field(name)]:
+        shared.add(ranks, shards, fields)
+    for name in stage.makes:
+        if not is_field(name):
+            state.values[name] = shared.in_order(ranks, [each[name] for each in made])
+    return {}
+
+
+def _on_controller(run: Run, stage: OnController, state: StepState) -> dict[str, float]:
+    made, metrics = load_function(stage.function)(state.values, state.groups, run.config)
+    state.values |= made
+    return dict(metrics)
+
+
+async def _estimate(run: Run, state: StepState) -> dict[str, float]:
+    advantages = await estimate_step(
+        run.policy, state.shared, state.groups, state.values[OUTCOMES], run.config.algorithm, run.kl
+    )
+    state.values[ADVANTAGES] = advantages
+    return advantages.metrics
+
+
+async def _update(run: Run, stage: Update, state: StepState) -> dict[str, float]:
+    """The metrics come at the end of the step; see ``controller/loop.py``."""
+    if not state.updated:
+        run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
+    group, config, snapshots = run.groups[stage.role], run.config, run.config.snapshots_of(stage.role)
+    advantages = state.advantages if ADVANTAGES in stage.reads else None
+    run.tracker.now(f"training the {stage.role}")
+    with run.clock(stage.phase):
+        state.updated[stage.role] = await updates.update(
+            group,
+            state.shared,
+            run.losses[stage.role],
+            config.trained_config(config.row(stage.role)),
+            state.minibatches[stage.role],
+            advantages or StepAdvantages.without(state.groups),
+            reads=stage.reads,
+            temperature=run.temperature(stage),
+            reference=snapshots[0].snapshot if snapshots else None,
+            seed=config.data.seed + state.step,
+            with_scores=stage.scores,
+        )
+        for frozen in snapshots:
+            if moves_after(frozen.moves, state.step):
+                assert frozen.snapshot is not None
+                await group.move_snapshot(frozen.snapshot)
+    return {}

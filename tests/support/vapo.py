@@ -1,0 +1,75 @@
+"""VAPO (arXiv:2504.05118) as a user writes it: one file, given to ``algorithm=FILE.py``.
+
+Two lambdas: the critic learns from returns with lambda 1, the policy from advantages with ``1 - 1 / (ALPHA l)`` for a
+response of l tokens (section 4.1, 4.2).  Right answers are imitated too (section 4.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.losses.ppo_clip import ppo_clip
+from mcore_rl.algorithms.losses.token_losses import TokenLosses
+from mcore_rl.algorithms.ragged import discounted_sums
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm_object import PolicyLoss
+from mcore_rl.config.algorithms.ppo import GAE, PPO, PPO_CLIP
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.types import LossInputs
+
+ALPHA = 0.05
+IMITATION = 0.1  # mu
+
+
+def two_lambdas(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """``A_t = delta_t + lambda_l A_{t+1}`` for the policy; ``A_t + V_t`` with lambda 1 for the critic; gamma is 1."""
+    assert inputs.values_T is not None
+    values_M, rewards_M = inputs.trained.gather(inputs.values_T), inputs.trained.gather(inputs.rewards_T)
+    next_values_M = torch.zeros_like(values_M)
+    next_values_M[:-1] = values_M[1:]
+    last_S = inputs.counts_S.cumsum(0) - 1
+    next_values_M[last_S[inputs.counts_S > 0]] = 0
+    deltas_M = rewards_M + next_values_M - values_M
+    returns_M = discounted_sums(deltas_M.clone(), inputs.counts_S, 1.0) + values_M
+    advantages_M = torch.empty_like(deltas_M)
+    end = 0
+    for count in inputs.counts_S.tolist():
+        start, end, later = end, end + count, 0.0
+        decay = max(0.0, 1 - 1 / (ALPHA * max(1, count)))
+        for place in reversed(range(start, end)):
+            later = float(deltas_M[place]) + decay * later
+            advantages_M[place] = later
+    return Advantages(advantages_T=inputs.trained.scatter(advantages_M), returns_T=inputs.trained.scatter(returns_M))
+
+
+def with_imitation(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+    """The clipped surrogate, and ``-mu log p`` of the tokens of right answers."""
+    clipped = ppo_clip(inputs, config)
+    assert inputs.logprobs_N is not None
+    outcome_S = torch.cat([inputs.extra_S["outcome_S"].to(inputs.logprobs_N), inputs.logprobs_N.new_zeros(1)])
+    right_N = outcome_S[inputs.sequence_N]  # padding, -1, finds the zero at the end
+    return replace(clipped, loss_N=clipped.loss_N - IMITATION * right_N * inputs.logprobs_N)
+
+
+VAPO = replace(
+    PPO,
+    name="vapo",
+    title="VAPO",
+    about="two lambdas, and right answers are imitated",
+    paper="arXiv:2504.05118",
+    advantages=replace(
+        GAE, name="vapo", function=two_lambdas, formula="`A_t = delta_t + lambda_l A_{t+1}`", reads=frozenset()
+    ),
+    loss=PolicyLoss(
+        name="vapo",
+        function=with_imitation,
+        formula="PPO's, less `mu log p` of right answers",
+        paper="arXiv:2504.05118",
+        fields=("outcome_S",),
+        reads=PPO_CLIP.reads,
+    ),
+    settings={name: value for name, value in PPO.settings.items() if not name.endswith(("gamma", "lam"))},
+)
