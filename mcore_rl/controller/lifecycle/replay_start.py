@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
 from mcore_rl.controller.lifecycle.device_sharing import TrainerAlone
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare, weights_of_roles
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare, weights_of_roles
 from mcore_rl.controller.lifecycle.replay_check import last_recorded
 from mcore_rl.controller.lifecycle.start import one_thread
 from mcore_rl.controller.lifecycle.start_plan import forecast
@@ -61,6 +61,7 @@ def _prepared(config: RunConfig) -> tuple[RunConfig, Prepared, Plan]:
     last = last_recorded(
         prepared.identity, Path(config.trainer.replay or ""), prepared.progress.step, prepared.num_steps
     )
+    demand_steps(config.trainer, replace(prepared, num_steps=last))
     config = scheduled(config, prepared.num_steps)  # of rates: of the whole run
     prepared = replace(prepared, num_steps=last, validation=None, kept=None)
     return config, prepared, forecast(config, platform, prepared.models)

@@ -27,7 +27,7 @@ from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.model_checks import engine_adapters
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare
 from mcore_rl.controller.lifecycle.replay_check import keep_identity
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.start_plan import forecast
@@ -188,6 +188,7 @@ def _rows(prepared: Prepared) -> Iterator[PromptRow]:
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
     """Prepares and plans the run; raises before anything is started if either finds a violation."""
     prepared = prepare(config, platform)
+    demand_steps(config.trainer, prepared)
     return prepared, forecast(config, platform, prepared.models)
 
 

@@ -23,6 +23,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.preparation import (
     PreparedRun,
+    demand_steps,
     to_resume,
     weights_of_roles,
     with_absolute_adapters,
@@ -100,7 +101,7 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
     trained = [each.name for each in config.role_rows if each.trains]
     identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)
-    return PreparedOffline(
+    prepared = PreparedOffline(
         config=scheduled(config, num_steps),
         train=train,
         validation=validation,
@@ -111,6 +112,8 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
         models={role.name: model},
         num_steps=num_steps,
     )
+    demand_steps(config.trainer, prepared)
+    return prepared
 
 
 class OfflineRun(TrainingRun[C, PreparedOffline[C, D]]):

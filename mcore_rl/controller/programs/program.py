@@ -20,6 +20,7 @@ from mcore_rl.planning.plan import Plan
 from mcore_rl.planning.tables import plan_tables
 from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.report import write_report
+from mcore_rl.tracking.run_directory import write_finished
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.verdict import best, gain
@@ -66,6 +67,7 @@ async def run_program(
                 await run.conclude_saving()
             finally:
                 exported = await run.export("final")
+            write_finished(directory, run.progress.step)
         return exported
 
     with owner, scratch():  # before anything is imported or started that makes temporary files, as wandb does
