@@ -106,7 +106,7 @@ def absent_loggers(loggers: Sequence[Logger]) -> list[Violation]:
             "trainer.logger",
             logger.value,
             f"the package {row.module} is not installed",
-            f'Run `{_how_to_install(logger)}`, or leave {logger.value} out of trainer.logger',
+            f"Run `{_how_to_install(logger)}`, or leave {logger.value} out of trainer.logger",
         )
         for logger, row in LOGGERS.items()
         if logger in loggers and find_spec(row.module) is None
