@@ -138,8 +138,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """See ``argparse.ArgumentParser``."""
-        if found := _CHOICE.search(message):
-            message += _nearest(found["written"], re.findall(r"[\w.-]+", found["choices"]))
+        if wrong := _CHOICE.search(message):
+            message += _nearest(wrong["written"], re.findall(r"[\w.-]+", wrong["choices"]))
         super().error(shortened(message))
 
 

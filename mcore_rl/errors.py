@@ -94,9 +94,9 @@ def pip_line(extra: str) -> str:
     It names those packages: no index has mcore_rl, so that ``pip install "mcore_rl[...]"`` finds nothing.
     """
     parted = (line.replace('"', "'").partition(";") for line in metadata.requires("mcore_rl") or ())
-    found = [package.strip() for package, _, marker in parted if f"extra == '{extra}'" in marker]
-    assert found, f"pyproject.toml has no extra {extra}"
-    return " ".join(["pip install", *(f"'{package}'" for package in found)])
+    packages = [package.strip() for package, _, marker in parted if f"extra == '{extra}'" in marker]
+    assert packages, f"pyproject.toml has no extra {extra}"
+    return " ".join(["pip install", *(f"'{package}'" for package in packages)])
 
 
 class _Problems(McoreRLError):

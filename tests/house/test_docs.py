@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from mcore_rl.cli import COMMANDS
 from mcore_rl.config.compose import all_keys
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
@@ -164,3 +165,13 @@ def test_links_lead_to_a_place_that_is_there(page: str) -> None:
     assert [
         f"{target}#{place}" for target, place in inside if target.suffix == ".md" and place not in anchors(target)
     ] == []
+
+
+def test_the_table_of_commands_has_every_command() -> None:
+    named = [name for cells in rows("install.md") for name in re.findall(r"`([a-z-]+)`", cells[0])]
+    assert [name for name in named if name in COMMANDS] == [
+        name for name in named if name not in ("cpu", "cuda", "rocm")
+    ]
+    assert set(COMMANDS) <= set(named)
+    doors = [path for cells in rows("install.md") for path in re.findall(r"`((?:tools|launch)/\S+)`", cells[-1])]
+    assert len(doors) > 5 and all((ROOT / path).is_file() for path in doors)

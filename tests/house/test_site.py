@@ -115,10 +115,10 @@ def test_a_link_that_leads_nowhere_fails(site: Path, tmp_path: Path) -> None:
 @needs_chromium
 def test_search_finds_a_word_in_the_glossary_of_the_opened_file(site: Path) -> None:
     """From the file, as `make docs` leaves it; mkdocs' own search needs a server."""
-    found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.getAttribute('href'))"
+    hrefs = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.getAttribute('href'))"
     with browser() as chromium:
         for word in ("rung", "shadow"):
             chromium.open(f"{(site / 'index.html').as_uri()}?q={word}")
-            chromium.until(f"{found}.length > 0")
+            chromium.until(f"{hrefs}.length > 0")
             assert all(each.startswith(("file:", "data:")) for each in chromium.requests())
-            assert any("glossary.html" in link for link in chromium.ask(found)), word
+            assert any("glossary.html" in link for link in chromium.ask(hrefs)), word
