@@ -241,6 +241,13 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
 
 
+def spent(seconds: float) -> str:
+    """A duration as ``duration`` has it; below ten seconds with two digits: ``0.34 s``, ``4.0 s``."""
+    if not 0 < seconds < 9.95:
+        return duration(seconds)
+    return f"{seconds:.1f} s" if seconds >= 0.995 else f"{seconds:.2g} s"
+
+
 def number(value: float | None, unit: str = "") -> str:
     """``value`` as text of at most 8 characters and three decimals; a share in percent; None as "nan"."""
     if value is None or not math.isfinite(value):
