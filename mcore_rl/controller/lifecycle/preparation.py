@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
     demand_weights,
     model_run_violations,
     teacher_violations,
+    unit_violations,
     vocabulary_violations,
 )
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
@@ -242,6 +243,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     train, validation = _prompts(config, tokenizer, agents)
     if train is not None and config.teachers is not None and config.teachers.by_source:
         refuse_if_any(list(teacher_violations(config.teachers, train.data_sources)))
+    refuse_if_any(list(_narrow_microbatches(config, train)))
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0 if train is None else _num_steps(config, sampler)
@@ -297,6 +299,16 @@ def _scorers(
     except ConfigError as error:
         violations += error.violations
     return encoder, judge_tokenizer
+
+
+def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator[Violation]:
+    """Where a prompt and the longest response to it would not fit into a microbatch: the run would end with one."""
+    if train is None:
+        return
+    longest = [[len(train[index].tokens) + config.data.max_response_length] for index in range(len(train))]
+    for role in config.group_rows:
+        for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
+            yield replace(each, problem=f"{each.problem} with the longest response to it")
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:

@@ -29,7 +29,7 @@ from mcore_rl.controller.lifecycle.preparation import (
     with_absolute_adapters,
 )
 from mcore_rl.controller.lifecycle.resume_check import Identity
-from mcore_rl.controller.lifecycle.start_plan import forecast
+from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
 from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.programs.program import run_program, show_check
 from mcore_rl.controller.step.utilization import Passes, tflop
@@ -176,8 +176,9 @@ class OfflineProgram(Generic[C, D, R]):
 
     def check(self, config: C) -> int:
         """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""
-        prepared = self.prepare(config)
-        show_check(prepared, forecast(prepared.config, detect(config.trainer.device), prepared.models))
+        prepared, platform = self.prepare(config), detect(config.trainer.device)
+        planned = forecast(prepared.config, platform, prepared.models)
+        show_check(config, prepared, planned, platform)
         return 0
 
     @asynccontextmanager
@@ -187,6 +188,7 @@ class OfflineProgram(Generic[C, D, R]):
         config = prepared.config
         platform = detect(config.trainer.device)
         planned = forecast(config, platform, prepared.models)
+        tell_plan(planned, doubts_of(config, platform))
         async with AsyncExitStack() as stack:
             tracker = open_directory(config, prepared, platform, stack, stack)
             tracker.now("starting the trainer")

@@ -134,6 +134,15 @@ def test_more_steps_and_a_missing_export_may_follow(task: Path, tmp_path: Path) 
     assert start(task, tmp_path / "died").checkpoint == path, "its weights are still to be exported"
 
 
+def test_a_prompt_that_fits_into_no_microbatch_with_its_response_is_refused(task: Path, tmp_path: Path) -> None:
+    """The longest prompt has 23 tokens, and responses may have 12."""
+    rows = prepared(task, tmp_path).train
+    assert rows is not None and max(len(rows[index].tokens) for index in range(len(rows))) == 23
+    said = refusal(task, tmp_path, "actor.microbatch_tokens=34")
+    assert "actor.microbatch_tokens=34: " in said and "with the longest response to it. Write 35 or more" in said
+    assert prepared(task, tmp_path, "actor.microbatch_tokens=35").num_steps == 5
+
+
 def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(task)
     filled = config(Path(), Path("run"), "critic.path=model")
