@@ -75,7 +75,6 @@ def write_stage(directory: Path) -> None:
     for model, family in (
         ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2"),
-        ("Qwen/Qwen2-7B-Instruct", "qwen2"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral"),
         ("MODEL", "llama"),
         ("models/Qwen2.5-Math-7B", "qwen2"),
