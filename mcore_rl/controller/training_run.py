@@ -23,6 +23,7 @@ from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
+from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
@@ -246,6 +247,8 @@ def open_directory(
     """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None or trainer.val_only else prepared.progress.step
+    if prepared.checkpoint is not None:
+        note_differences(prepared.identity, prepared.checkpoint)
     if prepared.checkpoint is not None and not trainer.val_only:
         note(f"goes on from {prepared.checkpoint}: step {prepared.progress.step} of {prepared.num_steps} is trained")
     elif earlier_records(directory):

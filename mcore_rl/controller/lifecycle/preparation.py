@@ -46,7 +46,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
 )
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.replay_check import settings_sum
-from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
+from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, complete_checkpoints
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
@@ -118,11 +118,11 @@ class Prepared(PreparedRun):
 def to_resume(
     config: RunConfig | OfflineConfig, identity: Identity, sampler: PromptSampler
 ) -> tuple[Path | None, Progress]:
-    """The checkpoint to resume from, if any; moves ``sampler`` to its place, and notes where ``identity`` differs."""
+    """The checkpoint to resume from, if any; moves ``sampler`` to its place.  Raises as ``Identity.check``."""
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
     if checkpoint is None:
         return None, Progress()
-    note_differences(identity, checkpoint)
+    identity.check(checkpoint)
     progress = run_checkpoints.read_progress(checkpoint)
     if not config.trainer.val_only:
         sampler.load_state_dict(progress.sampler)

@@ -15,6 +15,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
+from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.start_plan import doubts_of
 from mcore_rl.controller.training_run import C, Callback, R
 from mcore_rl.errors import refuse_if_any
@@ -98,6 +99,8 @@ def show_check(config: RunConfig | OfflineConfig, prepared: PreparedRun, planned
     outcome(f"{verdict}: a run of {prepared.num_steps:,} steps, which {begins}. Nothing was started")
     for each in doubts:
         outcome(f"  - {each}")
+    if prepared.checkpoint is not None:
+        note_differences(prepared.identity, prepared.checkpoint)
     Console().print(plan_tables(planned))
 
 

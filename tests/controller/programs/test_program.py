@@ -227,6 +227,8 @@ def test_a_start_says_whether_it_goes_on(task: Path, tmp_path: Path, capsys: pyt
         said = f"goes on from {tmp_path}/checkpoints/step_{step}: step {step} of 5 is trained"
         assert said in capsys.readouterr().err
         assert (content(tmp_path) == before) == (step == first.num_steps)
+    opened(task, tmp_path, "trainer.total_training_steps=6")
+    assert "trainer.total_training_steps: None when the checkpoint was made, now 6" in capsys.readouterr().err
     opened(task, tmp_path, "trainer.resume_mode=off")
     assert f"begins anew: the records of the run that was in {tmp_path} are moved" in capsys.readouterr().err
     assert (tmp_path / "earlier" / "1" / "config.yaml").exists()
