@@ -192,7 +192,7 @@ def _time(run: RecordedRun) -> list[Fact]:
     reached, total = run.last_step or 0, run.total_steps
     if not times:
         return []
-    notes = [f"{total} steps, {spent(sum(trained) / len(trained))} each"] if run.complete and trained else []
+    notes = [f"{total} steps, {spent(sum(trained) / len(trained))} each"] if run.complete and total and trained else []
     if not run.complete and trained:
         a_step = sum(trained[-RECENT:]) / len(trained[-RECENT:])
         notes += [f"about {duration((total - reached) * a_step)} left"] if total is not None else []
