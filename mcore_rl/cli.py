@@ -155,7 +155,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 def _offered(error: McoreRLError) -> McoreRLError:
     """``error``, which names the Hub id of a known model whose directory is missing."""
-    if not isinstance(error, ConfigError) or "no such directory" not in str(error):
+    if not isinstance(error, ConfigError):
         return error
     from mcore_rl.families.checkpoints import offered
 

@@ -140,17 +140,17 @@ def test_the_nearest_word_is_offered(words: list[str], meant: str, capsys: pytes
 
 @pytest.mark.parametrize(
     "words", [["train", "data.train_files=[a.parquet]", "model.path=Qwen2.5-0.5B-Instruct"],
-              ["convert", "to-megatron", "--out", "megatron", "--hf", "models/qwen2.5-0.5b-instruct"]],
+              ["convert", "to-megatron", "--out", "megatron", "--hf", "models/qwen2.5-0.5b-instruct"],
+        ["plan", "--config-dir", ".", "--config-name", "own", "cluster=cpu", "model.path=Qwen2.5-0.5B-Instruct"]],
 )  # fmt: skip
 def test_the_id_of_a_known_model_is_offered(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert (
-        "there is no such directory. Write Qwen/Qwen2.5-0.5B-Instruct, its id on the Hub, and it is downloaded" in said
-    )
+    assert ". Write Qwen/Qwen2.5-0.5B-Instruct, its id on the Hub, and it is downloaded" in said
 
 
 def test_the_examples_of_a_program_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
