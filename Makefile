@@ -1,6 +1,6 @@
 # Every target sets up what it needs: .venv with one rung of the ladder of machines, installed once.
 #
-#   RUNG             cpu (the default), cuda or rocm: which extra is installed, and which build of torch is insisted on
+#   RUNG             cpu (the default), cuda or rocm: which extra is installed, and which builds of torch are accepted
 #   TORCH_INDEX_URL  the wheel index that torch comes from; empty: wherever pip finds it
 #   PYTHON3          the Python that .venv is made from; empty: the first python3 that is 3.11 or newer
 #   PACKAGE          for make upgrade-report: NAME==VERSION

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from mcore_rl import __version__
 from mcore_rl.config.options import check_options, spelt_as_options
-from mcore_rl.config.resources import PAGES
-from mcore_rl.errors import McoreRLError, shortened
+from mcore_rl.config.resources import MODEL_CONFIGS, PAGES
+from mcore_rl.errors import ConfigError, McoreRLError, shortened
 from mcore_rl.tracking.messages import HarmlessFormatter
 
 ABOUT = "Reinforcement learning for large language models, on Megatron-core: from the first plan to the report."
@@ -95,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in COMMANDS:
         top = overview()
+        if words and not words[0].startswith("-"):
+            top.error(f"there is no command {words[0]}.{_nearest(words[0], COMMANDS) or ' --help lists them'}")
         top.parse_args(words)
         top.error("the command comes first")
     if logging.lastResort is not None:  # what prints warnings where nobody configured logging
@@ -103,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taken = parser(words[0], asked)
     options, more = taken.parse_known_args(words[1:])  # argparse takes no key=value after an option by itself
     if more and ("words" not in options or any(text.startswith("-") for text in more)):
-        taken.error(f"unrecognized arguments: {' '.join(more)}")
+        near = [_nearest(text.partition("=")[0], _options(taken)) for text in more if text.startswith("--")]
+        taken.error(f"unrecognized arguments: {' '.join(more)}.{''.join(near)}".removesuffix("."))
     if more:
         options.words += more
     try:
@@ -112,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except McoreRLError as error:
         if options.debug:
             raise
-        _tell(f"error: {spelt_as_options(error, options.spelt)}", error)
+        _tell(f"error: {spelt_as_options(_offered(error), options.spelt)}", error)
         return WRONG
     except OSError as error:
         if options.debug or words[0] in PROGRAMS:  # there it may be a bug of ours, and the traceback tells
@@ -125,12 +130,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+_CHOICE = re.compile(r"invalid choice: '(?P<written>[^']*)' \(choose from (?P<choices>.*)\)")
+
+
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong without words that are longer than anybody reads."""
+    """Says what is wrong without words that are longer than anybody reads, and what may have been meant."""
 
     def error(self, message: str) -> NoReturn:
         """See ``argparse.ArgumentParser``."""
+        if wrong := _CHOICE.search(message):
+            message += _nearest(wrong["written"], re.findall(r"[\w.-]+", wrong["choices"]))
         super().error(shortened(message))
+
+
+def _nearest(written: str, known: Iterable[str]) -> str:
+    near = get_close_matches(written, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of ``parser``; argparse has no public way to ask for them."""
+    return [name for action in parser._actions for name in action.option_strings]
+
+
+def _offered(error: McoreRLError) -> McoreRLError:
+    """``error``, which names the Hub id of a known model whose directory is missing."""
+    if not isinstance(error, ConfigError):
+        return error
+    from mcore_rl.families.checkpoints import offered
+
+    return ConfigError(offered(error.violations, MODEL_CONFIGS))
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 MAX_VALUE_SHOWN = 500  # characters
 _NUMBER, _LONG_WORD = re.compile(r"\d+"), re.compile(rf"\S{{{MAX_VALUE_SHOWN + 1},}}")
@@ -85,6 +86,17 @@ def refuse_if_any(violations: Sequence[Violation]) -> None:
     """Raise ``ConfigError`` with all ``violations`` unless there are none."""
     if violations:
         raise ConfigError(violations)
+
+
+def pip_line(extra: str) -> str:
+    """The pip command for the packages of an extra of this package, in the versions that pyproject.toml allows.
+
+    It names those packages: no index has mcore_rl, so that ``pip install "mcore_rl[...]"`` finds nothing.
+    """
+    parted = (line.replace('"', "'").partition(";") for line in metadata.requires("mcore_rl") or ())
+    packages = [package.strip() for package, _, marker in parted if f"extra == '{extra}'" in marker]
+    assert packages, f"pyproject.toml has no extra {extra}"
+    return " ".join(["pip install", *(f"'{package}'" for package in packages)])
 
 
 class _Problems(McoreRLError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,45 @@ def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytes
         main(arguments)
     assert exit_code.value.code == 2
     assert "usage: mcore-rl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trian"], "there is no command trian. Did you mean train?"),
+        (["from_verl"], "Did you mean from-verl?"),
+        (["conjure"], "there is no command conjure. --help lists them"),
+        (["prepare", "gsm9k"], "Did you mean gsm8k?"),
+        (["plan", "--serch"], "unrecognized arguments: --serch. Did you mean --search?"),
+    ],
+)
+def test_the_nearest_word_is_offered(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2 and meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "data.train_files=[a.parquet]", "model.path=Qwen2.5-0.5B-Instruct"],
+              ["convert", "to-megatron", "--out", "megatron", "--hf", "models/qwen2.5-0.5b-instruct"],
+        ["plan", "--config-dir", ".", "--config-name", "own", "cluster=cpu", "model.path=Qwen2.5-0.5B-Instruct"]],
+)  # fmt: skip
+def test_the_id_of_a_known_model_is_offered(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert ". Write Qwen/Qwen2.5-0.5B-Instruct, its id on the Hub, and it is downloaded" in said
+
+
+def test_the_examples_of_a_program_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in PROGRAMS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        examples = re.findall(r"^  mcore-rl (\S+)", capsys.readouterr().out, re.MULTILINE)
+        assert len(examples) >= 3 and set(examples) == {name}
 
 
 def test_every_command_is_a_module_and_is_in_the_overview(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def replaced(kept: str, installed: Mapping[str, importlib.metadata.Distribution]
 
 
 def asked(rung: str, pyproject: str) -> str:
-    """A pyproject.toml that makes pip install what ``mcore_rl[rung,wandb]`` asks for, and nothing of ours.
+    """A pyproject.toml that makes pip install what ``mcore_rl[rung]`` asks for, and nothing of ours.
 
     It stays the same, byte for byte, where anything else of ``pyproject`` changes: the version, the settings of tools.
     """
@@ -164,7 +164,7 @@ def asked(rung: str, pyproject: str) -> str:
         f"requires-python = {json.dumps(project['requires-python'])}",
         f"dependencies = {json.dumps(sorted(project['dependencies']), indent=1)}",
         "[project.optional-dependencies]",
-        *(f"{name} = {json.dumps(sorted(extras[name]), indent=1)}" for name in (rung, "wandb")),
+        f"{rung} = {json.dumps(sorted(extras[rung]), indent=1)}",
         "dev = []",
         "[tool.setuptools]",
         "packages = []",

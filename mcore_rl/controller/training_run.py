@@ -20,9 +20,10 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, is_due
 from mcore_rl.controller.lifecycle import run_checkpoints
-from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
+from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
@@ -35,6 +36,7 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.lanes import TRAINER, TRAINER_STATES, Lane, StepLanes, idle_share, trainer_lane
+from mcore_rl.tracking.run_directory import earlier_records
 from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.sinks import Tracker
 
@@ -241,10 +243,16 @@ def open_directory(
 ) -> Tracker:
     """Open the loggers, which ``stack`` closes, and start Ray, which ``ray_stack`` stops; None: it is there.
 
-    Nothing of an earlier run in the directory changes.
+    Nothing of an earlier run in the directory changes.  Says whether this one goes on, or what it will move aside.
     """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
-    resumed = None if prepared.checkpoint is None else prepared.progress.step
+    resumed = None if prepared.checkpoint is None or trainer.val_only else prepared.progress.step
+    if prepared.checkpoint is not None:
+        note_differences(prepared.identity, prepared.checkpoint)
+    if prepared.checkpoint is not None and not trainer.val_only:
+        note(f"goes on from {prepared.checkpoint}: step {prepared.progress.step} of {prepared.num_steps} is trained")
+    elif earlier_records(directory):
+        note(f"begins anew: the records of the run that was in {directory} are moved to its folder earlier")
     devices = {"device": platform.kind, "device_name": platform.device_name}
     opening = Tracker.open(
         directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, devices=devices, begin=False
@@ -259,9 +267,12 @@ def open_directory(
 def begin_records(config: RunConfig | OfflineConfig, prepared: PreparedRun, planned: Plan, tracker: Tracker) -> None:
     """Begin the records of a run whose processes are up; those of a fresh run's forerunners are moved aside.
 
-    Checkpoints after the step that the run resumes from are set aside, unless the run only validates.
+    Checkpoints after the step that the run resumes from are set aside, unless the run only validates.  Nothing is
+    written where no step is left, and only the weights are still to be exported.
     """
     directory = Path(config.trainer.default_local_dir)
+    if not config.trainer.val_only and prepared.progress.step >= prepared.num_steps:
+        return
     tracker.begin()
     write_plan(planned, directory)
     if not config.trainer.val_only:

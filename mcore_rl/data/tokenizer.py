@@ -108,7 +108,22 @@ def _problems(tokenizer: PreTrainedTokenizerBase, trained: bool) -> list[str]:
     if not tokenizer.chat_template:
         remedy = "Put the chat template of the model's instruct version there (chat_template.jinja)"
         problems.append(f"chat_template.jinja: there is none, and none in tokenizer_config.json. {remedy}")
+    elif _is_deaf(tokenizer):
+        remedy = "Take the template of the model's instruct version (chat_template.jinja)"
+        problems.append(f"chat_template.jinja: writes the same text whatever a user's message says. {remedy}")
     if trained and tokenizer.special_tokens_map.get("eos_token") is None:
         remedy = 'Write "eos_token": "<|endoftext|>", or another token of its vocabulary, into it'
         problems.append(f"tokenizer_config.json: no eos_token. {remedy}")
     return problems
+
+
+def _is_deaf(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes one text for two messages of a user.  A template that refuses both is not."""
+    try:
+        first, second = (
+            tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+            for said in ("one question", "another question")
+        )
+    except Exception:  # noqa: BLE001 - templates raise anything; with the rows it is said what
+        return False
+    return bool(first == second)

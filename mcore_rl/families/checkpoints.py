@@ -7,7 +7,7 @@ configurations in ``hf_configs.json`` beside the yamls.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +21,8 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.registry import FAMILIES
 
 HARDWARE = {"h100_80gb": 80, "h200_141gb": 141, "mi300x_192gb": 192}  # memory of one GPU, 10**9 bytes
+
+MISSING = ("there is no such directory", "has no config.json")  # as config/files.py and planning/recipes.py begin
 
 _KEYS = {"hf_id": str, "family": str, "presets": dict}
 _PRESET_KEYS = {"num_gpus": int, "training": str, "rollout": str}
@@ -59,6 +61,24 @@ def known_checkpoints(folder: Path) -> dict[str, KnownCheckpoint]:
             problems += error.violations
     refuse_if_any(problems)
     return checkpoints
+
+
+def offered(violations: Sequence[Violation], folder: Path) -> list[Violation]:
+    """``violations``; where a missing directory has the name of a known checkpoint, the remedy is its Hub id.
+
+    A bare name is never looked for on the Hub: anybody could have put something there.
+    """
+    if not any(each.problem.startswith(MISSING) for each in violations):
+        return [*violations]
+    by_name = {each.hf_id.rpartition("/")[2].lower(): each.hf_id for each in known_checkpoints(folder).values()}
+    made = list[Violation]()
+    for each in violations:
+        hf_id = by_name.get(Path(str(each.value)).name.lower(), "")
+        if each.problem.startswith(MISSING) and "/" in hf_id:
+            remedy = f"Write {hf_id}, its id on the Hub, and it is downloaded; or the path of a directory"
+            each = replace(each, remedy=remedy)
+        made.append(each)
+    return made
 
 
 def find_checkpoint(name: str, folder: Path) -> KnownCheckpoint:

@@ -12,6 +12,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.modes import ModeResult, ModesResult
 from mcore_rl.planning.simulation import ONE_STEP_OFF
 from mcore_rl.planning.tables import seconds_text
+from mcore_rl.tracking.page import page, table, text
 
 HEAD = (
     "mode",
@@ -23,6 +24,7 @@ HEAD = (
     "trainer idle",
     "staleness",
 )
+STALENESS = "staleness: mean / most, versions of the weights; drained: they change when all that was begun is drawn"
 LITTLE = 0.05  # a gain that is not worth another mode
 
 
@@ -32,12 +34,28 @@ def mode_tables(result: ModesResult) -> Group:
     shown.columns[0].no_wrap = True
     for row in result.rows:
         shown.add_row(*_cells(result, row))
-    text = "staleness: mean / most, versions of the weights; drained: they change when all that was begun is drawn"
     mean = f"{result.lengths.mean:,.0f} of at most {result.lengths.longest:,} tokens"
     parts: list[Any] = [Text(f"simulated, with responses of {mean} on average"), shown]
-    parts += [Text(line) for line in (text, *result.refused, why(result), result.best.candidate.plan.calibration.text)]
+    parts += [
+        Text(line) for line in (STALENESS, *result.refused, why(result), result.best.candidate.plan.calibration.text)
+    ]
     parts += [Text("its layouts, as overrides:"), Text(" ".join(_overrides(result.best)))]
     return Group(*parts)
+
+
+def mode_page(title: str, result: ModesResult) -> str:
+    """The same as one HTML page without external resources."""
+    mean = f"{result.lengths.mean:,.0f} of at most {result.lengths.longest:,} tokens"
+    lines = [STALENESS, *result.refused, result.best.candidate.plan.calibration.text]
+    sections = [
+        f"<h1>Modes of {text(title)}</h1>",
+        f'<div class="verdict"><p>{text(why(result))}</p></div>',
+        f'<p class="soft">Simulated, with responses of {mean} on average.</p>',
+        table(HEAD, [_cells(result, row) for row in result.rows]),
+        *(f"<p>{text(line)}</p>" for line in lines),
+        f"<h2>Layouts of the fastest</h2><pre>{text(' '.join(_overrides(result.best)))}</pre>",
+    ]
+    return page(f"Modes: {title}", sections)
 
 
 def _cells(result: ModesResult, row: ModeResult) -> list[str]:
@@ -55,17 +73,17 @@ def why(result: ModesResult) -> str:
         share = base.simulation.drawing
         return f"no mode pays: none is {LITTLE:.0%} faster than {base.mode.name}, of which drawing is {share:.0%}"
     overlap = [row for row in result.rows if row.mode == ONE_STEP_OFF]
-    text = f"{best.mode.name} pays: {result.ratio(best):.2f} times {base.mode.name}"
+    said = f"{best.mode.name} pays: {result.ratio(best):.2f} times {base.mode.name}"
     if overlap:
         fastest = max(map(result.ratio, overlap))
-        text += f"; overlap alone (one_step_off) {fastest:.2f} times, since training is {base.simulation.training:.0%}"
-        text += f" of a step of {base.mode.name}"
+        said += f"; overlap alone (one_step_off) {fastest:.2f} times, since training is {base.simulation.training:.0%}"
+        said += f" of a step of {base.mode.name}"
     engines, trainer = best.simulation.engines_idle, best.simulation.trainer_idle
     if abs(engines - trainer) < LITTLE:
-        text += "; engines and trainer wait for each other equally"
+        said += "; engines and trainer wait for each other equally"
     else:
-        text += f"; the {'engines' if engines > trainer else 'trainer'} wait{'' if engines > trainer else 's'} most"
-    return text + _more_seqs(best)
+        said += f"; the {'engines' if engines > trainer else 'trainer'} wait{'' if engines > trainer else 's'} most"
+    return said + _more_seqs(best)
 
 
 def _more_seqs(best: ModeResult) -> str:

@@ -100,7 +100,11 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
     seconds, tokens, between = _seconds(run, roles, room, cluster, per_node, behind=behind)
-    notes = _notes(run.actor, roles[0].work, "actor")
+    configs = {role.name: run.role_config(role) for role in run.group_rows}
+    narrow = [
+        wrong for name, each in configs.items() for wrong in _too_narrow(each, run.data.max_response_length, name)
+    ]
+    notes = tuple(note for name, each in configs.items() for note in _notes(each, roles[0].work, name) if not narrow)
     if between:
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
@@ -116,7 +120,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         peaks=_in_order(run_peaks),
         seconds=seconds,
         calibration=role_calibration(cluster, roles[0]),
-        violations=[*_too_large(run_peaks), *_no_cache(run, room, device_bytes)],
+        violations=[*narrow, *_too_large(run_peaks), *_no_cache(run, room, device_bytes)],
         concurrency=room.concurrency,
         tokens=tokens,
         notes=notes,
@@ -390,6 +394,16 @@ def _notes(engine: EngineConfig, work: Work, role: str) -> tuple[str, ...]:
     if engine.microbatch_tokens is not None and longest > engine.microbatch_tokens:
         return (
             f"the longest {what}, of {longest} tokens, do not fit {role}.microbatch_tokens="
-            f"{engine.microbatch_tokens}: a run that meets one is refused",
+            f"{engine.microbatch_tokens}: a run whose data allow for one is refused before it starts",
         )
     return ()
+
+
+def _too_narrow(engine: EngineConfig, longest_response: int, role: str) -> list[Violation]:
+    """A microbatch that the longest response does not fit into, whatever its prompt."""
+    tokens = engine.microbatch_tokens
+    if tokens is None or longest_response < tokens:
+        return []
+    problem = f"the longest response, of {longest_response} tokens, does not fit into a microbatch with its prompt"
+    remedy = f"Write more than {longest_response}, or a shorter data.max_response_length"
+    return [Violation(f"{role}.microbatch_tokens", tokens, problem, remedy)]

@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.config.cluster import ClusterConfig, ResidualMemory
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.overheads import GIB, HOST_LINK_GB_S, LINK_EFFICIENCY, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Place, Plan, Row
-from mcore_rl.planning.search import Found, reasons_by_count
+from mcore_rl.planning.search import Candidate, Found, reasons_by_count
 from mcore_rl.tracking.page import NUM_COLOURS, page, table, text
 
 PLACES = {Place.device: "a device", Place.host: "a node's host memory", Place.disk: "the disk"}
-BAR_WIDTH, BAR_HEIGHT = 900, 22  # of the page's bars, in units of its SVG
 
 
 def headline(plan: Plan) -> str:
@@ -46,7 +46,9 @@ def seconds_text(seconds: float) -> str:
     """``seconds`` in hours, minutes or seconds, with unit."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.2g} s"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def range_text(plan: Plan) -> str:
@@ -113,17 +115,18 @@ def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
     return [*rows, ("all", range_text(plan), "")]
 
 
-def _search_rows(search: Found) -> list[list[str]]:
+def _search_rows(search: Found, written: Candidate | None) -> list[list[str]]:
+    """A row of ``SEARCH_HEAD`` for each layout.  written: the run as it is written, the first row, if given."""
     rows = []
-    for each in search.best:
+    for each in [*([written] if written else []), *search.best]:
         actor = each.run.actor
         rollout = each.run.rollout if isinstance(each.run, RunConfig) else None
         layout = {name: getattr(actor.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-        written = ",".join(f"{name}={size}" for name, size in layout.items() if size > 1) or "all 1"
+        axes = ",".join(f"{name}={size}" for name, size in layout.items() if size > 1) or "all 1"
         rows.append(
             [
                 seconds_text(each.plan.step_s),
-                written,
+                axes,
                 f"{actor.recompute.value}, {actor.microbatch_tokens}",
                 "" if rollout is None else f"{rollout.layout}, {rollout.gpu_memory_utilization:g}",
                 "; ".join(each.reasons),
@@ -135,10 +138,16 @@ def _search_rows(search: Found) -> list[list[str]]:
 SEARCH_HEAD = ("step", "training", "recompute, microbatch", "rollout, share", "why")
 
 
-def search_tables(search: Found) -> Group:
+def as_written(run: RunConfig | OfflineConfig, planned: Plan) -> Candidate:
+    """The run that was searched for, to be shown beside what was found."""
+    reason = "as it is written" if planned.fits else f"as it is written: does not fit, {planned.violations[0].problem}"
+    return Candidate(run=run, plan=planned, overrides=(), reasons=(reason,))
+
+
+def search_tables(search: Found, written: Candidate | None = None) -> Group:
     """A search as tables for the terminal: the best runs, the overrides of the first, and the refused settings."""
     best = Table(*SEARCH_HEAD, box=None, pad_edge=False, header_style="bold")
-    for row in _search_rows(search):
+    for row in _search_rows(search, written):
         best.add_row(*row)
     refused = Table("refused", "why", box=None, pad_edge=False, header_style="bold")
     for why, count in reasons_by_count(search.refused):
@@ -149,13 +158,38 @@ def search_tables(search: Found) -> Group:
     return Group(*parts, refused)
 
 
-def plan_page(plan: Plan, search: Found | None = None) -> str:
-    """The plan, and a search if given, as one HTML page without external resources."""
+def plan_page(plan: Plan) -> str:
+    """The plan as one HTML page without external resources."""
+    return page(f"Plan: {plan.title}", [f"<h1>{text(plan.title)}</h1>", *_plan_sections(plan)])
+
+
+def search_page(search: Found, written: Candidate) -> str:
+    """A search that found something, as one HTML page: the run as it is written, the layouts, and the fastest whole."""
+    first, title = search.best[0], written.plan.title
+    as_is = "" if written.plan.fits else ", and it does not fit"
+    verdict = f"As it is written, a step takes {range_text(written.plan)}{as_is}. "
+    verdict += f"With the fastest layout it takes {range_text(first.plan)}."
+    refused = [[count, why] for why, count in reasons_by_count(search.refused)]
+    sections = [
+        f"<h1>Layouts of {text(title)}</h1>",
+        f'<div class="verdict good"><p>{verdict}</p></div>',
+        "<h2>Layouts that fit, after the run as it is written</h2>",
+        table(SEARCH_HEAD, _search_rows(search, written)),
+        f"<h2>The fastest layout</h2><pre>{text(' '.join(first.overrides))}</pre>",
+        *_plan_sections(first.plan),
+        "<h2>Refused</h2>",
+        table(["settings", "why"], refused),
+    ]
+    return page(f"Layouts: {title}", sections)
+
+
+def _plan_sections(plan: Plan) -> list[str]:
+    """What a page says of one plan, below its title."""
     good = "good" if plan.fits else "bad"
     verdict = "It fits." if plan.fits else "It does not fit."
     wrong = "".join(f"<p>{text(violation)}</p>" for violation in plan.violations)
     sections = [
-        f"<h1>{text(plan.title)}</h1><p>{text(headline(plan))}</p>",
+        f"<p>{text(headline(plan))}</p>",
         f'<div class="verdict {good}"><p>{verdict} A step takes {range_text(plan)}.</p>{wrong}</div>',
         '<p class="soft">~ is an estimate; all else is counted to the byte.</p>',
     ]
@@ -167,34 +201,31 @@ def plan_page(plan: Plan, search: Found | None = None) -> str:
     sections += ["<h2>Expected time of a step</h2>", table(["part", "time", "share"], _time_rows(plan))]
     sections.append(f"<p>{text(plan.calibration.text)}</p>")
     sections += [f"<p>{text(note)}</p>" for note in plan.notes]
-    if search is not None:
-        sections += ["<h2>Layouts that fit</h2>", table(SEARCH_HEAD, _search_rows(search))]
-        refused = [[count, why] for why, count in reasons_by_count(search.refused)]
-        sections += ["<h2>Refused</h2>", table(["settings", "why"], refused)]
-    return page(f"Plan: {plan.title}", sections)
+    return sections
 
 
 def _bars(peaks: Sequence[Peak]) -> str:
-    """A bar for each phase as SVG, divided into its parts, with a mark at the capacity."""
+    """A bar for each phase, divided into its parts, with a mark at the capacity.  Labels have one size at any width."""
     widest = max(max(peak.num_bytes, peak.capacity or 0) for peak in peaks) or 1
     names = _names(peaks)
     lines = []
-    for index, peak in enumerate(peaks):
-        top, begin = index * (BAR_HEIGHT + 8), 0.0
-        lines.append(f'<text x="0" y="{top + 15}">{text(peak.phase.value)}</text>')
+    for peak in peaks:
+        begin, drawn = 0.0, ""
         for name in names:
-            size = sum(row.num_bytes for row in peak.rows if row.part == name) / widest * (BAR_WIDTH - 100)
-            place = f'x="{100 + begin:.1f}" y="{top}" width="{size:.1f}" height="{BAR_HEIGHT}"'
-            lines.append(
-                f'<g class="c{names.index(name) % NUM_COLOURS}"><rect {place}><title>{text(name)}</title></rect></g>'
-            )
+            size = 100 * sum(row.num_bytes for row in peak.rows if row.part == name) / widest
+            place = f'x="{begin:.3f}%" y="2" width="{size:.3f}%" height="14"'
+            drawn += f'<rect class="c{names.index(name) % NUM_COLOURS}" {place}><title>{text(name)}</title></rect>'
             begin += size
         if peak.capacity:
-            x = 100 + peak.capacity / widest * (BAR_WIDTH - 100)
-            lines.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{top + BAR_HEIGHT + 3}"/>')
-    height = len(peaks) * (BAR_HEIGHT + 8)
+            at = f"{min(99.9, 100 * peak.capacity / widest):.3f}%"
+            drawn += f'<line class="axis" x1="{at}" x2="{at}" y1="0" y2="18"/>'
+        label = f"{peak.phase.value}: memory"
+        lines.append(
+            f'<div class="lane"><b>{text(peak.phase.value)}</b><svg role="img" aria-label="{text(label)}">{drawn}</svg>'
+            f"<span>{gib(peak.num_bytes)} GiB</span></div>"
+        )
     keys = "".join(f'<li><i class="c{i % NUM_COLOURS}"></i>{text(name)}</li>' for i, name in enumerate(names))
-    return f'<figure><svg viewBox="0 -4 {BAR_WIDTH + 4} {height + 4}">{"".join(lines)}</svg><ul>{keys}</ul></figure>'
+    return f'<figure class="lanes">{"".join(lines)}<ul>{keys}</ul></figure>'
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
@@ -230,9 +261,10 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def search_values(search: Found) -> dict[str, Any]:
-    """A search as plain values for a JSON file."""
+def search_values(search: Found, written: Candidate | None = None) -> dict[str, Any]:
+    """A search as plain values for a JSON file.  written: the run as it is written."""
     return {
+        "as_written": None if written is None else plan_values(written.plan),
         "considered": search.considered,
         "seconds": search.seconds,
         "refused": search.refused,

@@ -26,13 +26,15 @@ _Starts = NDArray[np.intp]
 class Series:
     """One line.  points: (step, number), None is a gap.  intervals: step -> (low, high) around its point.
 
-    smooth: draw the mean of the values around each over the values, if they are many.
+    smooth: draw the mean of the values around each over the values, if they are many.  colour: an index of the page's
+    palette; None: that of its place in the chart.
     """
 
     label: str
     points: Sequence[Point]
     intervals: dict[float, tuple[float, float]] = field(default_factory=dict)
     smooth: bool = False
+    colour: int | None = None
 
 
 @dataclass(frozen=True)

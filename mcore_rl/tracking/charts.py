@@ -105,7 +105,11 @@ def line_chart(
     first, last = steps or (min(places), max(places))
     x, y = _scales([first, last], min([ends[0], *bounds]), max([ends[1], *bounds]))
     width = bin_width(series)
-    curves = [Curve(each, index % NUM_COLOURS, bins(each, min(places), width)) for index, each in enumerate(series)]
+    colours = [index if each.colour is None else each.colour for index, each in enumerate(series)]
+    curves = [
+        Curve(each, colour % NUM_COLOURS, bins(each, min(places), width))
+        for each, colour in zip(series, colours, strict=True)
+    ]
     banded = len(series) <= MAX_BANDS
     lines = [f'<g class="series c{curve.colour}">{_line(curve, x, y, banded)}</g>' for curve in curves]
     rows: _Rows = {}

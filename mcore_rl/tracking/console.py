@@ -120,7 +120,7 @@ class ConsoleSink:
             apart = [(header, width, _cell(keys, metrics)) for header, width, keys in APART_COLUMNS]
             cells += [cell for cell in apart if cell[2]]
         if self._live is None:
-            words = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
+            words = [f"step {self._of_all(step)}", *(f"{h} {text}" for h, _, text in cells if text)]
             self._console.print(Text(" | ".join(words)), soft_wrap=True)
             return
         cells = _fitting(cells, self._console.width - self._width)
@@ -129,9 +129,13 @@ class ConsoleSink:
         if self._rows % ROWS_PER_HEADER == 0 or heads != before:
             header = " ".join(["step".rjust(self._width), *(h.rjust(width) for h, width, _ in cells)])
             self._console.print(Text(header, style="bold"), no_wrap=True, crop=True)
-        row = " ".join([f"{step}/{self._line.total_steps}".rjust(self._width), *(t.rjust(w) for _, w, t in cells)])
+        row = " ".join([self._of_all(step).rjust(self._width), *(t.rjust(w) for _, w, t in cells)])
         self._console.print(Text(row), no_wrap=True, crop=True)
         self._rows += 1
+
+    def _of_all(self, step: int) -> str:
+        """``3/80``; the step alone in a run that only validates, which has none of its own."""
+        return f"{step}/{self._line.total_steps}" if self._line.total_steps else str(step)
 
     def watch(self, lanes: Sequence[Lane]) -> None:
         """Show in the live line what the engines of ``lanes`` do."""
@@ -239,6 +243,13 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{rest:02} h"
     return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
+
+
+def spent(seconds: float) -> str:
+    """A duration as ``duration`` has it; below ten seconds with two digits: ``0.34 s``, ``4.0 s``."""
+    if not 0 < seconds < 9.95:
+        return duration(seconds)
+    return f"{seconds:.1f} s" if seconds >= 0.995 else f"{seconds:.2g} s"
 
 
 def number(value: float | None, unit: str = "") -> str:

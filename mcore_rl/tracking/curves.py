@@ -6,14 +6,16 @@ All charts have the same steps on their horizontal axes, so that a page can be r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.chart_points import MAX_BINS, MIN_SMOOTHED, Series, window
 from mcore_rl.tracking.charts import line_chart
 from mcore_rl.tracking.metrics import Metric, metric_of
-from mcore_rl.tracking.page import details, text
+from mcore_rl.tracking.page import LIGHT, details, text
 from mcore_rl.tracking.run_files import RecordedRun
 
+AHEAD = ("Staleness", "Groups drawn ahead")  # charts that say nothing of a run that draws and trains in turns
 ACCURACY = "Accuracy on training prompts"
 PARTS = "reward/part/"
 # Title and keys of the charts that are always open; the other metrics have charts in a fold below.  A key that ends in
@@ -68,6 +70,7 @@ def curves(runs: Sequence[RecordedRun]) -> str:
     """The section's HTML: the charts of ``CHARTS``, and those of all other metrics in a fold."""
     known = list(dict.fromkeys(key for run in runs for key in run.metric_keys()))
     charts = [(title, [key for each in keys for key in _members(each, known)]) for title, keys in CHARTS]
+    charts = [(title, keys) for title, keys in charts if title not in AHEAD or any(_is_any(key, runs) for key in keys)]
     shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in charts if keys)]
     open_keys = {key for _, keys in charts for key in keys}
     rest = [key for key in known if key not in open_keys and not key.startswith("time/") and not _validates(key)]
@@ -78,6 +81,16 @@ def curves(runs: Sequence[RecordedRun]) -> str:
     return section + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
 
 
+def _is_any(key: str, runs: Sequence[RecordedRun]) -> bool:
+    """Whether ``key`` was ever other than 0."""
+    return any(value for run in runs for _, value in run.values(key))
+
+
+def _colour(run: int, line: int, num_runs: int) -> int | None:
+    """Of a run the same in every chart, and of its further lines in a chart the tints of that hue."""
+    return None if num_runs == 1 else run % len(LIGHT) + line * len(LIGHT)
+
+
 def _members(key: str, known: Sequence[str]) -> list[str]:
     """The metrics that a key of ``CHARTS`` stands for."""
     return [each for each in known if each.startswith(key)] if key.endswith("/") else [key]
@@ -86,28 +99,31 @@ def _members(key: str, known: Sequence[str]) -> list[str]:
 def _validation_chart(runs: Sequence[RecordedRun]) -> str:
     """The chart of accuracies: from samples with intervals; from metrics for a data source without samples."""
     series = []
-    for name, run in zip(names_of(runs), runs, strict=True):
+    for at, (name, run) in enumerate(zip(names_of(runs), runs, strict=True)):
         prefix = f"{name}: " if len(runs) > 1 else ""
+        of_run = list[Series]()
         for source, validations in run.accuracies.items():
             points = [(float(each.step), each.mean) for each in validations]
             intervals = {float(each.step): each.interval for each in validations}
-            series.append(Series(prefix + source, points, intervals))
+            of_run.append(Series(prefix + source, points, intervals))
         for key in run.metric_keys():
             source = key.removeprefix("val/").removesuffix("/accuracy")
             if _validates(key) and source not in run.accuracies:
-                series.append(Series(prefix + source, run.values(key)))
+                of_run.append(Series(prefix + source, run.values(key)))
+        series += [replace(each, colour=_colour(at, line, len(runs))) for line, each in enumerate(of_run)]
     return line_chart("Validation accuracy", "share", series, whole=True, steps=_steps(runs))
 
 
 def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
     series, row = [], _row(keys[0])
     smooth = row is None or row.reduction != "last"  # what is set, as a rate is, has no noise
-    for name, run in zip(names_of(runs), runs, strict=True):
-        for key in keys:
+    for at, (name, run) in enumerate(zip(names_of(runs), runs, strict=True)):
+        for line, key in enumerate(keys):
             if values := run.values(key):
                 parts = [name] if len(runs) > 1 else []
                 parts += [_label(key)] if len(keys) > 1 or not parts else []
-                series.append(Series(": ".join(parts), values, smooth=smooth))
+                colour = _colour(at, line, len(runs))
+                series.append(Series(": ".join(parts), values, smooth=smooth, colour=colour))
     note = row.help if row is not None and len(keys) == 1 else ""
     unit = "1" if row is None else row.unit
     return line_chart(title, unit, series, whole=title == ACCURACY, steps=_steps(runs), note=note)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.tracking.console import duration, number
+from mcore_rl.tracking.console import duration, number, spent
 from mcore_rl.tracking.page import text
 from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
@@ -40,7 +40,7 @@ class Fact:
 
 def head_card(run: RecordedRun) -> str:
     """The HTML of the title, the state and the tiles."""
-    state, kind = _state(run)
+    state, kind = state_of(run)
     tiles = "".join(_tile(fact) for fact in facts(run))
     title = f'<div class="title"><h1>{text(run.name)}</h1><span class="badge {kind}">{text(state)}</span></div>'
     return f'{title}<dl class="facts">{tiles}</dl>'
@@ -59,7 +59,7 @@ def _tile(fact: Fact) -> str:
     return f'<div class="{kinds}"><dt>{text(fact.name)}</dt>{lines}</div>'
 
 
-def _state(run: RecordedRun) -> tuple[str, str]:
+def state_of(run: RecordedRun) -> tuple[str, str]:
     """The state of the run in words, and its class of the style sheet."""
     if run.complete:
         return "finished", "good"
@@ -188,15 +188,18 @@ def _short(layout: str) -> str:
 
 def _time(run: RecordedRun) -> list[Fact]:
     times = [value or 0.0 for _, value in run.values("time/step")]
+    trained = [value or 0.0 for step, value in run.values("time/step") if step > 0]  # 0 is a validation
     reached, total = run.last_step or 0, run.total_steps
     if not times:
         return []
-    recent = times[-RECENT:]
-    notes = [f"{duration(sum(recent) / len(recent))} a step", _started(run)]
-    if not run.complete and total is not None:
-        notes.insert(0, f"about {duration((total - reached) * sum(recent) / len(recent))} left")
+    notes = [f"{total} steps, {spent(sum(trained) / len(trained))} each"] if run.complete and total and trained else []
+    if not run.complete and trained:
+        a_step = sum(trained[-RECENT:]) / len(trained[-RECENT:])
+        notes += [f"about {duration((total - reached) * a_step)} left"] if total is not None else []
+        notes.append(f"{spent(a_step)} a step of late")
+    notes.append(_started(run))
     hours = sum(times) / 3600
-    time = Fact("Time in steps", duration(sum(times)), notes)
+    time = Fact("Time in steps", spent(sum(times)), notes)
     if not on_accelerator(run):
         return [time, Fact("Cost", "no GPU hours", [f"{hours:.2g} h of this machine's CPU"])]
     devices = num_devices(run)

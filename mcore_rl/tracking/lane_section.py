@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.tracking.console import duration
+from mcore_rl.tracking.console import spent
 from mcore_rl.tracking.lanes import TRAINER, LaneSpan, State, StepLanes, idle_share
 from mcore_rl.tracking.page import table, text
 from mcore_rl.tracking.run_files import RecordedRun
@@ -15,8 +15,10 @@ COLOURS: Mapping[State, int] = {  # of the page's palette; grey stands, red is i
 }  # fmt: skip
 NOTE = (
     "What each engine and the trainer did in the newest steps. Where a lane is empty, it was idle; a step begins at "
-    "each vertical line. An engine is paused where it stands for a weight update, before and after it receives."
+    "each vertical line. An engine is paused where it stands for a weight update, before and after it receives. The "
+    "trainer is training where it computes log-probs, values, advantages and updates."
 )
+NAMES = {state: state.value for state in State} | {State.updating: "updating weights"}  # as phases are called, too
 
 
 def lane_section(run: RecordedRun) -> str:
@@ -53,9 +55,9 @@ def _chart(steps: Mapping[int, StepLanes]) -> str:
         )
     marks = "".join(f'<text x="{_at(begins[step], whole)}" y="12">step {step}</text>' for step in newest)
     head = f'<div class="lane"><b></b><svg aria-hidden="true">{marks}</svg><span></span></div>'
-    keys = "".join(f'<li><i class="c{COLOURS[state]}"></i>{state.value}</li>' for state in COLOURS if state in shown)
+    keys = "".join(f'<li><i class="c{COLOURS[state]}"></i>{NAMES[state]}</li>' for state in COLOURS if state in shown)
     title = f"Steps {newest[0]} to {newest[-1]}" if len(newest) > 1 else f"Step {newest[0]}"
-    caption = f"<figcaption><b>{title}</b> <span>{text(duration(whole))}</span></figcaption>"
+    caption = f"<figcaption><b>{title}</b> <span>{text(spent(whole))}</span></figcaption>"
     return f'<figure class="lanes">{caption}{head}{"".join(rows)}<ul>{keys}</ul></figure>'
 
 
@@ -63,7 +65,7 @@ def _bar(span: LaneSpan, begin: float, whole: float) -> str:
     """A bar at least as wide as can be seen; with its seconds since the first step that is shown."""
     start, end = begin + span.start, begin + span.end
     wide = max(0.1, 100 * (end - start) / whole)
-    said = f"{span.state.value}, {end - start:.3g} s"
+    said = f"{NAMES[span.state]}, {end - start:.3g} s"
     return (
         f'<rect class="c{COLOURS[span.state]}" x="{_at(start, whole)}" y="2" width="{wide:.3f}%" height="14" '
         f'data-start="{start:.5g}" data-end="{end:.5g}"><title>{said}</title></rect>'
@@ -86,7 +88,7 @@ def _shares(steps: Mapping[int, StepLanes]) -> str:
     states = [state for state in COLOURS if any(of_lane[state] for of_lane in seconds.values())]
     rows = [_row(name, seconds[name], wholes[name], states) for name in _trainer_first(seconds)]
     caption = f"<figcaption><b>Shares of the time of {len(steps)} steps</b></figcaption>"
-    return f"<figure>{caption}{table(['', *(state.value for state in states), 'idle'], rows)}</figure>"
+    return f"<figure>{caption}{table(['', *(NAMES[state] for state in states), 'idle'], rows)}</figure>"
 
 
 def _row(name: str, seconds: Mapping[State, float], whole: float, states: Sequence[State]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.errors import Violation
+from mcore_rl.errors import Violation, pip_line
 from mcore_rl.tracking.samples import Kind, Rows
 
 
@@ -106,8 +106,14 @@ def absent_loggers(loggers: Sequence[Logger]) -> list[Violation]:
             "trainer.logger",
             logger.value,
             f"the package {row.module} is not installed",
-            f'Run `pip install "mcore_rl[{logger.value}]"`, or leave {logger.value} out of trainer.logger',
+            f"Run `{_how_to_install(logger)}`, or leave {logger.value} out of trainer.logger",
         )
         for logger, row in LOGGERS.items()
         if logger in loggers and find_spec(row.module) is None
     ]
+
+
+def _how_to_install(logger: Logger) -> str:
+    if logger in (Logger.wandb, Logger.tensorboard):  # dependencies, which somebody has removed
+        return f"pip install {logger.value}"
+    return pip_line(logger.value)

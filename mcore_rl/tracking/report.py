@@ -12,7 +12,8 @@ from typing import Any
 
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import OFFLINE_LOSSES, before_after
-from mcore_rl.tracking.console import duration, number
+from mcore_rl.tracking.compared_runs import run_table, settings_that_differ
+from mcore_rl.tracking.console import number
 from mcore_rl.tracking.curves import curves, names_of
 from mcore_rl.tracking.head_card import head_card
 from mcore_rl.tracking.metrics import METRICS
@@ -48,7 +49,7 @@ def report_page(run: RecordedRun, live: Mapping[str, str] | None = None) -> str:
     """The page of ``run``.  live: of a page that follows the run; see ``page``."""
     sections = {
         "head": head_card(run) + _heading(run),
-        "accuracy": _learned([run]),
+        "accuracy": "" if _is_said_in_one(run) else _learned([run]),
         "curves": curves([run]),
         "time": time_section(run),
         "compared": before_after(run),
@@ -68,17 +69,24 @@ def write_comparison(run_dirs: Sequence[Path | str], path: Path) -> Path:
     """Write one page with the curves of several runs over one another.  ConfigError: one of them is no run."""
     runs = [read_run(each) for each in run_dirs]
     names = ", ".join(names_of(runs))
-    sections = [f"<h1>{text(names)}</h1>", *(_progress(run) for run in runs), _learned(runs), curves(runs)]
-    sections += [details(f"Configuration of {run.name}", f"<pre>{text(run.config)}</pre>") for run in runs]
+    sections = [f"<h1>{text(names)}</h1>", run_table(runs), _learned(runs), settings_that_differ(runs), curves(runs)]
+    named = zip(names_of(runs), runs, strict=True)
+    sections += [details(f"Configuration of {name}", f"<pre>{text(run.config)}</pre>") for name, run in named]
     body = f'<main data-together="together">{"".join(sections)}</main>'
     with replaced(path) as new:
         new.write_text(page(f"Runs: {names}", [body]), encoding="utf-8")
     return path
 
 
+def _is_said_in_one(run: RecordedRun) -> bool:
+    """Whether a sentence above says all that the table of validations would."""
+    return run.complete and len(run.accuracies) == 1
+
+
 def _heading(run: RecordedRun) -> str:
-    sections = [_progress(run)]
+    sections = [_troubles(run)]
     if not run.complete:
+        sections[:0] = [_progress(run)]
         sections.append(
             '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
         )
@@ -89,7 +97,7 @@ def _heading(run: RecordedRun) -> str:
         sections += [_calibration(errors)] if (errors := _numbers(run, "reward/val_ece")) else []
     elif not run.accuracies:
         sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
-    else:
+    elif _is_said_in_one(run):
         sections += [_verdict(source, validations) for source, validations in run.accuracies.items()]
     return "".join(sections)
 
@@ -131,16 +139,18 @@ def _numbers(run: RecordedRun, key: str) -> list[tuple[int, float]]:
 def _progress(run: RecordedRun) -> str:
     total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
     reached = "no step" if run.last_step is None else f"step {run.last_step}"
+    return f'<p class="soft">{text(run.name)}: {reached} of {total} steps recorded.</p>'
+
+
+def _troubles(run: RecordedRun) -> str:
+    """What went wrong within steps, by the metrics that count it."""
     troubles = [
         f"{amount:g} {row.unit} {row.help}"
         for row in METRICS
         if row.better == "down" and row.reduction == "sum" and not row.key.startswith("time/")
         if (amount := sum(value or 0 for _, value in run.values(row.key)))
     ]
-    notes = "".join(f"<p>Worth a look: {text(each)}.</p>" for each in troubles)
-    seconds = sum(value or 0 for _, value in run.values("time/step"))
-    lasted = f", {duration(seconds)} in steps" if seconds else ""
-    return f'<p class="soft">{text(run.name)}: {reached} of {total} steps recorded{lasted}.</p>{notes}'
+    return "".join(f"<p>Worth a look: {text(each)}.</p>" for each in troubles)
 
 
 def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
@@ -160,6 +170,8 @@ def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
         f"validation accuracy went from {_accuracy(first)} at step {first.step} to {_accuracy(last)} at step "
         f"{last.step} on {last.num_prompts} prompts: {judgement} ({change.basis}{p})"
     )
+    if (top := best(validations)).step != last.step:
+        sentence += f". The best was {_accuracy(top)} at step {top.step}; the highest of several is partly luck"
     return f'<div class="verdict {kind}"><p><b>{text(source)}:</b> {text(sentence)}.</p></div>'
 
 
@@ -178,7 +190,8 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
     head = ["run", "data source", "prompts", "first", "best", "last", "last against first"]
     skip = 1 if len(runs) == 1 else 0
     note = (
-        "95 % Wilson intervals over prompts. The best was picked among all, so it flatters; last is what was learned."
+        "In brackets: 95 % intervals (Wilson's, over prompts). The best is the highest of several, and so partly luck: "
+        "judge a run by the last."
     )
     body = table(head[skip:], [row[skip:] for row in rows])
     return f'<h2>Validation accuracy</h2>{body}<p class="soft">{text(note)}</p>'

@@ -1,7 +1,7 @@
 """The run directory: a run's configuration, its environment and its records.
 
     config.yaml        the composed configuration; of the Hub's files the ids, with their commits
-    environment.json   versions, commit, hardware, command line, number of steps
+    environment.json   versions, commit, hardware, command line, number of steps; once it has ended, the last step
     metrics.jsonl      one object a step
     timeline.jsonl     when the phases of each step were open
     lanes.jsonl        what each engine and the trainer did in each step, and when
@@ -14,7 +14,7 @@
 
 No file holds the value of a secret of the environment; see ``secrets``.
 
-A resumed run replaces the records of later steps as it repeats them.
+A resumed run replaces the records of later steps as it repeats them.  A run with no step left writes none.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -37,6 +38,7 @@ import yaml
 
 import mcore_rl
 from mcore_rl.hub.names import with_names
+from mcore_rl.json_text import read_json
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.secrets import redact_settings, without_secrets
@@ -56,6 +58,8 @@ RECORDS = (
     "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
     "report.html",
 )  # fmt: skip
+SETTINGS = ("config.yaml", "environment.json", "plan.json")  # without which records say nothing
+FINISHED = "finished_step"
 
 
 def plain(value: Any) -> Any:
@@ -84,7 +88,7 @@ def prepare(
     """
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     if resumed_step is None:
-        set_aside([run_dir / name for name in RECORDS if (run_dir / name).exists()], run_dir)
+        set_aside(earlier_records(run_dir), run_dir)
     else:
         for kind in ("rollouts", "validation", "record"):
             for step, path in sample_files(run_dir, kind).items():
@@ -96,6 +100,7 @@ def prepare(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
         "resumed_step": resumed_step,
+        FINISHED: None,
         "command": sys.argv,
         "versions": _versions(),
         "commit": _commit(),
@@ -103,6 +108,33 @@ def prepare(
     }
     with replaced(run_dir / "environment.json") as new:
         new.write_text(json.dumps(redact_settings(environment), indent=2) + "\n", encoding="utf-8")
+
+
+def earlier_records(run_dir: Path) -> list[Path]:
+    """The records of an earlier run, with the settings that they are of, which a fresh run moves aside."""
+    records = [run_dir / name for name in RECORDS if (run_dir / name).exists()]
+    return records and [*records, *(run_dir / name for name in SETTINGS if (run_dir / name).exists())]
+
+
+def write_finished(run_dir: Path, step: int) -> None:
+    """Note in environment.json that the run has ended with ``step``, and that its weights are exported.
+
+    Where the file cannot be written, the run counts as one that has still to export.
+    """
+    path = run_dir / "environment.json"
+    with suppress(OSError, ValueError):
+        environment = read_json(path.read_text(encoding="utf-8"))
+        with replaced(path) as new:
+            new.write_text(json.dumps({**environment, FINISHED: step}, indent=2) + "\n", encoding="utf-8")
+
+
+def finished_step(run_dir: Path) -> int | None:
+    """The step that ``write_finished`` noted; None if the run has not ended, or its file cannot be read."""
+    try:
+        step = read_json((run_dir / "environment.json").read_text(encoding="utf-8"))[FINISHED]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def set_aside(paths: Sequence[Path], directory: Path) -> None:

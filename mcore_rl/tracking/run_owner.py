@@ -34,6 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from mcore_rl.config.files import output_problem
 from mcore_rl.errors import ConfigError, RunDirectoryError, Violation
 from mcore_rl.json_text import read_json
 
@@ -262,6 +263,16 @@ def _settled(path: Path) -> Owner | None:
             return Owner(token=NOBODY)
         time.sleep(0.01)
     return owner
+
+
+def demand_free(directory: Path) -> None:
+    """Raises ConfigError where ``RunOwner`` would for ``directory``; makes, changes and waits for nothing."""
+    if problem := output_problem(directory.resolve(), "directory"):  # of a link, what it leads to
+        raise ConfigError([Violation(KEY, directory, *problem)])
+    owner = read_owner(directory / OWNER)
+    if owner is not None and owner.token != NOBODY and owner.lives(Owner()):
+        remedy = "Wait for that run or end it, or give this one another directory"
+        raise ConfigError([Violation(KEY, directory, f"belongs to another run, which is going on: {owner}", remedy)])
 
 
 def start_of(pid: int) -> int | None:

@@ -5,13 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rl.tracking.charts import BarSeries, stacked_bars, ticks
-from mcore_rl.tracking.console import duration
-from mcore_rl.tracking.lane_section import lane_section
+from mcore_rl.tracking.console import spent
+from mcore_rl.tracking.lane_section import COLOURS, NAMES, lane_section
+from mcore_rl.tracking.lanes import State
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.page import NEUTRAL, table, text
 from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.timeline import PhaseSpan
 
+# Phases as the lanes of engines and trainer call them; metrics and docs/metrics.md have their keys.
+LABELS = {
+    "generate": NAMES[State.drawing],
+    "score": "grading",
+    "logprobs": "log-probs",
+    "process_rewards": "process rewards",
+    "update_process_reward": "training its model",
+    "update_critic": "training the critic",
+    "update_actor": NAMES[State.training],
+    "sync": NAMES[State.updating],
+    "validate": "validating",
+    "save": NAMES[State.saving],
+}
+PHASE_COLOURS = {  # of the page's palette, and of the tints of its hues; no two are alike, and none is ``NEUTRAL``
+    "generate": COLOURS[State.drawing],
+    "score": 5,
+    "logprobs": 9,
+    "reference": 3,
+    "teacher": 8,
+    "values": 7,
+    "process_rewards": 12,
+    "update_process_reward": 13,
+    "advantages": 10,
+    "update_critic": 15,
+    "update_actor": COLOURS[State.training],
+    "sync": COLOURS[State.updating],
+    "validate": 1,
+    "save": COLOURS[State.saving],
+}
+assert PHASE_COLOURS.keys() == PHASES.keys()
 WIDTH, ROW, LABEL, RIGHT, FOOT = 420, 20, 112, 52, 26  # of a timeline, in units of its SVG
 MAX_ROWS = 24  # phases and parts of one step
 
@@ -23,19 +54,19 @@ def time_section(run: RecordedRun) -> str:
         return "<h2>Time</h2><p class='soft'>No times were recorded.</p>"
     seconds = {phase: dict(run.values(f"time/{phase}")) for phase in run.phases()}
     parts = [
-        BarSeries(phase, list(PHASES).index(phase), [times.get(step) or 0.0 for step in steps])
+        BarSeries(LABELS.get(phase, phase), PHASE_COLOURS[phase], [times.get(step) or 0.0 for step in steps])
         for phase, times in seconds.items()
     ]
     whole = {step: value or 0.0 for step, value in run.values("time/step")}
     named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
     other = [max(0.0, whole[step] - spent) for step, spent in zip(steps, named, strict=True)]
-    parts.append(BarSeries("controller", NEUTRAL, other))
+    parts.append(BarSeries("the rest", NEUTRAL, other))
     total = sum(map(sum, (part.values for part in parts))) or 1.0
     rows = [
         [
             part.label,
-            duration(sum(part.values)),
-            f"{sum(part.values) / len(steps):.2f} s",
+            spent(sum(part.values)),
+            spent(sum(part.values) / len(steps)),
             f"{100 * sum(part.values) / total:.1f}%",
         ]
         for part in parts
@@ -68,7 +99,6 @@ def _timelines(run: RecordedRun, whole: dict[int, float]) -> str:
 
 def timeline(title: str, note: str, spans: Sequence[PhaseSpan], seconds: float) -> str:
     """A figure with a row for each phase and part, and a bar wherever it was open.  seconds: of the step."""
-    order = {phase: index for index, phase in enumerate(PHASES)}
     names = list(dict.fromkeys(span.phase for span in spans))
     first = {name: min(span.start for span in spans if span.phase == name) for name in names}
     names.sort(key=lambda name: (first[name.partition("/")[0]], name.partition("/")[0], "/" in name, first[name]))
@@ -87,19 +117,21 @@ def timeline(title: str, note: str, spans: Sequence[PhaseSpan], seconds: float) 
             drawn.append(f'<text class="x" x="{x(mark):.1f}" y="{height - 10}">{mark:.4g} s</text>')
     for row, name in enumerate(names):
         mine = [span for span in spans if span.phase == name]
-        top, spent = row * ROW, sum(span.end - span.start for span in mine)
+        top, seconds_open = row * ROW, sum(span.end - span.start for span in mine)
         phase, _, part = name.partition("/")
-        colour = order.get(phase, NEUTRAL)
-        drawn.append(f'<text x="{10 if part else 0}" y="{top + 14}">{text(part or phase)}</text>')
+        colour = PHASE_COLOURS.get(phase, NEUTRAL)
+        drawn.append(
+            f'<text x="{10 if part else 0}" y="{top + 14}">{text(LABELS.get(part or phase, part or phase))}</text>'
+        )
         for span in mine:
             wide = max(1.0, x(span.end) - x(span.start))
             drawn.append(
                 f'<rect class="c{colour}" x="{x(span.start):.1f}" y="{top + (6 if part else 3)}" width="{wide:.1f}" '
                 f'height="{ROW - (12 if part else 6)}" data-start="{span.start:.4g}" data-end="{span.end:.4g}"/>'
             )
-        drawn.append(f'<text class="y" x="{WIDTH}" y="{top + 14}">{spent:.3g} s</text>')
+        drawn.append(f'<text class="y" x="{WIDTH}" y="{top + 14}">{seconds_open:.3g} s</text>')
     label = f"{title}: phases"
     return (
-        f"<figure><figcaption><b>{text(title)}</b> <span>{text(note)}, {text(duration(seconds))}</span></figcaption>"
+        f"<figure><figcaption><b>{text(title)}</b> <span>{text(note)}, {text(spent(seconds))}</span></figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{text(label)}">{"".join(drawn)}</svg></figure>'
     )

@@ -206,7 +206,7 @@ def test_everything_wrong_with_the_servers_is_said_at_once(tmp_path: Path) -> No
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_servers.importlib.util, "find_spec", lambda name: None)
-    assert "the package mcp is not installed. pip install 'mcore_rl[mcp]'" in refusal(tmp_path, tests=STDIO)
+    assert "the package mcp is not installed. pip install 'mcp<3,>=2.3'" in refusal(tmp_path, tests=STDIO)
 
 
 @pytest.mark.tier("full")

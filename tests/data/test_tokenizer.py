@@ -52,6 +52,15 @@ def test_it_is_what_transformers_takes(tmp_path: Path, model_type: str | None, n
     assert ours.special_tokens_map == theirs.special_tokens_map and ours.chat_template == theirs.chat_template
 
 
+def test_a_template_that_writes_no_message_is_refused(tmp_path: Path) -> None:
+    directory_without(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{% for message in messages %}{{ message.role }}: <|end|>{% endfor %}")
+    assert "chat_template.jinja: writes the same text whatever a user's message says" in refusal(tmp_path)
+    template.write_text("{{ raise_exception('needs a system message') }}")
+    load_tokenizer(tmp_path)
+
+
 def test_the_tokenizer_of_a_tiny_model_takes_no_seconds_of_imports(tmp_path: Path) -> None:
     directory_without(tmp_path)
     loads = "import sys; from mcore_rl.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"

@@ -66,6 +66,17 @@ def test_the_rule_refuses_what_is_not_accounted_for() -> None:
         assert complaints(good) == [], good
 
 
+MODEL_OF_A_COMMAND = re.compile(r"(?:model\.path=|--hf )([^\s\\]+)")
+
+
+def test_a_model_of_a_command_can_be_had() -> None:
+    """By its Hub id, or in a folder; a bare name is neither, unless it stands for the reader's: MODEL."""
+    commands = [(block, block.commands) for page in PAGES for block in blocks(page) if block.language in COMMANDS]
+    named = [(str(block), model) for block, text in commands for model in MODEL_OF_A_COMMAND.findall(text)]
+    assert len(named) > 10
+    assert [(place, model) for place, model in named if "/" not in model and not model.isupper()] == []
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("stage")

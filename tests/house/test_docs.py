@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from mcore_rl.cli import COMMANDS
 from mcore_rl.config.compose import all_keys
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
@@ -130,3 +132,46 @@ def test_links_lead_somewhere(page: str) -> None:
     folder = (ROOT / page).parent
     targets = [target for target, _ in LINK.findall((ROOT / page).read_text(encoding="utf-8")) if "://" not in target]
     assert [target for target in targets if not (folder / target).exists()] == []
+
+
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+WITHOUT_MARKS = ((r"\[([^\]]*)\]\([^)]*\)", r"\1"), (r"[`*]", ""))
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """The places of a page that a link may name: its headings, as GitHub writes them, and what it marks itself."""
+    text, counts = CODE.sub("", page.read_text(encoding="utf-8")), Counter[str]()
+    named = set(re.findall(r'<a id="([^"]+)"', text))
+    for heading in re.findall(r"^#{1,6} +(.+)$", text, re.MULTILINE):
+        for mark, left in WITHOUT_MARKS:
+            heading = re.sub(mark, left, heading)
+        place = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        named.add(f"{place}-{counts[place]}" if counts[place] else place)
+        counts[place] += 1
+    return frozenset(named)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_place_that_is_there(page: str) -> None:
+    """As `make docs` demands, which few have installed."""
+    text = CODE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", text)
+    inside = [
+        ((ROOT / page).parent / target if target else ROOT / page, place)
+        for target, place in targets
+        if "://" not in target
+    ]
+    assert [
+        f"{target}#{place}" for target, place in inside if target.suffix == ".md" and place not in anchors(target)
+    ] == []
+
+
+def test_the_table_of_commands_has_every_command() -> None:
+    named = [name for cells in rows("install.md") for name in re.findall(r"`([a-z-]+)`", cells[0])]
+    assert [name for name in named if name in COMMANDS] == [
+        name for name in named if name not in ("cpu", "cuda", "rocm")
+    ]
+    assert set(COMMANDS) <= set(named)
+    doors = [path for cells in rows("install.md") for path in re.findall(r"`((?:tools|launch)/\S+)`", cells[-1])]
+    assert len(doors) > 5 and all((ROOT / path).is_file() for path in doors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 
@@ -10,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS
+from mcore_rl.errors import pip_line
 from tests.house.source import ROOT
 from tools.record_requirements import PYTHONS, holds_for, locked
 
@@ -71,3 +73,16 @@ def test_no_extra_names_the_wrong_apex_and_none_but_cuda_brings_cuda() -> None:
     assert not any("apex" in packages for packages in names.values())
     for extra in set(names) - {"cuda"}:
         assert not names[extra] & {"vllm", "transformer-engine", "triton", "torchvision", "torchaudio"}, extra
+
+
+def test_no_page_and_no_message_installs_this_package_from_an_index() -> None:
+    """No index has it: what names ``mcore_rl[EXTRA]`` finds nothing."""
+    files = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("mcore_rl/**/*.py")]
+    named = [f"{path}: {line}" for path in files for line in path.read_text().splitlines() if "install" in line]
+    assert [line for line in named if re.search(r"mcore_rl\[(?!\.\.\.)|install mcore_rl\b", line)] == []
+
+
+@pytest.mark.parametrize("extra", ["mlflow", "swanlab", "trackio", "mcp", "search"])
+def test_a_message_names_the_packages_of_an_extra(extra: str) -> None:
+    named = {each.name: each.specifier for each in map(Requirement, shlex.split(pip_line(extra))[2:])}
+    assert named == {each.name: each.specifier for each in EXTRAS[extra]}

@@ -156,7 +156,6 @@ def image(tmp_path: Path) -> Image:
     made = Image(tmp_path)
     made.index.mkdir()
     wheel(made.index, "torch", "2.14.0")
-    wheel(made.index, "wandb", "0.31.0")
     wheel(made.index, "allows_it", "1", "torch==2.13.0")
     wheel(made.index, "wants_more", "1", "torch>=2.14")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -353,10 +353,14 @@ def test_layouts_of_nothing_are_refused(key: str, change: object) -> None:
 
 
 def test_sequences_longer_than_a_microbatch_are_noted() -> None:
+    """Those that may never be met; a microbatch that the longest response alone does not fit into does not fit."""
     run = run_of()
-    run.actor.microbatch_tokens = 512
+    run.actor.microbatch_tokens = 513
     (said,) = plan(run, QWEN, H100).notes
     assert "1024 tokens" in said
+    run.actor.microbatch_tokens = 512
+    (violation,) = plan(run, QWEN, H100).violations
+    assert (violation.key, violation.value) == ("actor.microbatch_tokens", 512)
 
 
 def test_a_reward_model_takes_its_share_of_each_device() -> None:

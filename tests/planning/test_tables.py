@@ -12,10 +12,12 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.plan import Phase, Plan, plan
 from mcore_rl.planning.search import Found, search
 from mcore_rl.planning.tables import (
+    as_written,
     gib,
     plan_page,
     plan_tables,
     plan_values,
+    search_page,
     search_tables,
     search_values,
     seconds_text,
@@ -60,12 +62,33 @@ def test_the_search_shows_what_to_write() -> None:
 
 
 def test_the_page_stands_alone_and_is_well_formed() -> None:
-    run_plan, looked = planned()
-    page = plan_page(run_plan, looked)
+    run_plan, _ = planned()
+    page = plan_page(run_plan)
     ElementTree.fromstring(page.split("\n", 1)[1])
-    assert "http:" not in page and "https:" not in page and "It fits." in page and "Layouts that fit" in page
+    assert "http:" not in page and "https:" not in page and "It fits." in page
     wrong, _ = planned(gpu_memory_utilization=0.999)
     assert "It does not fit." in plan_page(wrong) and "rollout needs" in plan_page(wrong)
+
+
+def test_the_page_of_a_search_tells_the_run_as_it_is_written_from_what_was_found() -> None:
+    """Also where it does not fit: its time, and why, stand above those of the layouts."""
+    for share, fits in ((0.5, True), (0.999, False)):
+        run = RunConfig()
+        run.actor.microbatch_tokens = 8192
+        run.rollout.gpu_memory_utilization = share
+        written = as_written(run, plan(run, models.moe(), H100))
+        looked = search(run, models.moe(), H100, limit=2)
+        root = ElementTree.fromstring(search_page(looked, written).split("\n", 1)[1])
+        table = next(root.iter("table"))
+        _, own, first, *_ = ["; ".join(cell.text or "" for cell in row) for row in table.iter("tr")]
+        assert own.startswith(seconds_text(written.plan.step_s)) and own.partition("as it is written")[1]
+        assert ("does not fit" in own) != fits
+        assert first.startswith(seconds_text(looked.best[0].plan.step_s)) and "the fastest" in first
+        assert "as it is written" in " ".join(shown(search_tables(looked, written)).split())
+        text = " ".join("".join(root.itertext()).split())
+        assert " ".join(looked.best[0].overrides) in text and f"Layouts of {written.plan.title}" in text
+    values = search_values(looked, written)
+    assert values["as_written"]["step_s"] == written.plan.step_s and values["best"][0]["plan"]["fits"]
 
 
 def test_no_two_parts_of_a_chart_have_one_colour() -> None:
@@ -98,4 +121,6 @@ def test_a_line_for_the_start() -> None:
 
 def test_numbers_are_short() -> None:
     assert [gib(n) for n in (2**30, 2**20 * 100, 79 * 2**30)] == ["1.0", "0.10", "79.0"]
-    assert [seconds_text(n) for n in (0.5, 90, 180, 7200)] == ["0.5 s", "90 s", "3.0 min", "2.0 h"]
+    assert [seconds_text(n) for n in (0.5, 9.5, 90, 110, 180, 7200)] == [
+        "0.5 s", "9.5 s", "90 s", "110 s", "3.0 min", "2.0 h",
+    ]  # fmt: skip

@@ -73,9 +73,9 @@ def write_stage(directory: Path) -> None:
         (directory / name).symlink_to(ROOT / name)
     task = shadows.write_task(directory / "task")
     for model, family in (
-        ("Qwen2.5-0.5B-Instruct", "qwen2"),
-        ("Qwen2.5-7B-Instruct", "qwen2"),
-        ("Mixtral-8x7B-Instruct-v0.1", "mixtral"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral"),
         ("MODEL", "llama"),
         ("models/Qwen2.5-Math-7B", "qwen2"),
         ("runs/run/hf/final", "qwen2"),

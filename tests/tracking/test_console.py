@@ -204,3 +204,10 @@ def test_durations(seconds: float, text: str) -> None:
 def test_numbers_are_short(value: float | None, unit: str, text: str) -> None:
     assert number(value, unit) == text
     assert len(text) <= 8
+
+
+def test_a_run_that_only_validates_has_no_number_of_steps() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(Console(file=out), 0)
+    sink.log(40, {"time/step": 2.0})
+    assert out.getvalue() == "step 40 | seconds 2.000\n"

@@ -55,7 +55,7 @@ def test_the_tiles_say_what_ran_on_what_and_at_what_cost(tmp_path: Path) -> None
         "Algorithm": ("RLOO", "advantages rloo, loss policy_gradient", "learning rate 1e-06"),
         "Data": ("d/train.parquet", "validated on d/test.parquet", "128 prompts a step, 8 responses each"),
         "Hardware": ("16 x NVIDIA H100", "2 nodes", "tp=4; rollout tp=2,dp=8"),
-        "Time in steps": ("2:00:00 h", "30:00 min a step", "started 2026-01-02 03:04 UTC"),
+        "Time in steps": ("2:00:00 h", "4 steps, 30:00 min each", "started 2026-01-02 03:04 UTC"),
         "Cost": ("32 GPU hours", "16 devices, while in steps"),
     }
 
@@ -88,7 +88,7 @@ def test_the_state_follows_from_the_steps_and_the_owner(tmp_path: Path) -> None:
     parent = os.getppid()
     (path / OWNER).write_text(json.dumps(here | {"pid": parent, "started": start_of(parent)}))
     assert state(path) == "running"
-    assert "about 3:00:00 h left" in tiles(path)["Time in steps"]
+    assert tiles(path)["Time in steps"][1:3] == ("about 3:00:00 h left", "30:00 min a step of late")
     (path / OWNER).write_text(json.dumps(here | {"machine": "another", "host": "n7"}))
     assert state(path) == "belongs to a program on n7"
     (path / OWNER).write_text(json.dumps(here))

@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mcore_rl.tracking.report import write_report
+from mcore_rl.tracking.page import LIGHT
+from mcore_rl.tracking.report import write_comparison, write_report
 from mcore_rl.tracking.samples import write_samples
 from tests.house.source import ROOT
 from tests.tracking.pages import numbers_under_the_pointer, of_class, parsed, words
@@ -44,7 +45,7 @@ def test_the_verdict_says_what_was_learned(root: ElementTree.Element) -> None:
 
 def test_every_part_is_there(root: ElementTree.Element) -> None:
     assert [words(each) for each in root.iter("h2")] == [
-        "Validation accuracy", "Curves", "Time", "Samples, before and after", "Browse samples", "Notes and warnings"
+        "Curves", "Time", "Samples, before and after", "Browse samples", "Notes and warnings"
     ]  # fmt: skip
     labels = [each.get("aria-label") for each in root.iter("svg")]
     assert labels[:3] == ["Validation accuracy", "Reward", "Parts of the reward"]
@@ -69,7 +70,7 @@ def test_the_curves_are_the_numbers_of_the_file(run_dir: Path, root: ElementTree
     assert not any((label or "").startswith("reward/part/") for label in charts), "once is enough"
     seconds = [float(numbers["in all"].removesuffix(" s")) for numbers in charts["Seconds of each step"]]
     assert seconds == pytest.approx([row["time/step"] for row in rows[1:]], abs=0.051)
-    assert all(numbers["controller"] == "0.400" for numbers in charts["Seconds of each step"])
+    assert all(numbers["the rest"] == "0.400" for numbers in charts["Seconds of each step"])
 
 
 def test_the_page_is_closed_as_html_demands(run_dir: Path, root: ElementTree.Element) -> None:
@@ -195,9 +196,56 @@ def test_the_command_writes_reports_and_a_comparison(run_dir: Path, tmp_path: Pa
     root = parsed(out)
     reward = next(each for each in root.iter("figure") if "Reward" in words(each))
     assert [words(each) for each in reward.iter("li")] == ["arithmetic", "other"]
-    assert [words(row)[:16] for row in root.iter("tr")][1:] == ["arithmeticarithm", "otherarithmetic2"]
+    rows = [words(row) for row in root.iter("tr")]
+    assert "statefinishedfinished" in rows and "steps20 of 208 of 8" in rows
+    assert [row[:16] for row in rows if "%" in row][1:] == ["arithmeticarithm", "otherarithmetic2"]
     failed = subprocess.run(
         [*command[:2], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert failed.returncode == 2
     assert "- run_dir=" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_a_run_has_one_colour_in_all_charts_of_a_comparison(tmp_path: Path) -> None:
+    """The second run lacks what the first has, so that its lines have other places in the charts."""
+    first, second = record(tmp_path / "first", total_steps=3), record(tmp_path / "second", total_steps=3)
+    lines = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in line.items() if key != "reward/part/format"} for line in lines]
+    (second / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    root = parsed(write_comparison([first, second], tmp_path / "both.html"))
+    hues = dict[str, set[int]]()
+    for chart in (each for each in root.iter("svg") if each.get("data-hover")):
+        for label, colour in json.loads(chart.get("data-hover") or "")["names"]:
+            hues.setdefault(label.partition(":")[0], set()).add(int(colour[1:]) % len(LIGHT))
+    assert hues == {"first": {0}, "second": {1}}
+
+
+def test_a_comparison_tells_the_settings_that_differ(tmp_path: Path) -> None:
+    runs = [record(tmp_path / name, total_steps=2) for name in ("first", "second")]
+    for run, rate in zip(runs, ("1e-6", "3e-6"), strict=True):
+        (run / "config.yaml").write_text(f"actor: {{optim: {{lr: {rate}}}, use_kl_loss: true}}\ndata: {{seed: 1}}\n")
+    with (runs[1] / "config.yaml").open("a") as file:
+        file.write("sft: {packed: true}\n")
+    root = parsed(write_comparison(runs, tmp_path / "both.html"))
+    rows = [[words(cell) for cell in row.iter("td")] for row in root.iter("tr")]
+    assert [row for row in rows if row and row[0] in ("actor.optim.lr", "actor.use_kl_loss", "data.seed")] == [
+        ["actor.optim.lr", "1e-6", "3e-6"]
+    ]
+    (fold,) = (each for each in root.iter("details") if "Keys that not all of them have" in words(each))
+    assert "sft.packed-True" in words(fold)
+
+
+def test_staleness_is_a_chart_only_where_something_was_stale(tmp_path: Path) -> None:
+    for name, staleness, shown in (("turns", 0, False), ("ahead", 1, True)):
+        path = record(tmp_path / name, total_steps=3)
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        made = [line | {"rollout/staleness_mean": staleness, "rollout/buffer": 0} for line in lines]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+        titles = {each.get("aria-label") for each in parsed(write_report(path)).iter("svg")}
+        assert ("Staleness" in titles) == shown and "Groups drawn ahead" not in titles
+
+
+def test_the_result_is_told_twice_above_the_curves(root: ElementTree.Element) -> None:
+    """In large, and with its proof."""
+    above = words(root).partition("Curves")[2].partition("Thin:")[0]
+    assert above.count("10.0%") == 2 and above.count("60.0%") == 2

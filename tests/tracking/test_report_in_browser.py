@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tracking.report import write_report
+from mcore_rl.config.launch import load_cluster
+from mcore_rl.config.run import RunConfig
+from mcore_rl.planning.plan import plan
+from mcore_rl.planning.tables import plan_page
+from mcore_rl.tracking.report import write_comparison, write_report
 from mcore_rl.tracking.samples import write_samples
+from tests.support import models
 from tests.support.browser import Browser, browser, needs_chromium
 from tests.tracking.pages import numbers_under_the_pointer, parsed
 from tests.tracking.recorded_run import record
@@ -56,6 +61,31 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_samples(path, step, "rollouts", rollouts(step))
     write_report(path)
     return path
+
+
+SMALLEST = """Math.min(...[...document.querySelectorAll('svg text')].map(each => {
+  const svg = each.ownerSVGElement, box = svg.viewBox.baseVal;
+  const scale = box && box.width ? svg.getBoundingClientRect().width / box.width : 1;
+  return parseFloat(getComputedStyle(each).fontSize) * (scale || 1);
+}))"""
+
+
+@pytest.mark.parametrize("width", [420, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_label_can_be_read(chromium: Browser, run_dir: Path, width: int, scheme: str, tmp_path: Path) -> None:
+    """Of a run, of a comparison and of a plan; and no page is wider than its window."""
+    other, both, planned = record(tmp_path / "other", total_steps=8), tmp_path / "both.html", tmp_path / "plan.html"
+    write_comparison([run_dir, other], both)
+    run = RunConfig()
+    run.actor.microbatch_tokens = 8192
+    planned.write_text(plan_page(plan(run, models.moe(), load_cluster("nvidia_h100"))), encoding="utf-8")
+    for page in (run_dir / "report.html", both, planned):
+        chromium.open(page.as_uri(), width)
+        chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        chromium.ask("document.querySelectorAll('details').forEach(each => each.open = true)")
+        texts = chromium.ask("document.querySelectorAll('svg text').length")
+        assert not texts or chromium.ask(SMALLEST) >= 10, page.name
+        assert not chromium.ask(SIDEWAYS) and chromium.complaints() == [], page.name
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.tracking.run_directory import plain, prepare
+from mcore_rl.tracking.run_directory import finished_step, plain, prepare, write_finished
 from mcore_rl.tracking.samples import sample_files, write_samples
 
 
@@ -38,16 +38,20 @@ def test_plain_leaves_nothing_that_yaml_cannot_say() -> None:
 
 
 def test_a_fresh_run_moves_the_earlier_one_aside_whole(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "plan.json").write_text("{}")
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
         write_samples(tmp_path, number, "validation", [{"a": 1}])
-        prepare(tmp_path, {}, 5, None, {})
+        prepare(tmp_path, {"seed": number}, 5, None, {})
         assert not (tmp_path / "metrics.jsonl").exists()
         assert sample_files(tmp_path, "validation") == {}
     for number in (1, 2):
         earlier = tmp_path / "earlier" / str(number)
         assert json.loads((earlier / "metrics.jsonl").read_text()) == {"step": number}
         assert list(sample_files(earlier, "validation")) == [number]
+        assert yaml.safe_load((earlier / "config.yaml").read_text()) == {"seed": number - 1}
+    assert (tmp_path / "earlier/1/plan.json").exists()
     prepare(tmp_path, {}, 5, None, {})
     assert not (tmp_path / "earlier/3").exists()
 
@@ -59,6 +63,20 @@ def test_a_resumed_run_keeps_what_is_not_redone(tmp_path: Path) -> None:
     prepare(tmp_path, {}, 20, 5, {})
     assert list(sample_files(tmp_path, "validation")) == list(sample_files(tmp_path, "rollouts")) == [0, 5]
     assert json.loads((tmp_path / "environment.json").read_text())["resumed_step"] == 5
+
+
+def test_the_end_of_a_run_is_noted_until_it_goes_on(tmp_path: Path) -> None:
+    assert finished_step(tmp_path) is None
+    prepare(tmp_path, {}, 20, None, {})
+    assert finished_step(tmp_path) is None
+    write_finished(tmp_path, 20)
+    assert finished_step(tmp_path) == 20
+    assert json.loads((tmp_path / "environment.json").read_text())["total_steps"] == 20
+    prepare(tmp_path, {}, 30, 20, {})
+    assert finished_step(tmp_path) is None
+    (tmp_path / "environment.json").write_text("[1")
+    write_finished(tmp_path, 30)
+    assert finished_step(tmp_path) is None
 
 
 def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

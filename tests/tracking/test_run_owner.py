@@ -19,7 +19,7 @@ import pytest
 
 from mcore_rl.errors import ConfigError, RunDirectoryError
 from mcore_rl.tracking import run_owner
-from mcore_rl.tracking.run_owner import OWNER, Owner, RunOwner, read_owner
+from mcore_rl.tracking.run_owner import OWNER, Owner, RunOwner, demand_free, read_owner
 
 OTHER = Owner(host="n7", machine="another boot", pid=1, started=1, job="", job_starts=0, token="theirs")
 PROGRAM = """
@@ -86,6 +86,18 @@ def test_a_second_program_is_refused_until_the_first_has_ended(tmp_path: Path, p
             assert owner is not None and owner.pid == os.getpid()
             assert "another run, which is going on" in refusal(place)
     assert not list(place.iterdir())
+
+
+def test_whether_a_directory_may_be_had_is_told_without_a_change(tmp_path: Path) -> None:
+    demand_free(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    with own(tmp_path / "run"), pytest.raises(ConfigError, match="belongs to another run, which is going on: process"):
+        demand_free(tmp_path / "run")
+    demand_free(tmp_path / "run")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="file is no directory"):
+        demand_free(tmp_path / "link")
 
 
 def test_a_process_id_that_another_program_got_is_no_owner(tmp_path: Path) -> None:

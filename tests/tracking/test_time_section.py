@@ -8,8 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mcore_rl.tracking.lane_section import COLOURS, NAMES
+from mcore_rl.tracking.lanes import State
+from mcore_rl.tracking.metrics import PHASES
+from mcore_rl.tracking.page import NEUTRAL
 from mcore_rl.tracking.run_files import read_run
-from mcore_rl.tracking.time_section import time_section, timeline
+from mcore_rl.tracking.time_section import LABELS, PHASE_COLOURS, time_section, timeline
 from mcore_rl.tracking.timeline import PhaseSpan
 from tests.tracking.pages import words
 from tests.tracking.recorded_run import record
@@ -37,7 +41,7 @@ def test_bars_are_where_their_phases_were_open() -> None:
     expected = sorted((span.start, span.end) for span in SPANS)
     assert [end for pair in drawn for end in pair] == pytest.approx([e for pair in expected for e in pair], abs=0.05)
     labels = [each.text for each in figure.iter("text") if each.get("class") is None]
-    assert labels == ["generate", "score", "update_actor", "validate", "generate"], "a part stands below its phase"
+    assert labels == ["drawing", "grading", "training", "validating", "drawing"], "a part stands below its phase"
     amounts = [each.text for each in figure.iter("text") if each.get("class") == "y"]
     assert amounts == ["4 s", "2.5 s", "3 s", "1.5 s", "1 s"]
 
@@ -57,3 +61,12 @@ def test_a_run_without_a_timeline_has_its_bars_all_the_same(tmp_path: Path) -> N
     (path / "timeline.jsonl").unlink()
     html = time_section(read_run(path))
     assert "phase by phase" not in html and "Seconds of each step" in html
+
+
+def test_phases_and_lanes_are_called_and_coloured_alike() -> None:
+    """What the trainer's lane shows of a phase is what the phase is called, or a part of its name."""
+    assert len({*PHASE_COLOURS.values(), NEUTRAL}) == len(PHASE_COLOURS) + 1, "no two are alike"
+    shared = {"generate": State.drawing, "update_actor": State.training, "sync": State.updating, "save": State.saving}
+    for phase, state in shared.items():
+        assert (LABELS[phase], PHASE_COLOURS[phase]) == (NAMES[state], COLOURS[state])
+    assert {*LABELS} <= {*PHASES}

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.errors import ConfigError, Violation, pip_line
 
 SCHEMA = ToolSchema(
     type="function",
@@ -47,7 +47,7 @@ class CorpusSearch(EpisodeTool):
     def __init__(self, config: dict[str, Any], tool_schema: ToolSchema, corpus: str, count: int) -> None:
         super().__init__(config, tool_schema)
         if importlib.util.find_spec("bm25s") is None:
-            remedy = "pip install 'mcore_rl[search]'"
+            remedy = pip_line("search")
             raise ConfigError(
                 [Violation("rollout.agent.tools", "search", "the package bm25s is not installed", remedy)]
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.stages import OnController
+from mcore_rl.config.trainer import ResumeMode, TrainerConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.judge_engines import PATH, prepare_judge
 from mcore_rl.controller.lifecycle.kept_rollouts import draw_settings, kept_rollouts
@@ -43,12 +44,13 @@ from mcore_rl.controller.lifecycle.model_checks import (
     demand_weights,
     model_run_violations,
     teacher_violations,
+    unit_violations,
     vocabulary_violations,
 )
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.replay_check import settings_sum
-from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
-from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.lifecycle.resume_check import Identity
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress, complete_checkpoints
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
 from mcore_rl.data.answers import OwnAnswers
@@ -65,6 +67,7 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.serving_checks import why_unrecorded
 from mcore_rl.runtime.placement import placement_violations
+from mcore_rl.tracking.run_directory import finished_step
 
 A = TypeVar("A", bound=AdaptedConfig)
 
@@ -118,14 +121,40 @@ class Prepared(PreparedRun):
 def to_resume(
     config: RunConfig | OfflineConfig, identity: Identity, sampler: PromptSampler
 ) -> tuple[Path | None, Progress]:
-    """The checkpoint to resume from, if any; moves ``sampler`` to its place, and notes where ``identity`` differs."""
+    """The checkpoint to resume from, if any; moves ``sampler`` to its place.  Raises as ``Identity.check``."""
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
     if checkpoint is None:
         return None, Progress()
-    note_differences(identity, checkpoint)
+    identity.check(checkpoint)
     progress = run_checkpoints.read_progress(checkpoint)
-    sampler.load_state_dict(progress.sampler)
+    if not config.trainer.val_only:
+        sampler.load_state_dict(progress.sampler)
     return checkpoint, progress
+
+
+def demand_steps(trainer: TrainerConfig, prepared: PreparedRun) -> None:
+    """Raises ConfigError where no step is left, and a start would only rewrite the record of those that were taken.
+
+    A run that died between its last step and the export of its weights may go on, with the settings that it had.
+    """
+    key, directory, step = "trainer.default_local_dir", Path(trainer.default_local_dir), prepared.progress.step
+    if trainer.val_only:
+        if trainer.resume_mode is not ResumeMode.off and complete_checkpoints(directory):
+            problem = "holds a run, whose record a validation would replace"
+            remedy = "Give another directory; model.path=RUN/hf/final names the weights of a finished run"
+            raise ConfigError([Violation(key, directory, problem, remedy)])
+        return
+    if prepared.checkpoint is None or step < prepared.num_steps:
+        return
+    if finished_step(directory) is not None:
+        problem = f"this run is finished: it was trained to step {step}, and no step is left"
+    elif trainer.resume_mode is ResumeMode.auto and not prepared.identity.check(prepared.checkpoint):
+        return
+    else:
+        problem = f"{prepared.checkpoint.name} is trained, and of {prepared.num_steps} steps none is left"
+    remedy = "Give another directory, or begin anew there with trainer.resume_mode=off. More steps go on from there: "
+    remedy += "trainer.total_training_steps or trainer.total_epochs"
+    raise ConfigError([Violation(key, directory, problem, remedy)])
 
 
 def weights_of_roles(config: RunConfig | OfflineConfig) -> dict[str, Path]:
@@ -217,6 +246,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     train, validation = _prompts(config, tokenizer, agents)
     if train is not None and config.teachers is not None and config.teachers.by_source:
         refuse_if_any(list(teacher_violations(config.teachers, train.data_sources)))
+    refuse_if_any(list(_narrow_microbatches(config, train)))
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0 if train is None else _num_steps(config, sampler)
@@ -272,6 +302,16 @@ def _scorers(
     except ConfigError as error:
         violations += error.violations
     return encoder, judge_tokenizer
+
+
+def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator[Violation]:
+    """Where a prompt and the longest response to it would not fit into a microbatch: the run would end with one."""
+    if train is None:
+        return
+    longest = [[len(train[index].tokens) + config.data.max_response_length] for index in range(len(train))]
+    for role in config.group_rows:
+        for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
+            yield replace(each, problem=f"{each.problem} with the longest response to it")
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:

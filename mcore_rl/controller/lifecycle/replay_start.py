@@ -10,10 +10,10 @@ from pathlib import Path
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
 from mcore_rl.controller.lifecycle.device_sharing import TrainerAlone
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare, weights_of_roles
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare, weights_of_roles
 from mcore_rl.controller.lifecycle.replay_check import last_recorded
 from mcore_rl.controller.lifecycle.start import one_thread
-from mcore_rl.controller.lifecycle.start_plan import forecast
+from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
 from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.training_run import begin_records, open_directory
@@ -30,6 +30,7 @@ async def open_replay(config: RunConfig) -> AsyncIterator[Run]:
     """While open: the training processes of the run are up, with their first weights.  Afterwards none is left."""
     platform = detect(config.trainer.device)
     config, prepared, planned = _prepared(config)
+    tell_plan(planned, doubts_of(config, platform))
     async with AsyncExitStack() as stack:
         stack.enter_context(one_thread())
         tracker = open_directory(config, prepared, platform, stack, stack)
@@ -61,6 +62,7 @@ def _prepared(config: RunConfig) -> tuple[RunConfig, Prepared, Plan]:
     last = last_recorded(
         prepared.identity, Path(config.trainer.replay or ""), prepared.progress.step, prepared.num_steps
     )
+    demand_steps(config.trainer, replace(prepared, num_steps=last))
     config = scheduled(config, prepared.num_steps)  # of rates: of the whole run
     prepared = replace(prepared, num_steps=last, validation=None, kept=None)
     return config, prepared, forecast(config, platform, prepared.models)

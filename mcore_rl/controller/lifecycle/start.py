@@ -27,10 +27,10 @@ from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.model_checks import engine_adapters
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare
 from mcore_rl.controller.lifecycle.replay_check import keep_identity
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
-from mcore_rl.controller.lifecycle.start_plan import forecast
+from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
 from mcore_rl.controller.lifecycle.start_processes import Start
 from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
@@ -63,6 +63,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
     platform, living = detect(config.trainer.device), living or LivingEngines()
     config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
+    tell_plan(planned, doubts_of(config, platform))
     if prepared.kept is not None and living.left is not None:
         prepared = replace(prepared, kept=with_progress(prepared.kept, living.left, prepared.progress.step))
     config = scheduled(config, prepared.num_steps)
@@ -188,6 +189,7 @@ def _rows(prepared: Prepared) -> Iterator[PromptRow]:
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
     """Prepares and plans the run; raises before anything is started if either finds a violation."""
     prepared = prepare(config, platform)
+    demand_steps(config.trainer, prepared)
     return prepared, forecast(config, platform, prepared.models)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,12 +23,11 @@ from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.secrets import redact
 
 PLAN = "plan.json"
+LARGEST_RATE = 0.1  # weights are mostly smaller
 
 
 def forecast(config: RunConfig | OfflineConfig, platform: Platform, models: Mapping[str, ModelConfig]) -> Plan:
     """The plan of ``config`` on machines like this one, with ``platform``.
-
-    Shows a line of it, and its notes as warnings.
 
     models: of each role with processes of its own, by name, the policy's first.
     Raises ConfigError if it does not fit, with the numbers and, on accelerators, the nearest settings that fit.
@@ -37,10 +36,28 @@ def forecast(config: RunConfig | OfflineConfig, platform: Platform, models: Mapp
     planned = plan(config, model, cluster, models)
     if not planned.fits:
         raise refusal(planned, config, model, cluster, models)
-    note(short_line(planned))
-    for each in planned.notes:
-        warn(each)
     return planned
+
+
+def tell_plan(planned: Plan, doubts: Sequence[str]) -> None:
+    """Shows a line of the plan of a run that begins; its notes, and ``doubts``, as warnings."""
+    note(short_line(planned))
+    for each in (*planned.notes, *doubts):
+        warn(each)
+
+
+def doubts_of(config: RunConfig | OfflineConfig, platform: Platform) -> list[str]:
+    """What nothing forbids and hardly anybody means: rates that destroy a model, more processes than cores."""
+    doubts = []
+    for role in config.role_rows:
+        if role.trains and (rate := config.role_config(role).optim.lr) >= LARGEST_RATE:
+            usual = "1e-6 is usual with reinforcement learning, 1e-5 with sft, 1e-4 with adapters"
+            doubts.append(f"{role.name}.optim.lr={rate:g}: AdamW moves every weight by about that much a step; {usual}")
+    processes, cores = config.trainer.n_gpus_per_node, num_cores()
+    if not platform.is_accelerator and processes > cores:
+        alike = f"trainer.n_gpus_per_node={cores} computes as much"
+        doubts.append(f"trainer.n_gpus_per_node={processes}: as many training processes share {cores} cores; {alike}")
+    return doubts
 
 
 def write_plan(planned: Plan, directory: Path) -> None:

@@ -99,8 +99,8 @@ def check_generate(config: GenerateConfig) -> int:
     """Read and check all that ``run_generate`` needs, and start nothing; returns the exit code 0."""
     config, prompts, agents = prepare(config, detect(config.rollout.device))
     agents.close()
-    _say(Console(), prompts.describe())
     _say(Console(), f"nothing is wrong: {len(prompts) * config.rollout.n:,} responses. Nothing was started")
+    _say(Console(), prompts.describe())
     return 0
 
 

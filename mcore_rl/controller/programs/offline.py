@@ -23,12 +23,13 @@ from mcore_rl.controller.lifecycle.model_checks import (
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.preparation import (
     PreparedRun,
+    demand_steps,
     to_resume,
     weights_of_roles,
     with_absolute_adapters,
 )
 from mcore_rl.controller.lifecycle.resume_check import Identity
-from mcore_rl.controller.lifecycle.start_plan import forecast
+from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
 from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.programs.program import run_program, show_check
 from mcore_rl.controller.step.utilization import Passes, tflop
@@ -100,7 +101,7 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
     trained = [each.name for each in config.role_rows if each.trains]
     identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)
-    return PreparedOffline(
+    prepared = PreparedOffline(
         config=scheduled(config, num_steps),
         train=train,
         validation=validation,
@@ -111,6 +112,8 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
         models={role.name: model},
         num_steps=num_steps,
     )
+    demand_steps(config.trainer, prepared)
+    return prepared
 
 
 class OfflineRun(TrainingRun[C, PreparedOffline[C, D]]):
@@ -173,8 +176,9 @@ class OfflineProgram(Generic[C, D, R]):
 
     def check(self, config: C) -> int:
         """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""
-        prepared = self.prepare(config)
-        show_check(prepared, forecast(prepared.config, detect(config.trainer.device), prepared.models))
+        prepared, platform = self.prepare(config), detect(config.trainer.device)
+        planned = forecast(prepared.config, platform, prepared.models)
+        show_check(config, prepared, planned, platform)
         return 0
 
     @asynccontextmanager
@@ -184,6 +188,7 @@ class OfflineProgram(Generic[C, D, R]):
         config = prepared.config
         platform = detect(config.trainer.device)
         planned = forecast(config, platform, prepared.models)
+        tell_plan(planned, doubts_of(config, platform))
         async with AsyncExitStack() as stack:
             tracker = open_directory(config, prepared, platform, stack, stack)
             tracker.now("starting the trainer")

@@ -9,19 +9,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
+from mcore_rl.controller.lifecycle.resume_check import note_differences
+from mcore_rl.controller.lifecycle.start_plan import doubts_of
 from mcore_rl.controller.training_run import C, Callback, R
 from mcore_rl.errors import refuse_if_any
+from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.plan import Plan
 from mcore_rl.planning.tables import plan_tables
 from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.report import write_report
+from mcore_rl.tracking.run_directory import write_finished
 from mcore_rl.tracking.run_files import read_run
-from mcore_rl.tracking.run_owner import RunOwner
+from mcore_rl.tracking.run_owner import RunOwner, demand_free
 from mcore_rl.tracking.verdict import best, gain
 
 
@@ -66,6 +71,7 @@ async def run_program(
                 await run.conclude_saving()
             finally:
                 exported = await run.export("final")
+            write_finished(directory, run.progress.step)
         return exported
 
     with owner, scratch():  # before anything is imported or started that makes temporary files, as wandb does
@@ -84,11 +90,18 @@ async def run_program(
     return 0
 
 
-def show_check(prepared: PreparedRun, planned: Plan) -> None:
-    """Shows the plan of a run that is only checked."""
-    Console().print(plan_tables(planned))
+def show_check(config: RunConfig | OfflineConfig, prepared: PreparedRun, planned: Plan, platform: Platform) -> None:
+    """Shows whether a run that is only checked would begin, and then its plan.  ConfigError: its directory is taken."""
+    demand_free(Path(config.trainer.default_local_dir))
+    doubts = [*planned.notes, *doubts_of(config, platform)]
     begins = f"goes on from {prepared.checkpoint}" if prepared.checkpoint else "begins anew"
-    outcome(f"nothing is wrong: a run of {prepared.num_steps:,} steps, which {begins}. Nothing was started")
+    verdict = f"{len(doubts)} doubts, below" if len(doubts) > 1 else "a doubt, below" if doubts else "nothing is wrong"
+    outcome(f"{verdict}: a run of {prepared.num_steps:,} steps, which {begins}. Nothing was started")
+    for each in doubts:
+        outcome(f"  - {each}")
+    if prepared.checkpoint is not None:
+        note_differences(prepared.identity, prepared.checkpoint)
+    Console().print(plan_tables(planned))
 
 
 def what_was_learned(directory: Path) -> Table | None:

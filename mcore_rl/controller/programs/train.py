@@ -12,6 +12,7 @@ from mcore_rl.controller.lifecycle.start import check_run, open_run
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.program import run_program, show_check
 from mcore_rl.controller.training_run import Callback
+from mcore_rl.parallel.device import detect
 
 
 async def run_training(config: RunConfig, callbacks: Sequence[Callback] = ()) -> int:
@@ -25,5 +26,5 @@ async def run_training(config: RunConfig, callbacks: Sequence[Callback] = ()) ->
 def check_training(config: RunConfig) -> int:
     """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""
     prepared, planned = check_run(config) if config.trainer.replay is None else check_replay(config)
-    show_check(prepared, planned)
+    show_check(config, prepared, planned, detect(config.trainer.device))
     return 0

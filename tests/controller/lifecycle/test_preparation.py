@@ -16,9 +16,15 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import TrainerConfig
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare, with_absolute_adapters
+from mcore_rl.controller.lifecycle.preparation import (
+    Prepared,
+    complete,
+    demand_steps,
+    prepare,
+    with_absolute_adapters,
+)
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
-from mcore_rl.errors import McoreRLError
+from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.parallel.device import detect
 from tests.e2e.test_roles import write_dense
 from tests.support import reward_models
@@ -75,6 +81,66 @@ def test_a_run_goes_on_from_its_newest_checkpoint(task: Path, tmp_path: Path) ->
     fresh = prepared(task, tmp_path, "trainer.resume_mode=off")
     assert fresh.checkpoint is None and fresh.sampler.next(8) == seen
     assert "data.seed=5: the checkpoint was made with 1" in refusal(task, tmp_path, "data.seed=5")
+
+
+def trained(task: Path, run_dir: Path, step: int, finished: int | None, *more: str) -> Path:
+    """A run directory as a run of five steps leaves it after ``step``; returns its checkpoint."""
+    first = prepared(task, run_dir, *more)
+    first.sampler.next(8 * step)
+    state = Progress(step=step, sampler=first.sampler.state_dict(), kl=first.kl.state_dict())
+    path = finish(begin(run_dir, state, ["actor"], first.identity.keep), {})
+    (run_dir / "environment.json").write_text(json.dumps({"total_steps": 5, "finished_step": finished}))
+    return path
+
+
+def start(task: Path, run_dir: Path, *more: str) -> Prepared:
+    ready = prepared(task, run_dir, *more)
+    demand_steps(config(task, run_dir, *more).trainer, ready)
+    return ready
+
+
+@pytest.mark.parametrize(
+    ("step", "finished", "override", "said"),
+    [
+        (5, 5, "", "this run is finished: it was trained to step 5, and no step is left"),
+        (5, 5, "actor.optim.lr=3e-5", "this run is finished: it was trained to step 5, and no step is left"),
+        (5, 5, "trainer.total_training_steps=3", "this run is finished"),
+        (5, None, "actor.optim.lr=3e-5", "step_5 is trained, and of 5 steps none is left"),
+        (3, None, "trainer.total_training_steps=3", "step_3 is trained, and of 3 steps none is left"),
+        (3, None, "trainer.total_training_steps=2", "step_3 is trained, and of 2 steps none is left"),
+        (3, None, "trainer.val_only=true", "holds a run, whose record a validation would replace"),
+    ],
+)
+def test_a_start_after_which_no_step_follows_is_refused(
+    step: int, finished: int | None, override: str, said: str, task: Path, tmp_path: Path
+) -> None:
+    trained(task, tmp_path, step, finished)
+    with pytest.raises(ConfigError) as error:
+        start(task, tmp_path, *filter(None, [override]))
+    (violation,) = error.value.violations
+    assert violation.key == "trainer.default_local_dir" and said in violation.problem, violation
+    assert "Give another directory" in violation.remedy
+    start(task, tmp_path, "trainer.resume_mode=off")
+
+
+def test_more_steps_and_a_missing_export_may_follow(task: Path, tmp_path: Path) -> None:
+    path = trained(task, tmp_path / "finished", 5, 5)
+    assert start(task, tmp_path / "finished", "trainer.total_training_steps=6").checkpoint == path
+    named = ["trainer.resume_mode=path", f"trainer.resume_from_path={path}"]
+    assert start(task, tmp_path / "other", *named, "trainer.val_only=true").checkpoint == path
+    with pytest.raises(ConfigError, match="step_5 is trained, and of 5 steps none is left"):
+        start(task, tmp_path / "other", *named)
+    path = trained(task, tmp_path / "died", 5, None)
+    assert start(task, tmp_path / "died").checkpoint == path, "its weights are still to be exported"
+
+
+def test_a_prompt_that_fits_into_no_microbatch_with_its_response_is_refused(task: Path, tmp_path: Path) -> None:
+    """The longest prompt has 23 tokens, and responses may have 12."""
+    rows = prepared(task, tmp_path).train
+    assert rows is not None and max(len(rows[index].tokens) for index in range(len(rows))) == 23
+    said = refusal(task, tmp_path, "actor.microbatch_tokens=34")
+    assert "actor.microbatch_tokens=34: " in said and "with the longest response to it. Write 35 or more" in said
+    assert prepared(task, tmp_path, "actor.microbatch_tokens=35").num_steps == 5
 
 
 def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

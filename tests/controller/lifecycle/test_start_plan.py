@@ -11,7 +11,8 @@ import pytest
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand, forecast, write_plan
+from mcore_rl.controller.lifecycle import start_plan
+from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand, doubts_of, forecast, tell_plan, write_plan
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
@@ -32,7 +33,9 @@ def run_of() -> RunConfig:
 def test_a_small_run_is_planned_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = forecast(run_of(), CPU, {"actor": models.moe()})
     assert planned.fits
-    assert "the plan: " in capsys.readouterr().err
+    tell_plan(planned, ["a doubt"])
+    said = capsys.readouterr().err
+    assert "the plan: " in said and "warning: a doubt" in said
     write_plan(planned, tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is True
 
@@ -40,7 +43,7 @@ def test_a_small_run_is_planned_shown_and_written(tmp_path: Path, capsys: pytest
 def test_gpus_that_would_idle_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of()
     run.trainer.n_gpus_per_node, run.rollout.dp = 2, 1
-    forecast(run, GPU, {"actor": models.moe()})
+    tell_plan(forecast(run, GPU, {"actor": models.moe()}), [])
     said = " ".join(capsys.readouterr().err.split())
     assert "warning: 1 of 2 GPUs idle in " in said and "rollout.dp=2 takes more" in said
 
@@ -64,3 +67,26 @@ def test_an_accelerator_has_its_own_memory_and_the_rates_of_its_name() -> None:
     assert cluster_at_hand(run_of().trainer, CPU).gpus_per_node == 0
     planned = forecast(run_of(), GPU, {"actor": models.moe()})
     assert planned.fits and planned.peaks[0].capacity == 79 * 2**30
+
+
+def test_rates_and_processes_that_nobody_means_are_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_plan, "num_cores", lambda: 2)
+    run = run_of()
+    assert doubts_of(run, CPU) == []
+    run.actor.optim.lr, run.trainer.n_gpus_per_node = 1.0, 8
+    rate, processes = doubts_of(run, CPU)
+    assert rate.startswith("actor.optim.lr=1: AdamW moves every weight by about that much a step")
+    assert processes.startswith("trainer.n_gpus_per_node=8: as many training processes share 2 cores")
+    assert doubts_of(run, GPU) == [rate], "devices compute there"
+    config = SftConfig()
+    config.actor.optim.lr = 0.5
+    assert len(doubts_of(config, CPU)) == 1
+
+
+def test_a_microbatch_that_no_long_response_fits_into_does_not_fit() -> None:
+    run = run_of()
+    run.actor.microbatch_tokens = run.data.max_response_length
+    with pytest.raises(ConfigError, match="does not fit into a microbatch with its prompt"):
+        forecast(run, CPU, {"actor": models.moe()})
+    run.actor.microbatch_tokens = run.data.max_response_length + 1
+    assert "is refused before it starts" in " ".join(forecast(run, CPU, {"actor": models.moe()}).notes)

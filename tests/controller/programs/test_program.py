@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,21 +16,26 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.compose import compose
+from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller import training_run
 from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.preparation import complete, prepare
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import WriteMore
+from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.programs import program, sft, train
 from mcore_rl.controller.training_run import TrainingRun, every_step
 from mcore_rl.errors import ConfigError, RunDirectoryError
+from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.run_owner import OWNER, RunOwner
 from tests.support.prompt_files import user, write
 from tests.support.run_task import overrides, write_task
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
+CPU = detect(Device.cpu)
 NO_RAY = "ray_init.address=127.0.0.1:9"  # nothing listens there
 
 
@@ -194,3 +199,36 @@ def test_a_run_whose_directory_vanishes_says_so_at_the_next_step_and_saves_elsew
     assert run_checkpoints.to_resume(replace(config.trainer, default_local_dir=str(saved)), pytest.fail) is not None
     assert how != "the place is taken" or "run-rescued: the run cannot be saved there" in capsys.readouterr().err
     assert not (tmp_path / "run" / OWNER).exists() and os.path.isdir(tmp_path)
+
+
+def opened(task: Path, place: Path, *more: str) -> None:
+    """Does what a start does with the run directory, without its processes."""
+    config = compose(RunConfig, "train", overrides(task, place, "trainer.logger=[]", *more))
+    config = complete(config, CPU)
+    prepared = prepare(config, CPU)
+    planned = forecast(config, CPU, prepared.models)
+    with ExitStack() as closing:
+        stack = AsyncExitStack()
+        tracker = training_run.open_directory(config, prepared, CPU, stack, None)
+        closing.callback(tracker.close)
+        training_run.begin_records(config, prepared, planned, tracker)
+
+
+def test_a_start_says_whether_it_goes_on(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Off a terminal too; and where only the weights are still to be exported, no record is written again."""
+    opened(task, tmp_path)
+    assert "goes on" not in (said := capsys.readouterr().err) and "begins anew" not in said
+    first = prepare(complete(compose(RunConfig, "train", overrides(task, tmp_path)), CPU), CPU)
+    for step in (3, first.num_steps):
+        progress = Progress(step=step, sampler=first.sampler.state_dict(), kl=first.kl.state_dict())
+        run_checkpoints.finish(run_checkpoints.begin(tmp_path, progress, ["actor"], first.identity.keep), {})
+        before = content(tmp_path)
+        opened(task, tmp_path)
+        said = f"goes on from {tmp_path}/checkpoints/step_{step}: step {step} of 5 is trained"
+        assert said in capsys.readouterr().err
+        assert (content(tmp_path) == before) == (step == first.num_steps)
+    opened(task, tmp_path, "trainer.total_training_steps=6")
+    assert "trainer.total_training_steps: None when the checkpoint was made, now 6" in capsys.readouterr().err
+    opened(task, tmp_path, "trainer.resume_mode=off")
+    assert f"begins anew: the records of the run that was in {tmp_path} are moved" in capsys.readouterr().err
+    assert (tmp_path / "earlier" / "1" / "config.yaml").exists()

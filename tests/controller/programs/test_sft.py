@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mcore_rl.config.compose import compose
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle.preemption import REQUEUE
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
 from mcore_rl.controller.programs import sft
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.errors import ConfigError, McoreRLError
@@ -235,6 +236,16 @@ def test_what_cannot_run_is_refused_before_anything_starts(
         sft.SFT.prepare(settings(task, tmp_path / "run", override))
     assert said in str(caught.value), str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_refused(task: Path, tmp_path: Path) -> None:
+    prepared = sft.SFT.prepare(settings(task, tmp_path))
+    progress = Progress(step=prepared.num_steps, sampler=prepared.sampler.state_dict())
+    finish(begin(tmp_path, progress, ["actor"], prepared.identity.keep), {})
+    (tmp_path / "environment.json").write_text(f'{{"finished_step": {prepared.num_steps}}}')
+    for override in ("trainer.save_freq=0", "actor.optim.lr=3e-4"):
+        with pytest.raises(ConfigError, match="this run is finished"):
+            sft.SFT.prepare(settings(task, tmp_path, override))
 
 
 def test_all_mistakes_are_named_at_once(task: Path, tmp_path: Path) -> None:
