@@ -1,7 +1,7 @@
 """Small functions of tensors that are one kernel on an accelerator, by ``torch.compile``.
 
 On the CPU they run as they are written, operation by operation, and so they do where torch cannot compile them (no
-Triton, no C compiler): that is tried once, and said once.
+Triton, no C compiler, switched off): that is tried once, and said once.
 
 What is compiled rounds wherever PyTorch's operations would (``emulate_precision_casts``, torch/_inductor/config.py,
 which also keeps Triton from making one rounding of a product and a sum): a rotation has the same bits, a norm too but
@@ -23,6 +23,7 @@ from mcore_rl.parallel.device_details import is_accelerators
 logger = logging.getLogger(__name__)
 
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+_TOLD = 1_000  # characters of a failure; some have all the code that was to be compiled
 _failures: list[str] = []
 
 
@@ -45,6 +46,8 @@ class OneKernel:
     def compiled(self) -> Callable[..., Any]:
         """What torch makes of it at the first call; importing its compiler takes a second."""
         fast: Callable[..., Any] = torch.compile(self.function, options=_OPTIONS)
+        if fast is self.function:
+            raise RuntimeError("it is switched off (TORCHDYNAMO_DISABLE)")
         return fast
 
     def __call__(self, *arguments: Any) -> Any:
@@ -56,7 +59,7 @@ class OneKernel:
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # noqa: BLE001  # of whatever kind: the same is computed without a compiler
-            _failures.append(f"{type(problem).__name__}: {problem}")
+            _failures.append(f"{type(problem).__name__}: {problem}"[:_TOLD])
             logger.warning(
                 "torch.compile failed: norms and rotations run operation by operation, with the same numbers and more "
                 "slowly. %s",

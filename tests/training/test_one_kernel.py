@@ -92,6 +92,17 @@ def test_what_cannot_be_compiled_is_tried_once_and_said_once(
     torch.testing.assert_close(*gradients)
 
 
+def test_a_compiler_that_is_switched_off_is_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, on_accelerator: None
+) -> None:
+    """The formulas are then PyTorch's own, with its kernel of the norm."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    x = torch.ones(2, 3)
+    assert one_kernel.compiles(x)
+    assert torch.equal(OneKernel(doubled)(x), x * 2)
+    assert not one_kernel.compiles(x) and "switched off" in one_kernel._failures[0]
+
+
 def test_too_little_memory_is_no_failure_to_compile(monkeypatch: pytest.MonkeyPatch, on_accelerator: None) -> None:
     monkeypatch.setattr(torch, "compile", raises(torch.OutOfMemoryError("no memory")))
     with pytest.raises(torch.OutOfMemoryError):
