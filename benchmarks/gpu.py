@@ -64,6 +64,7 @@ PLAN = (
     Section("compiler", "machine:compiler", 90),
     Section("attention", "attention:facts", 60),
     Section("logprobs", "token_logprobs:facts", 60),
+    Section("fused", "fused:facts", 90),
     Section("ipc", "device_ipc:facts", 120),
     Section("copies", "copies:facts", 60),
     Section("step_dense", "steps:dense", 120),

@@ -179,7 +179,6 @@ def random_warning() -> None:
         "LanguageModule.setup_embeddings_and_output_layer",
         "weight.data.cuda()",
     ),
-    Line("models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", ".cuda(non_blocking=True)"),
 )
 def to_cuda() -> None:
     """Megatron moves tensors to a device that is not there."""
@@ -197,19 +196,16 @@ def to_cuda() -> None:
         "MixedPrecisionOptimizer.__init__",
         "torch.tensor([1.0], dtype=torch.float, device='cuda')",
     ),
-    Line("models/common/embeddings/rope_utils.py", "get_pos_emb_on_this_cp_rank", 'device="cpu", pin_memory=True'),
 )
 def factories() -> None:
-    """Megatron creates tensors on a device, or in pinned memory, that is not there."""
+    """Megatron creates tensors on a device that is not there."""
 
     # Patch only the two factories that Megatron calls so, and look only at keywords: every tensor passes through here.
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if "device" in kwargs:
-                if kwargs["device"] == "cuda":
-                    kwargs["device"] = CPU
-                kwargs.pop("pin_memory", None)  # Megatron never pins without naming the device too
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = CPU
             return factory(*args, **kwargs)
 
         return make

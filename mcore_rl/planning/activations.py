@@ -8,7 +8,8 @@ split rows between the linears (sequence parallelism) and widths inside them.
 
 Symbols, all for one rank: e bytes per element; widths h hidden, q and k of the query and key heads, f of the MLP:
 
-    norm, twice     local (4 + 2 e) h / tp: a float32 copy, the quotient, the product.  Fused: 2 e h / tp
+    norm, twice     2 e h / tp: its input and the product.  On the CPU (4 + 2 e) h / tp: a float32 copy, the quotient,
+                    the product
     attention       e (q + 2 k): the fused projection; of all ranks where key/value heads are fewer, since values are
                     a view of what is gathered.  e (q + k): rotated.  4 heads: sums of exponents.  e q: the
                     output, and e q once more where sequences are attended one by one and joined
@@ -148,13 +149,11 @@ def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *
 
 
 def _norm(model: ModelConfig, kernels: Kernels, width: float) -> float:
-    if kernels.fused:
+    if not kernels.one_by_one:
         return 2 * kernels.size * width
     if model.zero_centered_norm:  # float32 until the end
         return (8 + kernels.size) * width
-    if kernels.one_by_one:
-        return (4 + 2 * kernels.size) * width
-    return 3 * kernels.size * width
+    return (4 + 2 * kernels.size) * width
 
 
 def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int) -> tuple[float, ...]:
@@ -171,10 +170,10 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
     inputs = e * projected + e * (q + k)
     if parallel.cp > 1:  # keys and values of all context ranks; backward does not read the projection again
         inputs = e * q + 2 * e * k * parallel.cp
-    if not kernels.fused:
-        inputs += 4 * e * model.rotary_dim  # cosines and sines, for queries and for keys
-    if model.qk_norm:
-        inputs += (q + k) * ((4 + e) if not kernels.fused else e)
+    if model.qk_norm and (kernels.one_by_one or model.joint_qk_norm):
+        inputs += (q + k) * (4 + e)
+    elif model.qk_norm:
+        inputs += e * q  # queries are copied out of the projection, keys lie there
     if model.attention_output_gate:  # the gates beside the queries, their sigmoid, and the product
         inputs += e * q + 4 * q + e * q
     joined = kernels.one_by_one and model.attention_soft_cap is None and not model.attention_sinks
@@ -205,7 +204,7 @@ def _linear_attention(
     core = 4 * ((linear.conv_kernel_dim + 2) * channels + 3 * heads + whole * in_chunks) * times
     inputs = e * (channels + 2 * heads)  # which the rule is computed from again
     after = 2 * 4 * values + e * values
-    after += ((4 + 2 * e) if kernels.one_by_one else 3 * e) * values
+    after += ((4 + 2 * e) if kernels.one_by_one else 2 * e) * values
     return inputs + core + after, core, 4 * (8 * keys + 6 * values + 3 * heads * CHUNK) * whole * times
 
 

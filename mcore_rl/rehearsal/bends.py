@@ -246,23 +246,31 @@ def _selecting(real: Callable[..., Any], meter: DeviceMeter) -> Callable[..., An
 
 
 def _kernels(meter: DeviceMeter) -> list[Bend]:
-    """What runs as one kernel on an accelerator: torch.compile's fusions, RMS norm, attention."""
+    """What runs as one kernel on an accelerator: torch.compile's fusions, attention."""
     import torch.nn.functional as F
     from megatron.core.fusions import fused_bias_swiglu
 
-    from mcore_rl.training import attention, attention_kernels, grouped_product
+    from mcore_rl.training import attention, attention_kernels, grouped_product, norm, rotation
 
     fusions = [
-        Bend(fused_bias_swiglu, name, "torch.compile makes one kernel of it", _shaped_as(shape))
-        for name, shape in (
-            ("swiglu", _half), ("bias_swiglu", _half), ("weighted_swiglu", _half),
-            ("swiglu_back", _of_second), ("bias_swiglu_back", _of_second), ("weighted_swiglu_back", _of_both),
+        Bend(owner, name, "torch.compile makes one kernel of it", _shaped_as(shape))
+        for owner, name, shape in (
+            (fused_bias_swiglu, "swiglu", _half),
+            (fused_bias_swiglu, "bias_swiglu", _half),
+            (fused_bias_swiglu, "weighted_swiglu", _half),
+            (fused_bias_swiglu, "swiglu_back", _of_second),
+            (fused_bias_swiglu, "bias_swiglu_back", _of_second),
+            (fused_bias_swiglu, "weighted_swiglu_back", _of_both),
+            (norm, "normed", _of_first),
+            (norm, "normed_back", _norm_gradients),
+            (rotation, "rotated", _of_first),
+            (rotation, "rotated_back", _of_first),
         )
-    ]  # fmt: skip
-    norm, attend = _norm_kernel(), _Attention(meter)
+    ]
+    attend = _Attention(meter)
     return [
         *fusions,
-        Bend(F, "rms_norm", "the CPU composes it; an accelerator has a kernel", lambda real: norm),
+        Bend(norm, "compiles", "asks the device", lambda real: lambda x: True),
         Bend(attention, "varlen_can_run", "asks the device", lambda real: _has_varlen),
         Bend(grouped_product, "multiplies_groups", "asks the device", lambda real: _has_grouped),
         Bend(attention, "attend_varlen", "knows the lengths that its operations depend on", attend.lengths_known),
@@ -280,6 +288,11 @@ def _half(projected: Tensor, *_: Tensor) -> Tensor:
     return projected.new_empty((*projected.shape[:-1], projected.shape[-1] // 2))
 
 
+def _of_first(x: Tensor, *_: Any) -> Tensor:
+    """As large as what it is made of, and contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _of_second(grad: Tensor, projected: Tensor, *_: Tensor) -> Tensor:
     """The gradient of the projection."""
     return torch.empty_like(projected)
@@ -290,24 +303,9 @@ def _of_both(grad: Tensor, projected: Tensor, weights: Tensor) -> tuple[Tensor, 
     return torch.empty_like(projected), torch.empty_like(weights)
 
 
-def _norm_kernel() -> Callable[..., Tensor]:
-    """``F.rms_norm`` without weight, as ``aten::_fused_rms_norm`` on accelerators: keeps the input and 1 / rms."""
-
-    class Norm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-            return torch.empty_like(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            return torch.empty_like(ctx.saved_tensors[0])
-
-    def rms_norm(x: Tensor, shape: Any, weight: None = None, eps: float | None = None) -> Tensor:
-        assert weight is None, "the local norm multiplies by its weight itself"
-        return Norm.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-    return rms_norm
+def _norm_gradients(grad: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The gradients of a norm's input and of its weight."""
+    return torch.empty_like(rows), torch.empty_like(weight)
 
 
 def _has_varlen(query: Tensor, value: Tensor, packed: Any, window: int | None = None) -> bool:
@@ -361,8 +359,10 @@ class _Attention:
 
         return attend
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``varlen_attn``: query [T, heads, d]."""
+    def packed(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """``varlen_attn`` of torch 2.13, which takes groups of heads: query [T, heads, d]."""
         return self._function.apply(query, key, value, query.shape[1])  # type: ignore[no-any-return, no-untyped-call]
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:

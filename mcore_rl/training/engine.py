@@ -358,7 +358,6 @@ class Engine:
                 tokens=self.config.microbatch_tokens,
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=gathers_experts and self.groups.experts.size() > 1,
-                boundaries_on=torch.device("cpu") if self.layer_spec is LayerSpec.local else None,
                 fill=self.fills_microbatches,
             )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from mcore_rl.training.rotation import RotatedSelfAttention
 
-class GatedSelfAttention(SelfAttention):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's ``SelfAttention`` with ``attention_output_gate``.
+
+class GatedSelfAttention(RotatedSelfAttention):
+    """``RotatedSelfAttention`` with ``attention_output_gate``.
 
     With more tensor ranks than key/value heads Megatron gives each rank the query heads that are its own, and the gates
     of all heads that share its key (megatron-core 0.16.1, transformer/attention.py:1470 and :1488): here its own ones.

@@ -11,7 +11,7 @@ Built on Megatron's ``Attention``, with the parameters of its ``MLASelfAttention
 - It knows two types of RoPE, its yarn always rounds the bounds of the ramp, and it reads the boundaries of packed
   sequences back from the device twice a layer (models/common/embeddings/rope_utils.py:204).
 
-Serves both layer specs: the linears are the spec's.  Deliberately not here: decoding with a cache, biases, fused RoPE.
+Serves both layer specs: the linears are the spec's.  Deliberately not here: decoding with a cache, biases.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.training.rope import inverse_frequencies
+from mcore_rl.training.rotation import rotate
 from mcore_rl.training.sequences import PackedSequences, row_positions
 
 
@@ -201,14 +202,3 @@ class LatentAttention(Attention):
         angles = angles.view(-1, *(1,) * (like.dim() - 2), angles.shape[1])
         cos, sin = angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
         return cos.to(like.dtype), sin.to(like.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the pairs of the last dimension: pair i is (2i, 2i + 1) if interleaved, else (i, i + d/2).
-
-    The result holds all first elements, then all second ones, either way, as in transformers
-    (models/deepseek_v3/modeling_deepseek_v3.py, ``apply_rotary_pos_emb_interleave``): the order does not matter as long
-    as queries and keys have the same one.
-    """
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

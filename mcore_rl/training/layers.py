@@ -13,7 +13,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -38,6 +38,7 @@ from mcore_rl.training.joint_norm import JointHeadNorm
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
 from mcore_rl.training.norm import RMSNorm
 from mcore_rl.training.rope import ScaledKeyPart
+from mcore_rl.training.rotation import RotatedSelfAttention
 from mcore_rl.training.router import Router
 from mcore_rl.training.sandwich import NormedRowParallelLinear
 from mcore_rl.training.two_base_attention import TwoBaseAttention
@@ -111,7 +112,7 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
         )
         if model.local_rotary_base is not None:
             return ModuleSpec(module=TwoBaseAttention, params=params, submodules=attention)
-        kind = GatedSelfAttention if model.attention_output_gate else SelfAttention
+        kind = GatedSelfAttention if model.attention_output_gate else RotatedSelfAttention
         return ModuleSpec(module=kind, params=params, submodules=attention)
     latent_attention = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,

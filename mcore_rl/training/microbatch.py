@@ -104,7 +104,6 @@ def build_microbatches(
     tokens: int | None,
     sequences: int | None,
     equal_over_experts: bool,
-    boundaries_on: torch.device | None = None,
     fill: bool = False,
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
@@ -112,7 +111,6 @@ def build_microbatches(
     Give either ``tokens``: pack up to so many tokens into each; or ``sequences``: put so many unpacked sequences into
     each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
-    boundaries_on: see ``PackedSequences.of``.
     fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
     Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
     data-parallel ranks.
@@ -137,7 +135,7 @@ def build_microbatches(
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.experts)
         shapes = [(rows, width) for rows, width in agreed.tolist()]
     return [
-        _build(index, batch, members, groups, shape, packed=tokens is not None, boundaries_on=boundaries_on)
+        _build(index, batch, members, groups, shape, packed=tokens is not None)
         for index, (members, shape) in enumerate(zip(plan, shapes, strict=True))
     ]
 
@@ -201,7 +199,6 @@ def _build(
     shape: tuple[int, int],
     *,
     packed: bool,
-    boundaries_on: torch.device | None,
 ) -> Microbatch:
     """This rank's microbatch of sequences ``members``.  Without members it is padding, which trains nothing."""
     rows, width = shape
@@ -231,9 +228,7 @@ def _build(
     packing = None
     if packed:
         real = lengths or (1,)
-        packing = PackedSequences.of(
-            real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device, boundaries_on=boundaries_on
-        )
+        packing = PackedSequences.of(real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device)
     return Microbatch(
         index=index,
         width=width,

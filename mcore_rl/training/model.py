@@ -85,7 +85,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.gradient_accumulation_fusion,
         tp_comm_overlap=fusions.tp_comm_overlap,
-        # The unfused one reads the boundaries of packed sequences back in every layer; only Transformer Engine fuses.
+        # The local layers rotate before Megatron would (``rotation.py``).
         apply_rope_fusion=layer_spec is LayerSpec.transformer_engine and model.mla is None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -211,7 +211,9 @@ def build_chunks(
             )
         if model.mla is None:
             if not config.apply_rope_fusion:
-                chunk.rotary_pos_emb = PackedRotaryEmbedding.instead_of(chunk.rotary_pos_emb)
+                chunk.rotary_pos_emb = PackedRotaryEmbedding.instead_of(
+                    chunk.rotary_pos_emb, groups.device, config.params_dtype
+                )
             set_frequencies(chunk.rotary_pos_emb, *frequency_sets(model))
         if chunk_index == 0 and model.embedding_scale != 1.0:
             chunk.embedding.register_forward_hook(ScaledEmbeddings(model.embedding_scale, config.params_dtype))

@@ -5,14 +5,22 @@ transformer/torch_norm.py:37).  LayerNorm and biases are deliberately not here.
 
 Invariant: equal to transformers' ``LlamaRMSNorm`` (also Qwen2, Qwen3, Mixtral) bit for bit on the CPU, gradients too;
 with ``config.layernorm_zero_centered_gamma``, to its ``Gemma2RMSNorm``.
+
+On accelerators quotient and product are one kernel, and so are they in backward, which keeps the input alone: PyTorch
+has a kernel for the quotient, another for the product, and keeps both their inputs.  The roundings are the same, the
+order in which a kernel sums is not.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from mcore_rl.training.one_kernel import OneKernel, compiles
 
 
 class RMSNorm(torch.nn.Module):
@@ -48,6 +56,9 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size]; the result has its shape and dtype."""
+        if compiles(x) and x.numel():
+            out: Tensor = _Norm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
+            return out
         if self.zero_centered:
             normalised = F.rms_norm(x.float(), (self.hidden_size,), eps=self.eps)
             return (normalised * (1.0 + self.weight.float())).to(x.dtype)
@@ -56,3 +67,51 @@ class RMSNorm(torch.nn.Module):
     def extra_repr(self) -> str:
         """The text in ``print(model)``."""
         return f"{self.hidden_size}, eps={self.eps}" + (", zero-centred" if self.zero_centered else "")
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        ctx.eps = eps
+        ctx.zero_centered = zero_centered
+        ctx.save_for_backward(x, weight)
+        out: Tensor = normed(x.reshape(-1, x.shape[-1]), weight, eps, zero_centered)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows_TH, grads_TH = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+        is_trained = ctx.needs_input_grad[1]
+        of_rows_TH, of_weight = normed_back(grads_TH, rows_TH, weight, ctx.eps, ctx.zero_centered, is_trained)
+        return of_rows_TH.view(x.shape), of_weight, None, None
+
+
+@OneKernel
+def normed(rows_TH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """The norm's forward pass."""
+    quotients_TH, _ = _quotients(rows_TH, eps)
+    if zero_centered:
+        return (quotients_TH * (1.0 + weight_H.float())).to(rows_TH.dtype)
+    return weight_H * quotients_TH.to(rows_TH.dtype)
+
+
+@OneKernel
+def normed_back(
+    grads_TH: Tensor, rows_TH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool, is_trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of rows and weight.  is_trained: the weight has one."""
+    quotients_TH, scales_T1 = _quotients(rows_TH, eps)
+    factors_TH, rounded_TH = (grads_TH * weight_H).float(), quotients_TH.to(rows_TH.dtype)
+    if zero_centered:
+        factors_TH, rounded_TH = grads_TH.float() * (1.0 + weight_H.float()), quotients_TH
+    of_weight_H = (grads_TH * rounded_TH).sum(0).to(weight_H.dtype) if is_trained else None
+    shares_T1 = (factors_TH * quotients_TH).mean(-1, keepdim=True)
+    return ((factors_TH - quotients_TH * shares_T1) * scales_T1).to(rows_TH.dtype), of_weight_H
+
+
+def _quotients(rows_TH: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rows over their root mean squares, one over these), float32."""
+    wide_TH = rows_TH.float()
+    scales_T1 = torch.rsqrt(wide_TH.square().mean(-1, keepdim=True) + eps)
+    return wide_TH * scales_T1, scales_T1

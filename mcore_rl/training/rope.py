@@ -1,9 +1,9 @@
 """Rotary position embedding: the frequencies that transformers uses, in float32 and bit for bit.
 
 Megatron computes its own (models/common/embeddings/rotary_pos_embedding.py), the same bit for bit, but with Llama 3.1's
-constants written in, and none for longrope; ``set_frequencies`` replaces them.  The rotation stays Megatron's, and
-which tokens a context rank has.  Frequencies that change with the length of the input (dynamic NTK, longrope beyond the
-pre-training's length) are deliberately not here.
+constants written in, and none for longrope; ``set_frequencies`` replaces them.  ``rotation.py`` rotates by them.
+Frequencies that change with the length of the input (dynamic NTK, longrope beyond the pre-training's length) are
+deliberately not here.
 
 The attention factor of yarn and longrope multiplies cosine and sine, so that the rotated part of a query-key product
 carries its square.  Where heads are rotated wholly, we put that square into the softmax scale (``score_scale``), and
@@ -86,7 +86,7 @@ def _yarn(rope: RopeConfig, powers: Tensor, base: float, dim: int) -> Tensor:
 def set_frequencies(embedding: RotaryEmbedding, *frequencies: Tensor) -> None:
     """Make Megatron's ``embedding`` rotate by ``frequencies``; they move to the device of its own.
 
-    Several sets stand beside one another in what it returns; each layer takes its own (``angles_of``).
+    Several sets stand beside one another in what it returns; each layer takes its own (``of_set``).
     """
     for each in frequencies:
         assert each.shape == embedding.inv_freq.shape, (
@@ -97,44 +97,42 @@ def set_frequencies(embedding: RotaryEmbedding, *frequencies: Tensor) -> None:
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's embedding, whose angles of packed sequences are those of all their tokens, end to end.
+    """Stands where Megatron's embedding does, for the local layers: cosines and sines, computed once for all of them.
 
-    Megatron takes such angles too, and rotates all sequences at once (models/common/embeddings/rope_utils.py,
-    ``_apply_rotary_pos_emb_thd``).  Given those of the longest sequence alone, 0.19.2 writes one sequence after another
-    into the result (:255), and its backward pass copies the whole for each: 64 sequences take 5 times as long, 256 take
-    16 times.  Not for Transformer Engine's fused rotation, which wants the angles of the longest.
+    Those of packed sequences are of their tokens end to end, of the lengths that the host knows, and of this context
+    rank's rows alone.  Transformer Engine's fused rotation wants Megatron's: the angles of the longest sequence.
     """
 
-    _padded_lengths: tuple[int, ...] = ()
-
     @classmethod
-    def instead_of(cls, embedding: RotaryEmbedding) -> PackedRotaryEmbedding:
-        """One of the same width, on the same device and for the same context ranks as Megatron's ``embedding``."""
-        on_cpu = embedding.inv_freq.device.type == "cpu"
-        width = 2 * len(embedding.inv_freq)
-        return cls(width, rotary_percent=1.0, use_cpu_initialization=on_cpu, cp_group=embedding.cp_group)
+    def instead_of(cls, embedding: RotaryEmbedding, device: torch.device, dtype: torch.dtype) -> PackedRotaryEmbedding:
+        """One of the same width and for the same context ranks as Megatron's ``embedding``.
+
+        dtype: of queries and keys, to which cosines and sines are rounded.
+        """
+        new = cls(2 * len(embedding.inv_freq), 1.0, use_cpu_initialization=True, cp_group=embedding.cp_group)
+        new.inv_freq = embedding.inv_freq.to(device)
+        new.dtype = dtype
+        new.padded_lengths = ()
+        return new
 
     def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
         """Megatron's arguments and result; notes which sequences the next forward pass is for."""
-        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
-        self._padded_lengths = () if packed is None else packed.padded_lengths
         length: int = super().get_rotary_seq_len(*args, **options)
+        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
+        self.padded_lengths = (length,) if packed is None else packed.padded_lengths
         return length
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **options: Any) -> Tensor:
-        """Angles [rows, 1, 1, 2 * frequencies]; rows of packed sequences are those of all context ranks together."""
-        angles: Tensor = super().forward(max_seq_len, offset, packed_seq, **options)
-        if not packed_seq:
-            return angles
-        return angles[row_positions(self._padded_lengths, 1, 0, angles.device).long()]
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Cosines, then sines, [rows of this context rank, 1, 1, 2 * frequencies]; Megatron's arguments."""
+        cp = self.cp_group
+        positions = row_positions(self.padded_lengths, cp.size(), cp.rank(), self.inv_freq.device)
+        angles = torch.outer(positions, self.inv_freq)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)[:, None, None]
 
 
-def angles_of(rotary_pos_emb: Tensor, index: int, num_sets: int) -> Tensor:
-    """Set ``index`` of the angles of an embedding with ``num_sets`` sets of frequencies.
-
-    rotary_pos_emb: [length, 1, 1, 2 * num_sets * frequencies], Megatron's: each angle twice, in halves.
-    """
-    return rotary_pos_emb.unflatten(-1, (2, num_sets, -1))[..., index, :].flatten(-2)
+def of_set(cos_sin: Tensor, index: int, num_sets: int) -> Tensor:
+    """Cosines and sines of set ``index`` alone, of what an embedding with ``num_sets`` sets of frequencies gives."""
+    return cos_sin.unflatten(-1, (2, num_sets, -1))[..., index, :].flatten(-2)
 
 
 def score_scale(model: ModelConfig) -> float:

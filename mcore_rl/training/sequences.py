@@ -75,20 +75,14 @@ class PackedSequences(PackedSeqParams):
         cp: int,
         cp_rank: int,
         device: torch.device,
-        *,
-        boundaries_on: torch.device | None = None,
     ) -> PackedSequences:
-        """The record of rank ``cp_rank`` for sequences of ``lengths`` tokens that stand ``padded_lengths`` apart.
-
-        boundaries_on: where ``cu_seqlens`` are; None: on ``device``, where Transformer Engine's kernels read them.
-        Megatron's own rotary embedding reads them on the host, in every layer (rope_utils.py:204, 0.16.1).
-        """
+        """The record of rank ``cp_rank`` for sequences of ``lengths`` tokens that stand ``padded_lengths`` apart."""
         assert len(lengths) == len(padded_lengths), "one padded length per sequence"
         assert all(0 < real <= padded for real, padded in zip(lengths, padded_lengths, strict=True)), (
             f"lengths {tuple(lengths)} do not fit padded lengths {tuple(padded_lengths)}"
         )
         assert cp == 1 or all(padded % (2 * cp) == 0 for padded in padded_lengths), f"{padded_lengths} with cp={cp}"
-        starts = boundaries(padded_lengths, boundaries_on or device)
+        starts = boundaries(padded_lengths, device)
         longest = max(padded_lengths)
         return cls(
             qkv_format="thd",

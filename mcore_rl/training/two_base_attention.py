@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from mcore_rl.training.rope import angles_of
+from mcore_rl.training.rope import of_set
+from mcore_rl.training.rotation import RotatedSelfAttention
 
 
-class TwoBaseAttention(SelfAttention):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's ``SelfAttention``, which takes its own half of the angles that all layers are given.
+class TwoBaseAttention(RotatedSelfAttention):
+    """``RotatedSelfAttention`` that takes its own half of the cosines and sines that all layers are given.
 
     The rotary embedding has both sets of frequencies (``rope.frequency_sets``), the second for layers with a window.
     """
@@ -25,6 +25,6 @@ class TwoBaseAttention(SelfAttention):  # type: ignore[misc]  # Megatron is unty
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Megatron's arguments and results."""
-        own = angles_of(rotary_pos_emb, self.frequency_set, 2)
+        own = of_set(rotary_pos_emb, self.frequency_set, 2)
         out: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, rotary_pos_emb=own, **rest)
         return out

@@ -129,6 +129,17 @@ def test_temporaries_of_backward_by_hand() -> None:
         assert per_row.backward == 2 * 128 + max(widths * 2 * 320, 2 * 2 * (128 + 2 * 64))
 
 
+def test_norms_of_local_layers_keep_what_transformer_engines_do() -> None:
+    """One kernel each, of either.  Where heads have norms, queries are copied; keys lie in the projection."""
+    local = Kernels(fused=False, one_by_one=False, size=2)
+    plain, normed = (
+        layer_bytes(model, ParallelConfig(), local, kind=DENSE, longest=96)
+        for model in (WIDE, replace(WIDE, qk_norm=True))
+    )
+    assert plain == layer_bytes(WIDE, ParallelConfig(), replace(local, fused=True), kind=DENSE, longest=96)
+    assert normed.kept == plain.kept + 2 * 4 * 32
+
+
 def test_experts_by_hand() -> None:
     """Two of four experts a row, over two ranks: at most twice, and here 1.5 times, what a rank's share is."""
     kernels = Kernels(fused=True, one_by_one=False, size=2)

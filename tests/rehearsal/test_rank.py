@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.role_loss import RoleLoss
@@ -25,8 +26,10 @@ from mcore_rl.families.flops import visible_pairs
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.planning.training import lora_of
+from mcore_rl.rehearsal.bends import _Attention
 from mcore_rl.rehearsal.host_reads import refused
 from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
+from mcore_rl.rehearsal.meter import DeviceMeter
 from mcore_rl.rehearsal.rank import (
     TRAIN,
     TRAIN_AGAIN,
@@ -37,6 +40,7 @@ from mcore_rl.rehearsal.rank import (
     rehearsed_microbatches,
 )
 from mcore_rl.rehearsal.stages import ranks_of_stages
+from mcore_rl.training.attention_kernels import takes_groups, varlen_attn
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
@@ -320,6 +324,10 @@ def test_no_layer_with_experts_waits_where_tokens_stay(processes: None) -> None:
 def test_enough_microbatches_for_what_a_stage_keeps(layout: str, stage: int, there_are: int, count: int) -> None:
     shape = Layout.of(parse_layout(layout), 8)
     assert rehearsed_microbatches(shape, stage, there_are) == count
+
+
+def test_heads_share_keys_and_values_as_in_torchs_kernel() -> None:
+    assert takes_groups(_Attention(DeviceMeter(FakeTensorMode())).packed) == takes_groups(varlen_attn)
 
 
 def test_a_microbatch_is_full() -> None:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_swiglu import swiglu
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -260,15 +259,6 @@ def fork_a_state() -> None:
 @probe("to cuda", "models/common/language_module/language_module.py", "cuda()")
 def tie_the_output_over_two_stages() -> None:
     engine(models.dense(tie_output=True), "pp=2", trainable=False)
-
-
-@probe("to cuda", "models/common/embeddings/rope_utils.py", "cuda(")
-def cut_the_rotary_embedding() -> None:
-    part = rope_utils.get_pos_emb_on_this_cp_rank(rows(0, 1, 2, 3), 0, dist.group.WORLD)
-    assert torch.equal(part, rows(0, 3) if dist.get_rank() == 0 else rows(1, 2))
-
-
-probe("factories", "models/common/embeddings/rope_utils.py", "pin_memory")(cut_the_rotary_embedding)
 
 
 def engine(model: Any, layout: str = "", *, trainable: bool, precision: Precision = Precision.float32) -> Engine:

@@ -21,6 +21,12 @@ def config(**options: object) -> TransformerConfig:
     )
 
 
+@pytest.fixture
+def as_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm takes the CPU for an accelerator."""
+    monkeypatch.setattr("mcore_rl.training.norm.compiles", lambda x: True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(33, 64), (7, 2, 3, 16)])  # hidden states, and heads under query and key norms
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -44,6 +50,55 @@ def test_equals_transformers_bit_for_bit(dtype: torch.dtype, shape: tuple[int, .
     for name, a, b in zip(("output", "input grad", "weight grad"), *results, strict=True):
         assert a.dtype == b.dtype == dtype
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_formulas_of_the_kernel_are_transformers_in_bfloat16_and_right_in_float64(
+    dtype: torch.dtype, zero_centered: bool, as_one_kernel: None
+) -> None:
+    """Not compiled here (``test_one_kernel``).  In float32 the input's gradient differs by the order of operations."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    torch.manual_seed(0)
+    theirs = (Gemma2RMSNorm if zero_centered else LlamaRMSNorm)(16, eps=1e-3).to(dtype)
+    theirs.weight.data.normal_(0.0 if zero_centered else 1.0, 0.2)
+    settings = config(params_dtype=dtype, layernorm_zero_centered_gamma=zero_centered)
+    ours = RMSNorm(config=settings, hidden_size=16, eps=1e-3)
+    ours.weight.data.copy_(theirs.weight.data)
+    # heads of keys lie in the projection of queries, keys and values
+    x, grad = 3 * torch.randn(7, 2, 3, 24).to(dtype)[..., 4:20], torch.randn(7, 2, 3, 16).to(dtype)
+    results = []
+    for norm in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        out = norm(leaf)
+        results.append([out, *torch.autograd.grad(out, (leaf, norm.weight), grad)])
+    leaf, weight = x.double().requires_grad_(), theirs.weight.detach().double().requires_grad_()
+    out = leaf / (leaf.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + zero_centered)
+    exact = [out, *torch.autograd.grad(out, (leaf, weight), grad.double())]
+    for a, b, c in zip(*results, exact, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert ((a.double() - c).norm() / c.norm()).item() < (1e-2 if dtype is torch.bfloat16 else 1e-6)
+        if dtype is torch.bfloat16:
+            assert torch.equal(a, b)
+
+
+def test_the_kernel_keeps_its_input_alone(as_one_kernel: None) -> None:
+    norm = RMSNorm(config=config(), hidden_size=8, eps=1e-5)
+    x = torch.randn(5, 8, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: x):
+        norm(x)
+    assert {each.data_ptr() for each in kept} == {x.data_ptr(), norm.weight.data_ptr()}
+
+
+def test_a_frozen_weight_has_no_gradient_and_no_rows_are_no_kernel(as_one_kernel: None) -> None:
+    norm = RMSNorm(config=config(), hidden_size=8, eps=1e-5).requires_grad_(False)
+    x = torch.randn(5, 8, requires_grad=True)
+    norm(x).sum().backward()
+    assert x.grad is not None and norm.weight.grad is None
+    assert norm(x[:0]).shape == (0, 8)
 
 
 def test_epsilon_keeps_zeros_finite() -> None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.model import RopeConfig, RopeType
-from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.training.model import transformer_config
 from mcore_rl.training.rope import (
-    PackedRotaryEmbedding,
     ScaledKeyPart,
-    angles_of,
     frequency_sets,
     inverse_frequencies,
+    of_set,
     score_scale,
     set_frequencies,
 )
-from mcore_rl.training.sequences import PackedSequences
-from tests.support import engines, hf_reference, models
+from tests.support import hf_reference, models
+from tests.support.rotations import cosines_and_sines
 
 DEFAULT = RopeConfig()
 LINEAR = RopeConfig(type=RopeType.linear, factor=4.0)
@@ -115,92 +108,13 @@ def test_a_factor_on_a_part_of_each_head_is_not_in_the_scale_of_scores() -> None
     torch.testing.assert_close(query @ scaled.T, both)
 
 
-def test_each_kind_of_layer_takes_its_own_angles() -> None:
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    def embedding(*frequencies: torch.Tensor) -> torch.Tensor:
-        rotary = RotaryEmbedding(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=True, cp_group=None)
-        set_frequencies(rotary, *frequencies)
-        angles = rotary.get_freqs_non_repeated(40)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # as its forward pass does
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_kind_of_layer_takes_its_own_cosines_and_sines(dtype: torch.dtype) -> None:
     sets = frequency_sets(models.gemma3())
     assert len(sets) == 2 and len(frequency_sets(models.gemma2())) == 1
+    both = cosines_and_sines(sets, (40,), dtype=dtype, packed=False)
     for index, frequencies in enumerate(sets):
-        assert torch.equal(angles_of(embedding(*sets), index, 2), embedding(frequencies))
-
-
-@dataclass(frozen=True)
-class ContextRank:
-    """As much of a process group as the rotation asks for."""
-
-    cp: int
-    number: int
-
-    def size(self) -> int:
-        return self.cp
-
-    def rank(self) -> int:
-        return self.number
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's embedding moves its frequencies to the current device."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-
-
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [(16,), (8, 24, 16), (24, 8), (16, 16), (8,) * 8])
-def test_packed_sequences_turn_at_once_and_each_from_its_own_beginning(
-    cp: int, lengths: tuple[int, ...], on_cpu: None
-) -> None:
-    """By hand: token n is its pairs, as complex numbers, times exp(i n w); a rank has two chunks of each sequence."""
-    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    config = transformer_config(models.dense(), ParallelConfig(), engines.config(), LayerSpec.local)
-    frequencies = inverse_frequencies(DEFAULT, 10000.0, 12)
-    whole = [torch.randn(length, 3, 16) for length in lengths]
-    turned = []
-    for x in whole:
-        angles = torch.outer(torch.arange(len(x)).double(), frequencies.double())[:, None]
-        pairs = torch.complex(x[..., :6].double(), x[..., 6:12].double()) * torch.exp(1j * angles)
-        turned.append(torch.cat([pairs.real, pairs.imag, x[..., 12:].double()], dim=-1))
-
-    def of_rank(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
-        chunks = [each.chunk(2 * cp) for each in rows]
-        return torch.cat([chunk for each in chunks for chunk in (each[rank], each[2 * cp - 1 - rank])])
-
-    for rank in range(cp):
-        group = ContextRank(cp, rank)
-        megatrons = RotaryEmbedding(kv_channels=16, rotary_percent=0.75, use_cpu_initialization=True, cp_group=group)
-        embedding = PackedRotaryEmbedding.instead_of(megatrons)
-        set_frequencies(embedding, frequencies)
-        packed = PackedSequences.of(lengths, lengths, cp, rank, torch.device("cpu"))
-        length = embedding.get_rotary_seq_len(None, None, None, config, packed)
-        with Operations() as operations:
-            angles = embedding(length, packed_seq=True)
-            out = apply_rotary_pos_emb(of_rank(whole, rank), angles, config, packed.cu_seqlens_q, cp_group=group)
-        torch.testing.assert_close(out.double(), of_rank(turned, rank), rtol=0, atol=2e-6)
-        assert operations.counts["cos.default"] == operations.counts["sin.default"] == 1, operations.counts
-
-
-def test_sequences_of_one_length_have_megatrons_angles(on_cpu: None) -> None:
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    group = ContextRank(1, 0)
-    megatrons = RotaryEmbedding(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=True, cp_group=group)
-    assert torch.equal(PackedRotaryEmbedding.instead_of(megatrons)(40), megatrons(40))
+        angles = torch.outer(torch.arange(40.0), frequencies)
+        cos, sin = of_set(both, index, 2).chunk(2, dim=-1)
+        assert torch.equal(cos[:, 0, 0], angles.cos().to(dtype))
+        assert torch.equal(sin[:, 0, 0], angles.sin().to(dtype))
