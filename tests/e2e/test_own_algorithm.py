@@ -51,8 +51,9 @@ def test_two_lambdas_and_an_outcome_in_the_loss_are_one_file(tmp_path: Path) -> 
         own.write_text(Path(vapo.__file__).read_text().replace(f"IMITATION = {vapo.IMITATION}", f"IMITATION = {mu}"))
         directory = tmp_path / f"run-{mu}"
         given = overrides(
-            task, directory, f"algorithm={own}", f"actor.loss_mode={own}:vapo", "critic.path=null", "trainer.total_training_steps=1",
-            "trainer.test_freq=0", "trainer.save_freq=0", "actor.ppo_mini_batch_size=8",
+            task, directory, f"algorithm={own}", f"actor.loss_mode={own}:vapo", "critic.path=null",
+            "trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.save_freq=0",
+            "actor.ppo_mini_batch_size=8",
         )  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "mcore_rl.cli", "train", *given],
