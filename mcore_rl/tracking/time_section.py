@@ -9,7 +9,7 @@ from mcore_rl.tracking.console import spent
 from mcore_rl.tracking.lane_section import COLOURS, NAMES, lane_section
 from mcore_rl.tracking.lanes import State
 from mcore_rl.tracking.metrics import PHASES
-from mcore_rl.tracking.page import NEUTRAL, table, text
+from mcore_rl.tracking.page import NEUTRAL, NUM_COLOURS, table, text
 from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.timeline import PhaseSpan
 
@@ -42,7 +42,9 @@ PHASE_COLOURS = {  # of the page's palette, and of the tints of its hues; no two
     "validate": 1,
     "save": COLOURS[State.saving],
 }
-assert PHASE_COLOURS.keys() == PHASES.keys()
+# Phases of roles of one's own take what is left, in the order of the table.
+_LEFT = [colour for colour in range(NUM_COLOURS) if colour not in {NEUTRAL, *PHASE_COLOURS.values()}]
+PHASE_COLOURS |= dict(zip((phase for phase in PHASES if phase not in PHASE_COLOURS), _LEFT, strict=False))
 WIDTH, ROW, LABEL, RIGHT, FOOT = 420, 20, 112, 52, 26  # of a timeline, in units of its SVG
 MAX_ROWS = 24  # phases and parts of one step
 
@@ -54,7 +56,9 @@ def time_section(run: RecordedRun) -> str:
         return "<h2>Time</h2><p class='soft'>No times were recorded.</p>"
     seconds = {phase: dict(run.values(f"time/{phase}")) for phase in run.phases()}
     parts = [
-        BarSeries(LABELS.get(phase, phase), PHASE_COLOURS[phase], [times.get(step) or 0.0 for step in steps])
+        BarSeries(
+            LABELS.get(phase, phase), PHASE_COLOURS.get(phase, NEUTRAL), [times.get(step) or 0.0 for step in steps]
+        )
         for phase, times in seconds.items()
     ]
     whole = {step: value or 0.0 for step, value in run.values("time/step")}

@@ -308,7 +308,7 @@ def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator
     """Where a prompt and the longest response to it would not fit into a microbatch: the run would end with one."""
     if train is None:
         return
-    longest = [[len(train[index].tokens) + config.data.max_response_length] for index in range(len(train))]
+    longest = [[length + config.data.max_response_length] for length in train.lengths]
     for role in config.group_rows:
         for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
             yield replace(each, problem=f"{each.problem} with the longest response to it")

@@ -96,7 +96,7 @@ def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_corpus(tmp_path / "none.jsonl")
 
 
-def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"bm25s is not installed. pip install 'mcore_rl\[search\]'"):
+    with pytest.raises(ConfigError, match=r"bm25s is not installed. pip install 'bm25s<"):
         CorpusSearch({}, SCHEMA, str(corpus(tmp_path)), 1)
