@@ -174,7 +174,10 @@ class DeviceMeter(TorchDispatchMode):
             copied = self._copy_between(func, args, kwargs)
             if copied is not None:
                 return copied
-        result = self._run(func, args, kwargs)
+        if func is _GROUPED_PRODUCT and args[0].dtype is not torch.bfloat16:
+            result = _grouped(*args, **kwargs)
+        else:
+            result = self._run(func, args, kwargs)
         if not self._kernels:
             self.track(result, func.__name__)
         if func is _GROUPED_PRODUCT:
@@ -401,3 +404,10 @@ def _place() -> tuple[str, int, str]:
             return f"megatron/core/{name.partition(MEGATRON)[2]}", frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
     return "", 0, ""
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What a grouped product makes in other precisions than bfloat16, which the CPU has and torch's shapes refuse."""
+    if right.dim() == 3:  # rows, by the matrix of their group
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(len(offs), left.shape[0], right.shape[1])  # a sum of outer products for each group
