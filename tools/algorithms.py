@@ -29,7 +29,7 @@ def needs(row: Estimator) -> str:
     """What an estimator cannot do without."""
     group = [f"{row.min_group} samples of a prompt or more"] if row.min_group > 1 else []
     rest = {"a greedy response": row.greedy, "the rows' own answers": row.answers}
-    return ", ".join([*row.roles, *group, *(what for what, needed in rest.items() if needed)])
+    return ", ".join([*row.role_names, *group, *(what for what, needed in rest.items() if needed)])
 
 
 def override(key: str, value: object) -> str:

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
-from mcore_rl.config.roles import ProcessRewardConfig
+from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.types import LossInputs, LossSums
 

@@ -19,8 +19,7 @@ from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.rloo import rloo
 from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, discounted_sums, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import AlgorithmConfig, ProcessNorm
-from mcore_rl.config.algorithm_object import PROCESS_REWARD
-from mcore_rl.config.roles import ProcessRewardConfig
+from mcore_rl.config.algorithms.prime import PROCESS_REWARD, ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS
 from mcore_rl.types import SentAsArrays, TrainBatch
 
@@ -118,7 +117,7 @@ def centred(
 def compare(values: Mapping[str, Any], groups: StepBatch, run: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
     """The stage of the controller: what is subtracted from the rewards of each response, and metrics."""
     assert groups.sample_S is None, "preparation has refused programs"
-    algorithm, config, stats = run.algorithm, run.role_config(run.row(PROCESS_REWARD)), values["process_stats"]
+    algorithm, config, stats = run.algorithm, run.role_config(PROCESS_REWARD), values["process_stats"]
     assert isinstance(config, ProcessRewardConfig)
     beta, outcomes = config.beta, groups.outcomes
     member_S = torch.ones_like(outcomes.truncated_S)

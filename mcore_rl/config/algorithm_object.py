@@ -18,12 +18,13 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.role import Role
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.stages import StepStage
 
 T = TypeVar("T")
 Function = str | Callable[..., Any]
-ACTOR, CRITIC, REFERENCE, TEACHER, PROCESS_REWARD = "actor", "critic", "reference", "teacher", "process_reward"
+ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"
 NO_REWARD = "none"  # the estimator of which every advantage is 0
 
 
@@ -61,7 +62,7 @@ class Estimator:
     scope: one advantage per response, or per token, or pairs of responses.
     formula: for docs/algorithms.md, in its notation.
     paper: the source of the formula.
-    roles: the roles that it needs beside the actor.
+    roles: the roles that it needs beside the actor; of a role of the table the name, else the row that it brings.
     stages: what a step does for it beside the roles' own stages, such as rewards of tokens (config/step_plan.py).
     min_group: the fewest samples per prompt (``rollout.n``) with which it works.
     over_step: True if scores of other prompts' responses are in its baseline, so that it compares without a group.
@@ -78,7 +79,7 @@ class Estimator:
     scope: Scope
     formula: str
     paper: str
-    roles: tuple[str, ...] = ()
+    roles: tuple[str | Role, ...] = ()
     stages: tuple[StepStage, ...] = ()
     min_group: int = 1
     over_step: bool = False
@@ -88,6 +89,11 @@ class Estimator:
     whitens: bool = False
     answers: bool = False
     reads: frozenset[str] = frozenset()
+
+    @property
+    def role_names(self) -> tuple[str, ...]:
+        """The names of ``roles``."""
+        return tuple(role.name if isinstance(role, Role) else role for role in self.roles)
 
     @property
     def compares(self) -> bool:
@@ -220,7 +226,7 @@ class Algorithm:
     def roles(self) -> tuple[str, ...]:
         """The roles that a run of it builds, by name."""
         more = [*([REFERENCE] if self.kl or self.loss.pairs else []), *([TEACHER] if self.teacher else [])]
-        return (ACTOR, *self.advantages.roles, *more)
+        return (ACTOR, *self.advantages.role_names, *more)
 
     def all_settings(self) -> dict[str, Sourced[Any]]:
         """Every dotted key that the algorithm sets; a value may be an interpolation of another key."""

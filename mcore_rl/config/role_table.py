@@ -1,7 +1,8 @@
 """The table of all roles, one row each, in the order in which they score the samples of a step.
 
-A new role is a new row.  The row creates its configuration group, its processes, its checkpoints, its share of the plan
-and its metrics; its ``stages`` say what it does in a step.  A trained role also needs a loss function.
+A new role is a new row, here or in the file of the one algorithm that has it (config/algorithms/prime.py).  The row
+creates its configuration group, its processes, its checkpoints, its share of the plan and its metrics; its ``stages``
+say what it does in a step.  A trained role also needs a loss function.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm_object import REFERENCE
-from mcore_rl.config.algorithm_registry import policy_loss
+from mcore_rl.config.algorithm_registry import estimators, policy_loss
 from mcore_rl.config.role import Head, Never, Role
 from mcore_rl.config.roles import (
     ActorConfig,
     CriticConfig,
-    ProcessRewardConfig,
-    RewardUpdate,
     RouterReplay,
     TeacherConfig,
 )
-from mcore_rl.config.stages import OUTCOME, StepStage
+from mcore_rl.config.stages import StepStage
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
@@ -50,16 +49,6 @@ def policy_stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
 def teacher_fields(run: RunConfig) -> tuple[str, ...]:
     """What a teacher's pass makes: hidden states for a divergence in the loss, else log-probs."""
     return (TEACHER_HIDDEN, TEACHER_SCORED) if run.algorithm.distill.in_loss else ("teacher_logprobs_T",)
-
-
-def process_reward_stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
-    """PRIME's reward model is trained on outcomes, before or after it rewards the responses of a step."""
-    rewards = role.scores("process_logprobs_T", sampled=False)
-    learns = role.update("process_ref_logprobs_T", OUTCOME, whole=True, sampled=False)
-    copy = role.copy_scores("process_ref_logprobs_T", sampled=False)
-    config = run.role_config(role)
-    assert isinstance(config, ProcessRewardConfig)
-    return [copy, learns, rewards] if config.update is RewardUpdate.before else [copy, rewards, learns]
 
 
 ROLES: dict[str, Role] = {
@@ -102,16 +91,8 @@ ROLES: dict[str, Role] = {
             loss="mcore_rl.algorithms.value:value_loss",
             phase="values",
         ),
-        Role(
-            name="process_reward",
-            head=Head.lm,
-            trains=True,
-            weights="process_reward.path",
-            config=ProcessRewardConfig,
-            stages=process_reward_stages,
-            keeps_copy=True,
-            loss="mcore_rl.algorithms.outcome_loss:outcome_loss",
-            phase="process_rewards",
-        ),
     )
 }
+
+# The roles that one algorithm brings, in its own file.
+ROLES |= {role.name: role for each in estimators().values() for role in each.roles if isinstance(role, Role)}

@@ -64,7 +64,7 @@ class RunConfig(RoleGroups, Composed):
         """
         in_loss = trains_pairs(self) and self.actor.preference.row.reference
         refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or in_loss
-        needed = {ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else [])}
+        needed = {ACTOR, *estimator(self.algorithm.adv_estimator).role_names, *([REFERENCE] if refers else [])}
         needed |= {TEACHER} if self.algorithm.distill.coef else set()
         return tuple(
             name for name, role in ROLES.items() if name in needed or (role.on_request and self.has_weights(role))

@@ -285,7 +285,7 @@ def switches() -> tuple[Switch, ...]:
 def _of_role(role: Role) -> Iterator[Switch]:
     """The switches of a role's group: a run reads it if it has the role, and some of its keys only if it trains it."""
     name = role.name
-    needed_by = [each.name for each in estimators().values() if name in each.roles]
+    needed_by = [each.name for each in estimators().values() if name in each.role_names]
     remedy = f"{role.weights}=DIR" if role.on_request else f"{ESTIMATOR_KEY}={' or '.join(needed_by)}"
     if name == TEACHER:
         remedy = "algorithm.distill.coef=1"

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mcore_rl.commands.verify import prove
 from mcore_rl.config.algorithm import FilterMetric, KlPenalty, OffPolicy
+from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Recompute
@@ -23,7 +24,7 @@ from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
 from mcore_rl.config.resources import MODEL_CONFIGS, RECIPES
 from mcore_rl.config.role import Head
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import LossAggregation, ProcessRewardConfig
+from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import ASYNC as ASYNC_MODE

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from mcore_rl.algorithms.outcome_loss import outcome_loss
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.config.algorithm import DistillConfig
+from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import ActorConfig, ProcessRewardConfig
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.data.pairs import units_of
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups

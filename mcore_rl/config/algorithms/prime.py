@@ -2,15 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 from mcore_rl.config.algorithm import ProcessNorm
-from mcore_rl.config.algorithm_object import PROCESS_REWARD, Algorithm, Estimator, Scope, Sourced
+from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
 from mcore_rl.config.algorithms.ppo import PPO_CLIP
-from mcore_rl.config.roles import LossAggregation, RewardUpdate
-from mcore_rl.config.stages import OUTCOMES, TOKEN_REWARDS, OnController, OnRanks
+from mcore_rl.config.bounds import CrossCheck, PositiveFloat
+from mcore_rl.config.role import Role
+from mcore_rl.config.roles import LossAggregation, TrainedModelConfig
+from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, OnController, OnRanks, StepStage
+from mcore_rl.errors import Violation
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
 
 CODE = "the authors' code, PRIME-RL/PRIME, training/examples/run_prime_main.sh"
 RECIPE = "verl's recipe/prime"
 PROCESS_FIELDS = ("tokens_T", "mask_T", "process_logprobs_T", "process_ref_logprobs_T")
+
+
+class RewardUpdate(Enum):
+    """Whether the process reward model is trained on the responses of a step before or after it rewards them.
+
+    The names are those of PRIME's code (arXiv:2502.01456).
+    """
+
+    before = "before"
+    after = "after"
+
+
+@dataclass(kw_only=True)
+class ProcessRewardConfig(TrainedModelConfig):
+    """The implicit process reward model of PRIME (arXiv:2502.01456), trained beside the policy in a layout of its own.
+
+    Its reference is a frozen copy of its first weights.
+
+    beta: the reward of a token is ``beta`` times its log-ratio to the reference.
+    update: see ``RewardUpdate``.
+    """
+
+    beta: PositiveFloat = 0.05
+    update: RewardUpdate = RewardUpdate.before
+    loss_agg_mode: LossAggregation = LossAggregation.seq_mean_token_sum
+
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_outcome_violations, key=key)]
+
+
+def _outcome_violations(config: ProcessRewardConfig, key: str) -> list[Violation]:
+    if config.loss_agg_mode is LossAggregation.seq_mean_token_sum:
+        return []
+    problem = "the loss is of whole responses, and its mean is over these"
+    remedy = "Leave it out: it is seq_mean_token_sum"
+    return [Violation(f"{key}.loss_agg_mode", config.loss_agg_mode.value, problem, remedy)]
+
+
+def _stages(role: Role, run: RunConfig) -> Sequence[StepStage]:
+    """PRIME's reward model is trained on outcomes, before or after it rewards the responses of a step."""
+    rewards = role.scores("process_logprobs_T", sampled=False)
+    learns = role.update("process_ref_logprobs_T", OUTCOME, whole=True, sampled=False)
+    copy = role.copy_scores("process_ref_logprobs_T", sampled=False)
+    config = run.role_config(role)
+    assert isinstance(config, ProcessRewardConfig)
+    return [copy, learns, rewards] if config.update is RewardUpdate.before else [copy, rewards, learns]
+
+
+PROCESS_REWARD = Role(
+    name="process_reward",
+    trains=True,
+    weights="process_reward.path",
+    config=ProcessRewardConfig,
+    stages=_stages,
+    keeps_copy=True,
+    loss="mcore_rl.algorithms.outcome_loss:outcome_loss",
+    phase="process_rewards",
+)
 
 PROCESS_AND_OUTCOME = Estimator(
     name="prime",

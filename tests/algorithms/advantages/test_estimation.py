@@ -221,7 +221,7 @@ def test_every_estimator_has_its_formula_here() -> None:
     # What prime is given was compared before: tests/algorithms/test_process_rewards.py.
     assert {name for name, row in rows.items() if row.min_group > 1} == COMPARES | {"prime"}
     assert {name for name, row in rows.items() if row.whitens} == WHITENED
-    needs = {name: row.roles for name, row in rows.items() if row.roles}
+    needs = {name: row.role_names for name, row in rows.items() if row.roles}
     assert needs == {"gae": ("critic",), "prime": ("process_reward",)}
     assert {name for name, row in rows.items() if row.greedy} == {"remax"}
     assert {name for name, row in rows.items() if row.parts} == {"gdpo"}

@@ -12,7 +12,7 @@ from mcore_rl.algorithms.process_rewards import process_metrics, stats_of
 from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.roles import ProcessRewardConfig
+from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from tests.algorithms.test_process_rewards import BETA, CONFIGS, Step, by_hand
 from tests.controller.step.test_advantages import Found, as_bits, over_ranks
 
