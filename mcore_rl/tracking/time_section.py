@@ -63,7 +63,7 @@ def time_section(run: RecordedRun) -> str:
     ]
     whole = {step: value or 0.0 for step, value in run.values("time/step")}
     named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
-    other = [max(0.0, whole[step] - spent) for step, spent in zip(steps, named, strict=True)]
+    other = [max(0.0, whole[step] - known) for step, known in zip(steps, named, strict=True)]
     parts.append(BarSeries("the rest", NEUTRAL, other))
     total = sum(map(sum, (part.values for part in parts))) or 1.0
     rows = [
