@@ -23,11 +23,21 @@ from mcore_rl.errors import ConfigError, Violation
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
 
-# What a step begins with: of the batch, some where the run has them, and of the controller.
 OLD_LOGPROBS = "old_logprobs_T"
-# Old log-probs are the sampler's with ``off_policy=bypass``, and otherwise the update's own where no pass makes them.
+# What no stage has to make.  A step begins with it, where the run has it; but an update that selects tokens makes the
+# selection for itself, and old log-probs are the sampler's (``off_policy=bypass``) or its own where no pass makes them.
 GIVEN = frozenset(
-    {*TOKENS, "rollout_logprobs_T", OLD_LOGPROBS, "turn_rewards_T", "routing_TLK", "unrouted_T", OUTCOME, OUTCOMES}
+    {
+        *TOKENS,
+        "rollout_logprobs_T",
+        "turn_rewards_T",
+        "routing_TLK",
+        "unrouted_T",
+        OUTCOME,
+        OUTCOMES,
+        OLD_LOGPROBS,
+        "selection_T",
+    }
 )
 # What the estimation reads where the run has it.
 ESTIMATED_FROM = (
@@ -37,7 +47,6 @@ ESTIMATED_FROM = (
     "old_values_T",
     TOKEN_REWARDS,
 )
-SELECTED = "selection_T"  # made by an update that selects tokens, for itself
 FOR_METRICS = frozenset({OLD_LOGPROBS, "routing_TLK"})  # a pass may be there for these alone
 
 
@@ -119,7 +128,7 @@ def _demand_sound(run: RunConfig, stages: Sequence[StepStage]) -> None:
     made = {name for stage in stages for name in stage.makes}
     read = {name for stage in stages for name in stage.reads}
     for stage in stages:
-        if missing := sorted(set(stage.reads) - made - GIVEN - {SELECTED}):
+        if missing := sorted(set(stage.reads) - made - GIVEN):
             raise _refusal(run, f"{_title(stage)} reads {', '.join(missing)}, which nothing in a step makes")
         unread = [name for name in stage.makes if is_field(name) and name not in read | FOR_METRICS]
         if unread and not isinstance(stage, Estimate):
@@ -129,14 +138,14 @@ def _demand_sound(run: RunConfig, stages: Sequence[StepStage]) -> None:
 def _resting(run: RunConfig, stages: Sequence[StepStage]) -> tuple[StepStage, ...]:
     """Lets the processes of a trained role rest after their last pass, if no update follows in which they do."""
     trained = {role.name for role in run.trained_rows if not role.publishes}
-    last = {stage.group if isinstance(stage, Pass) else stage.role: stage
-            for stage in stages if isinstance(stage, Pass | Update)}  # fmt: skip
-    return tuple(
-        replace(stage, rests=True)
-        if isinstance(stage, Pass) and stage.group in trained and last[stage.group] is stage
-        else stage
-        for stage in stages
-    )
+    last = dict[str, StepStage]()
+    for stage in stages:
+        if isinstance(stage, Pass):
+            last[stage.group] = stage
+        elif isinstance(stage, Update):
+            last[stage.role] = stage
+    resting = [last[name] for name in trained]
+    return tuple(replace(each, rests=True) if isinstance(each, Pass) and each in resting else each for each in stages)
 
 
 def _title(stage: StepStage) -> str:

@@ -324,7 +324,7 @@ _SAYS = {Head.lm: "log-probs", Head.value: "values", Head.hidden: "hidden states
 _TRAINED = sorted((role for role in ROLES.values() if role.trains), key=lambda role: role.publishes)  # as a step does
 _UPDATES_OF = {role: (role.update_phase, f"the {role.name} is trained") for role in _TRAINED}
 
-# In the order of a step, which is the order of the report's bars.
+# The order of the report's bars: passes, the estimation, updates.  In a step, PRIME's update comes before it.
 PHASES = {
     "generate": "responses are drawn",
     "score": "responses are graded, as far as drawing does not hide it",

@@ -143,7 +143,7 @@ MAKES = OnController(function="a:b", reads=("never",), makes=("x",))
         ((OnRanks(function="a:c", reads=(), makes=("alone_T",)),), "c makes alone_T, which nothing in a step reads"),
         (
             (replace(MAKES, reads=("y",)), OnRanks(function="a:c", reads=("x",), makes=("y",))),
-            "stages wait for each other: a:b, a:c, the estimation",
+            "stages wait for each other: b, c",
         ),
     ],
 )
@@ -154,4 +154,4 @@ def test_stages_that_cannot_run_are_refused(
     monkeypatch.setattr(module, "estimator", lambda _: own)
     with pytest.raises(ConfigError) as caught:
         order("algorithm=rloo")
-    assert said.replace("a:", "").split(",")[0] in str(caught.value)
+    assert said in str(caught.value)

@@ -17,6 +17,13 @@ from tests.support.run_task import overrides, write_task
 pytestmark = [pytest.mark.timeout(600), pytest.mark.tier("full"), pytest.mark.usefixtures("processes")]
 
 
+def train(folder: Path, given: list[str]) -> None:
+    """Runs ``mcore-rl train`` in ``folder``."""
+    command = [sys.executable, "-m", "mcore_rl.cli", "train", *given]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_trains_with_the_algorithm_of_a_file(tmp_path: Path) -> None:
     task, directory, own = write_task(tmp_path / "task"), tmp_path / "run", tmp_path / "own.py"
     own.write_text(MEDIAN + LOSS)
@@ -24,14 +31,7 @@ def test_a_run_trains_with_the_algorithm_of_a_file(tmp_path: Path) -> None:
         task, directory, f"algorithm={own}", f"actor.loss_mode={own}:median", "actor.ppo_mini_batch_size=8",
         "actor.use_kl_loss=false", "trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.save_freq=0",
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "mcore_rl.cli", "train", *given],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    train(tmp_path, given)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "actor/grad_norm" in row]
     assert len(steps) == 2
@@ -55,14 +55,7 @@ def test_two_lambdas_and_an_outcome_in_the_loss_are_one_file(tmp_path: Path) -> 
             "trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.save_freq=0",
             "actor.ppo_mini_batch_size=8",
         )  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "mcore_rl.cli", "train", *given],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        train(tmp_path, given)
         (row,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][-1:]
         assert row["critic/grad_norm"] > 0 and row["return/mean"] != 0
         norms[mu] = (row["critic/grad_norm"], row["actor/grad_norm"], row["advantage/max"])

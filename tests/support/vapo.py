@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from mcore_rl.algorithms.advantages.gae import temporal_differences
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.losses.ppo_clip import ppo_clip
 from mcore_rl.algorithms.losses.token_losses import TokenLosses
@@ -26,13 +27,7 @@ IMITATION = 0.1  # mu
 
 def two_lambdas(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """``A_t = delta_t + lambda_l A_{t+1}`` for the policy; ``A_t + V_t`` with lambda 1 for the critic; gamma is 1."""
-    assert inputs.values_T is not None
-    values_M, rewards_M = inputs.trained.gather(inputs.values_T), inputs.trained.gather(inputs.rewards_T)
-    next_values_M = torch.zeros_like(values_M)
-    next_values_M[:-1] = values_M[1:]
-    last_S = inputs.counts_S.cumsum(0) - 1
-    next_values_M[last_S[inputs.counts_S > 0]] = 0
-    deltas_M = rewards_M + next_values_M - values_M
+    deltas_M, values_M = temporal_differences(inputs, 1.0)
     returns_M = discounted_sums(deltas_M.clone(), inputs.counts_S, 1.0) + values_M
     advantages_M = torch.empty_like(deltas_M)
     end = 0
