@@ -12,6 +12,7 @@ import pytest
 from mcore_rl.agents.function_process import FunctionProcesses, describe
 from mcore_rl.errors import ConfigError
 from tests.support.awaited import awaited
+from tests.support.daemons import DAEMON
 
 SOURCE = '''
 import asyncio, os, sys, time
@@ -28,14 +29,7 @@ def weather(city: str, days: int = 1) -> str:
     if city == "fork":
         return "child" if os.fork() == 0 else "parent"
     if city == "daemon":
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                os.write(writing, str(os.getpid()).encode())
-                time.sleep(600)
-            os._exit(0)
-        return os.read(reading, 100).decode()
+        return str(daemon())
     if city == "flood":
         for _ in range(300):
             print("x" * 10**6)
@@ -64,7 +58,7 @@ def untyped(x):
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "my_tools.py"
-    path.write_text(SOURCE)
+    path.write_text(SOURCE + DAEMON)
     return path
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from mcore_rl.processes import guarding
 from mcore_rl.processes.guarding import GuardedProgram
+from tests.support.daemons import DAEMON
 
 PROGRAM = """
 import os, signal, socket, sys, time
@@ -24,24 +25,17 @@ def main(descriptor: int) -> None:
         word = connection.recv(100).decode()
         if word.lstrip("-").isdigit():
             os.kill(os.getpid(), -int(word)) if int(word) < 0 else os._exit(int(word))
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                os.write(writing, str(os.getpid()).encode())
-                connection.close()
-                time.sleep(600)
-            os._exit(0)
+        pid = daemon()
         if word == "stop":
             os.kill(os.getppid(), signal.SIGSTOP)
-        connection.sendall(os.read(reading, 100))
+        connection.sendall(str(pid).encode())
         time.sleep(600)
 """
 
 
 def program(folder: Path, word: str) -> tuple[GuardedProgram, bytes]:
     """(a program that was told ``word``, its answer)."""
-    (folder / "forks_twice.py").write_text(PROGRAM)
+    (folder / "forks_twice.py").write_text(PROGRAM + DAEMON)
     ours, theirs = socket.socketpair()
     with theirs, ours:
         made = GuardedProgram("forks_twice", theirs, dict(os.environ))

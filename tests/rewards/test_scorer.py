@@ -23,6 +23,7 @@ from mcore_rl.rewards.confinement import ConfinementError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.scorer import Scorer
 from tests.rewards.test_gsm8k import gold_solutions
+from tests.support.daemons import DAEMON
 
 LIMIT_S = 3.0  # of a response that hangs; those that do not take milliseconds
 CUSTOM = """
@@ -63,15 +64,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
             child = os.fork()
             if child == 0: time.sleep(600)
             return child
-        case "daemon":
-            reading, writing = os.pipe()
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    os.write(writing, str(os.getpid()).encode())
-                    time.sleep(600)
-                os._exit(0)
-            return int(os.read(reading, 100))
+        case "daemon": return daemon()
     return float(solution_str)
 """
 GOOD = {
@@ -107,7 +100,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def custom(tmp_path: Path) -> CustomRewardFunction:
-    (tmp_path / "reward.py").write_text(CUSTOM)
+    (tmp_path / "reward.py").write_text(CUSTOM + DAEMON)
     return CustomRewardFunction(path=str(tmp_path / "reward.py"))
 
 
