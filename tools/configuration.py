@@ -18,12 +18,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-
+from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.bounds import LARGEST_FLOAT, LARGEST_INT, PathKind, Setting, setting_of
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.compose import compose, read
+from mcore_rl.config.compose import read
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.key_readers import readers_text
@@ -33,6 +32,7 @@ from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.typed import defaults, merge
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMANDS: dict[str, type[Any]] = {
@@ -134,9 +134,10 @@ def shown(value: Any) -> str:
 def composed(command: str) -> Any:
     """What a command takes where nothing is written; interpolations are not resolved."""
     if command == CLUSTER:
-        return OmegaConf.structured(ClusterConfig)
-    compose(COMMANDS[command], command, [])  # which tells hydra what there is
-    return read(command, None, [])
+        return defaults(ClusterConfig)
+    tree = defaults(COMMANDS[command])
+    merge(tree, read(command, command, None, offer_algorithms([], None)))
+    return tree
 
 
 def keys(command: str, schema: type[Any]) -> Iterator[Key]:
@@ -149,14 +150,12 @@ def keys(command: str, schema: type[Any]) -> Iterator[Key]:
         for each in fields(group):
             if each.metadata.get("omegaconf_ignore"):
                 continue
-            hint, values = hints[each.name], node._get_node(each.name)
+            hint = hints[each.name]
+            value = node[key_of(each.name)]
             key = f"{path}{key_of(each.name)}"
             if is_dataclass(hint):
-                yield from of(hint, values, f"{key}.")  # type: ignore[arg-type]  # a class
+                yield from of(hint, value, f"{key}.")  # type: ignore[arg-type]  # a class
                 continue
-            value = (
-                values._value() if not OmegaConf.is_config(values) else OmegaConf.to_container(values, resolve=False)
-            )
             default = f"`{shown(value)}`" if value != "" else ""
             if command == "train" and key in set_by_algorithms:
                 default += ", by algorithm"

@@ -68,6 +68,12 @@ def _store(among: Iterable[Algorithm], home: Path | None = None) -> None:
         ConfigStore.instance().store(group=GROUP, name=algorithm.name, node=values, package="_global_")
 
 
+def offered() -> set[str]:
+    """The names that ``algorithm=NAME`` may choose, of all that was offered."""
+    _offer_own()
+    return {each.removesuffix(".yaml") for each in ConfigStore.instance().list(GROUP)}
+
+
 def _by_name(override: str) -> str:
     key, _, value = override.partition("=")
     if key != GROUP or not (value.endswith(".py") or ".py:" in value):

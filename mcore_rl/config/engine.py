@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
@@ -209,10 +209,6 @@ def engine_rules(engine: EngineConfig, prefix: str = "") -> Iterator[Violation]:
 
 
 def _optimizer_rules(optim: OptimizerConfig, prefix: str) -> Iterator[Violation]:
-    betas: Sequence[float] = optim.betas  # a value from the command line may be a list of any length
-    if len(betas) != 2:
-        problem = f"there are two, and not {len(betas)}"
-        yield Violation(f"{prefix}optim.betas", betas, problem, "Write for example [0.9,0.999]")
     if optim.warmup_ratio and optim.lr_warmup_steps:
         problem = f"and {prefix}optim.lr_warmup_steps={optim.lr_warmup_steps} both say how long warm-up is"
         yield Violation(f"{prefix}optim.warmup_ratio", optim.warmup_ratio, problem, "Write one of them")

@@ -8,15 +8,13 @@ by a path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.compose import ERRORS, all_keys, compose, words
+from mcore_rl.config.compose import ERRORS, as_yaml, compose, words
 from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
 from mcore_rl.config.offline import OfflineConfig
@@ -25,6 +23,7 @@ from mcore_rl.config.resources import CLUSTERS, RECIPES
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.typed import Tree, merge, put, typed
 from mcore_rl.config.yaml_files import parse_yaml, read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
@@ -106,11 +105,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | Offline
     path = recipe_path(name)
     program = program_of(path)
     schema = SCHEMAS[program]
-    try:
-        return compose(schema, program, overrides, path.parent, path.stem)
-    except ConfigError:
-        refuse_if_any(list(_file_violations(path, schema)))
-        raise
+    return compose(schema, program, overrides, path.parent, path.stem)
 
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -121,14 +116,14 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     Raises ConfigError with every violation.
     """
     path = cluster_path(name)
-    refuse_if_any(list(_file_violations(path, ClusterConfig)))
+    tree = _typed_or_named(read_yaml(path), f"{path}: ")
     written = _dotlist(overrides)
-    refuse_if_any(list(_leaf_violations(PREFIX, written, ClusterConfig)))
-    composed = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.create(read_yaml(path)))
+    of_words: Tree = {}
     for key, value in written:
-        OmegaConf.update(composed, key, value)
-    cluster = OmegaConf.to_object(composed)
-    assert isinstance(cluster, ClusterConfig)
+        put(of_words, key, value)
+    _typed_or_named(of_words, PREFIX)
+    merge(tree, of_words)
+    cluster = typed(ClusterConfig, tree)
     cluster.name = cluster.name or path.stem
     if cluster.measured:
         take_measured(cluster)
@@ -141,7 +136,7 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
 
 def cluster_yaml(cluster: ClusterConfig) -> str:
     """A yaml file that ``load_cluster`` reads as ``cluster``; it has measured rates, and not the name of their file."""
-    return OmegaConf.to_yaml(OmegaConf.structured(replace(cluster, measured="")))
+    return as_yaml(replace(cluster, measured=""))
 
 
 def recipe_path(name: str) -> Path:
@@ -225,33 +220,13 @@ def _names(directory: Path) -> list[str]:
     return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
-def _file_violations(path: Path, schema: type[Any]) -> Iterator[Violation]:
-    """A violation for each key of the file that is unknown or whose value has the wrong type."""
-    values = {key: value for key, value in read_yaml(path).items() if key != "defaults"}
-    yield from _leaf_violations(f"{path}: ", _leaves(values), schema)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _leaf_violations(place: str, written: Iterable[tuple[str, Any]], schema: type[Any]) -> Iterator[Violation]:
-    """A violation for each (key, value) of ``written`` that is unknown or of the wrong type.  place: before the key."""
-    structured = OmegaConf.structured(schema)
-    known = list(all_keys(structured))
-    for key, value in written:
-        try:
-            OmegaConf.update(structured, key, value, force_add=False)
-        except ERRORS as error:
-            if key in known:
-                yield Violation(f"{place}{key}", value, words(error), "Write a value of that type")
-                continue
-            remedy = meant(key, known, "There is none like it: leave it out")
-            yield Violation(f"{place}{key}", value, "there is no such key", remedy)
+def _typed_or_named(tree: Tree, place: str) -> Tree:
+    """``tree``, if all of it may be in a cluster.  Raises ConfigError with ``place`` before each wrong key."""
+    try:
+        typed(ClusterConfig, tree)
+    except ConfigError as error:
+        raise ConfigError([replace(each, key=f"{place}{each.key}") for each in error.violations]) from error
+    return tree
 
 
 def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -15,7 +15,8 @@ RESERVED = ("async",)  # groups whose names are words of Python's
 
 def meant(name: str, known: Iterable[str], otherwise: str) -> str:
     """The remedy for an unknown name: "Did you mean ...?" with the nearest of ``known``, else ``otherwise``."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    spelled = {each.lower(): each for each in known}
+    near = [spelled[each] for each in difflib.get_close_matches(name.lower(), list(spelled), n=3, cutoff=0.6)]
     return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 

@@ -1,7 +1,8 @@
 """Keeps what the user wrote on the command line as text, as ``yaml_files.py`` does in files.
 
 Hydra takes ``1e3`` for 1000.0, ``1_000`` for 1000 and ``true`` for a boolean, before it looks at the type of the key: a
-text of that spelling would come out as another.  Put in quotes it stays a text, which the declared type reads.
+text of that spelling would come out as another; and in ``~/x`` or ``</answer>`` it meets characters that its grammar
+has no use for.  Put in quotes each of these stays a text, which the declared type reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ TOKENS = re.compile(
     re.VERBOSE,
 )
 READ_BY_HYDRA = re.compile(r"[+-]?[\d.][\d._]*(?:e[+-]?[\d_]+)?|[+-]?(?:inf|nan)|true|false", re.IGNORECASE)
+# A text with a character that hydra's grammar has no use for.
+UNREADABLE = re.compile(r"[^()'\"\\$]*[^\w\s()'\"\\$/\-+.*:%?@|,][^()'\"\\$]*", re.ASCII)
 
 
 def is_free(key: str) -> bool:
@@ -24,7 +27,7 @@ def is_free(key: str) -> bool:
 
 
 def keep_text(override: str) -> str:
-    """``override`` with each number and boolean of its value in quotes, but for those of ``FREE`` groups."""
+    """``override`` with the numbers, booleans and unreadable texts of its value in quotes, but in ``FREE`` groups."""
     key, equals, value = override.partition("=")
     if is_free(key) or not equals:
         return override
@@ -53,4 +56,5 @@ def keep_text(override: str) -> str:
 
 def _quoted(text: str) -> str:
     word = text.strip()
-    return text.replace(word, f"'{word}'") if READ_BY_HYDRA.fullmatch(word) else text
+    quoted = READ_BY_HYDRA.fullmatch(word) or UNREADABLE.fullmatch(word)
+    return text.replace(word, f"'{word}'") if quoted else text

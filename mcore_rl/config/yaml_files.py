@@ -7,8 +7,9 @@ The limits: an alias may otherwise stand for more than any memory holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,6 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from mcore_rl.config.files import input_problem
-from mcore_rl.config.names import field_of
 from mcore_rl.errors import ConfigError, Violation
 
 MAX_BYTES = 128 << 10  # the parser takes seconds for more
@@ -62,7 +62,7 @@ class TextSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """The values of a file, by its path from DIRECTORY, and the package that its first comments may name."""
         path = self._file(config_path)
-        values = OmegaConf.create({field_of(key): value for key, value in read_yaml(path).items()})
+        values = OmegaConf.create(read_yaml(path))
         header = self._get_header_dict(read_limited(path, MAX_BYTES))
         return ConfigResult(provider=self.provider, path=f"text://{self.path}", config=values, header=header)
 
@@ -150,26 +150,51 @@ def read_limited(path: Path, max_bytes: int) -> str:
     return text
 
 
-def check_defaults(directory: Path, name: str, chosen: Iterator[str] | list[str]) -> None:
+@dataclass(frozen=True)
+class YamlFile:
+    """A yaml file of the user's that a configuration is composed of.
+
+    values: its keys and values, without ``defaults``.
+    chooses: whether its defaults choose an algorithm, themselves or by beginning with the package's train.yaml.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    chooses: bool
+
+
+def read_defaults(directory: Path | None, name: str, chosen: Iterable[str] = ()) -> list[YamlFile]:
     """Reads what hydra is about to: ``directory``/``name``.yaml and the files that its defaults name there.
 
     chosen: further files of the directory, such as ``group/name`` of an override.
-    Raises ConfigError, as ``read_yaml``.
+    Returns ``name``.yaml and those that stand in defaults by name alone; a file of a group may say by itself where its
+    keys belong.  Raises ConfigError, as ``read_yaml``.
     """
-    seen, waiting = set[str](), [name, *chosen]
+    files = list[YamlFile]()
+    if directory is None:
+        return files
+    seen = set[str]()
+    waiting = [(name, True), *((each, False) for each in chosen)]
     while waiting:
-        name = waiting.pop()
+        name, plain = waiting.pop()
         path = directory / f"{name}.yaml"
         if name in seen or not path.exists():
             continue
         seen.add(name)
-        defaults = read_yaml(path).get("defaults")
+        values = read_yaml(path)
+        defaults = values.pop("defaults", None)
+        chooses = False
         for entry in defaults if isinstance(defaults, list) else ():
             if isinstance(entry, dict):
-                groups = ((str(key).split()[-1] if str(key).split() else "", each) for key, each in entry.items())
-                waiting += [f"{group}/{each}" for group, each in groups]
+                groups = [(str(key).split()[-1] if str(key).split() else "", each) for key, each in entry.items()]
+                chooses |= any(group == "algorithm" for group, _ in groups)
+                waiting += [(f"{group}/{each}", False) for group, each in groups]
             else:
-                waiting.append(str(entry))
+                chooses |= entry == "train" and not (directory / "train.yaml").exists()
+                waiting.append((str(entry), plain))
+        if plain:
+            files.append(YamlFile(path, values, chooses))
+    return files
 
 
 def _keep_text(node: yaml.Node, seen: set[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
 from mcore_rl.config.bounds import (
     InputFile,
@@ -29,7 +28,7 @@ from mcore_rl.config.bounds import (
     settings,
 )
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.compose import ERRORS, compose
+from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.launch import load_cluster
@@ -38,6 +37,8 @@ from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.typed import typed
+from mcore_rl.config.yaml_files import parse_yaml
 from mcore_rl.errors import ConfigError, Violation
 from tests.support.number_oracle import CLUSTER, NUMBERS, never
 
@@ -117,24 +118,13 @@ def sound_config(program: str, group: str = "") -> Any:
     return compose(PROGRAMS[program][0], program, WITH_ROLE.get(group, SOUND[program]))
 
 
-@cache
-def _structured(schema: type[Any]) -> bytes:
-    """The schema as an omegaconf object, pickled: a copy of one is made four times slower."""
-    return pickle.dumps(OmegaConf.structured(schema))
-
-
 def with_value(sound: Any, each: Setting, text: str, violations: Refusals) -> list[Violation]:
-    """The violations of ``sound`` with ``text`` as the value of the key, as omegaconf reads and types it."""
+    """The violations of ``sound`` with ``text`` as the value of the key, as it stands in a yaml file."""
     *groups, name = field_of(each.key).split(".")
     group = reduce(getattr, groups, sound)
     try:
-        value = OmegaConf.create(f"value: {text}").value
-        if each.listed and isinstance(value, (int, float)) and not isinstance(each.default, tuple):
-            value = [value]  # as ``compose`` does
-        typed = pickle.loads(_structured(type(group)))
-        OmegaConf.update(typed, name, value)
-        made = OmegaConf.to_object(typed[name]) if OmegaConf.is_config(typed[name]) else typed[name]
-    except ERRORS as error:  # as ``compose`` refuses it
+        made = getattr(typed(type(group), parse_yaml(f"{name}: {text}")), name)
+    except (ConfigError, yaml.YAMLError, ValueError) as error:  # as ``compose`` refuses it
         return [Violation(each.key, text, str(error), "")]
     before = getattr(group, name)
     setattr(group, name, made)
@@ -201,9 +191,11 @@ def test_no_odd_value_of_any_key_ends_in_an_exception(program: str) -> None:
     ],
 )
 def test_a_text_that_cannot_be_meant_is_refused(key: str, text: str) -> None:
-    config = OmegaConf.structured(compose(RunConfig, "train", SOUND["train"]))
-    OmegaConf.update(config, key, OmegaConf.create(f"value: {text.replace(chr(39), chr(34))}").value)
-    assert of_key(run_violations(OmegaConf.to_object(config)), key)
+    config = compose(RunConfig, "train", SOUND["train"])
+    *groups, name = key.split(".")
+    group = reduce(getattr, groups, config)
+    setattr(group, name, yaml.safe_load(text.replace(chr(39), chr(34))))
+    assert of_key(run_violations(config), key)
 
 
 def test_texts_of_all_languages_and_lines_where_they_belong_are_taken() -> None:

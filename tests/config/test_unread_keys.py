@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from mcore_rl.config.algorithm_registry import estimators, policy_losses
-from mcore_rl.config.compose import all_keys, compose
+from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_recipe, recipe_names
-from mcore_rl.config.names import key_of
 from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.typed import all_keys
 from mcore_rl.config.unread_keys import switches
 from mcore_rl.errors import Violation
 from tests.support.composed import recipe
@@ -138,7 +137,7 @@ def test_what_was_written_is_known_after_a_field_is_replaced() -> None:
 
 
 def test_every_key_of_the_rules_is_a_key() -> None:
-    known = {key_of(each) for each in all_keys(OmegaConf.structured(RunConfig))}
+    known = set(all_keys(RunConfig))
     keys = {key.rstrip(".") for switch in switches() for key in switch.keys}
     keys |= {key for part in (*estimators().values(), *policy_losses().values()) for key in part.reads}
     assert len(keys) > 20 and keys <= known

@@ -20,11 +20,9 @@ import pytest
 
 from mcore_rl import cli
 from mcore_rl.commands.programs import PROGRAMS, Program
-from mcore_rl.config import compose as composing
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import compose
 from mcore_rl.config.files import input_problem, output_problem
-from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.hub.fetch import fetched
 from tests.support.number_oracle import NUMBERS
@@ -175,23 +173,6 @@ def test_odd_yaml_files_are_one_message(
 ) -> None:
     code, said = answer(capsys, monkeypatch, "train", "--config-dir", str(files), "--config-name", name)
     assert code == 2 and said.startswith("error: ")
-
-
-def test_one_wrong_override_among_many_is_found_without_composing_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Composing takes a third of a second: sixty overrides, one by one, took twenty seconds."""
-    count, compose = 0, composing._compose
-
-    def counted(*arguments: object) -> object:
-        nonlocal count
-        count += 1
-        return compose(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(composing, "_compose", counted)
-    sound = [f"trainer.guards.window={number}" for number in range(2, 34)]
-    with pytest.raises(ConfigError) as caught:
-        composing.compose(RunConfig, "train", [*sound[:20], "rollout.nn=3", *sound[20:]])
-    assert [each.key for each in caught.value.violations] == ["rollout.nn"]
-    assert count <= 15
 
 
 COMMANDS = [

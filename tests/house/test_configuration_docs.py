@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
-from omegaconf import OmegaConf
 
 from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config.algorithm_object import Estimator
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.config.bounds import PositiveInt, settings
+from mcore_rl.config.typed import defaults
 from tools import configuration as tool
 
 
@@ -109,7 +109,7 @@ class Other:
 
 def test_a_changed_bound_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "COMMANDS", {"sft": Other})
-    monkeypatch.setattr(tool, "composed", lambda command: OmegaConf.structured(Other))
+    monkeypatch.setattr(tool, "composed", lambda command: defaults(Other))
     assert '| <a id="new"></a>`new` | whole number in [1, inf), or `null` | `3` | something new. | sft |' in tool.page()
 
 

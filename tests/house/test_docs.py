@@ -13,15 +13,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from omegaconf import OmegaConf
 
 from mcore_rl.cli import COMMANDS
-from mcore_rl.config.compose import all_keys
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.typed import all_keys
 from tests.house.source import ROOT, python_files, repository_files
 from tests.support import doc_blocks
 
@@ -40,7 +39,7 @@ def rows(page: str) -> list[list[str]]:
 @cache
 def keys() -> frozenset[str]:
     schemas = (RunConfig, SftConfig, GenerateConfig, EvaluateConfig)
-    return frozenset(key for schema in schemas for key in all_keys(OmegaConf.structured(schema)))
+    return frozenset(key for schema in schemas for key in all_keys(schema))
 
 
 def test_every_key_of_ours_beside_verls_is_there() -> None:

@@ -11,18 +11,17 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
+from mcore_rl.config.bounds import settings
 from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry, ModelFacts, TranslatedSetting
 from mcore_rl.config.verl.facts import defaults
 from mcore_rl.config.verl.row import KeyRow, NotHereError, same
 from mcore_rl.config.verl.rules import PER_ROLE, RULES
 from mcore_rl.config.verl.table import row_for, rows_of
 from mcore_rl.config.verl.written import Verl
-from mcore_rl.config.verl.yaml_text import shown, yaml_of
+from mcore_rl.config.verl.yaml_text import shown
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 
@@ -186,17 +185,8 @@ def _take(answer: Answer, row: KeyRow, key: str, ours: Any, *, written: bool) ->
 
 def _takes_null(key: str, program: str) -> bool:
     """Whether a key of ours may be null."""
-    node: Any = _schema_node(program)
-    for name in key.split("."):
-        node = node._get_node(name)
-    return bool(node._is_optional())
-
-
-@cache
-def _schema_node(program: str) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(_schema(program))
+    schema = _schema(program)
+    return any(each.optional for each in settings(schema) if each.key == key)  # type: ignore[arg-type]  # a class
 
 
 def _schema(program: str) -> type[Any]:
@@ -240,22 +230,13 @@ def _algorithm(answer: Answer) -> str:
 
 def _composed(answer: Answer, algorithm: str, settings: dict[str, TranslatedSetting]) -> Any:
     """Our configuration with ``settings``, as the yaml file composes.  Raises ConfigError."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from mcore_rl.config.compose import compose, typed
+    from mcore_rl.config.typed import put, typed
 
     program = answer.verl.program
-    config = deepcopy(_base(program, algorithm))
-    try:
-        for key, setting in settings.items():
-            OmegaConf.update(config, key, setting.value, force_add=isinstance(setting.value, dict))
-        made = typed(_schema(program), config)
-    except OmegaConfBaseException:  # a value that our key cannot have: said as it is said of the file
-        with TemporaryDirectory() as directory:
-            text = yaml_of(program, algorithm, settings, "")
-            (Path(directory) / "translated.yaml").write_text(text, encoding="utf-8")
-            return compose(_schema(program), program, [], Path(directory), "translated")
+    tree = deepcopy(_base(program, algorithm))
+    for key, setting in settings.items():
+        put(tree, key, setting.value)
+    made = typed(_schema(program), tree)
     if isinstance(made, Composed):
         made.written = frozenset(settings)
     return made
@@ -264,11 +245,11 @@ def _composed(answer: Answer, algorithm: str, settings: dict[str, TranslatedSett
 @cache
 def _base(program: str, algorithm: str) -> Any:
     """What hydra composes of our files alone."""
-    from mcore_rl.config.compose import compose, read
+    from mcore_rl.config.algorithm_presets import offer_algorithms
+    from mcore_rl.config.compose import read
 
     choices = [f"algorithm={algorithm}"] if algorithm else []
-    compose(_schema(program), program, choices)  # so that hydra knows what there is to choose from
-    return read(program, None, choices)
+    return read(program, program, None, offer_algorithms(choices, None))
 
 
 @cache

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from omegaconf import OmegaConf
 
-from mcore_rl.config.compose import all_keys
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.typed import all_keys
 from mcore_rl.config.verl.facts import (
     CONFIGS,
     EVALUATION,
@@ -31,7 +30,7 @@ SCHEMAS = {"train": RunConfig, "generate": GenerateConfig, "evaluate": EvaluateC
 
 @cache
 def ours(program: str) -> frozenset[str]:
-    return frozenset(all_keys(OmegaConf.structured(SCHEMAS[program])))
+    return frozenset(all_keys(SCHEMAS[program]))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -36,6 +36,7 @@ def translated(*words: str, version: str = "0.9.0", model: ModelFacts | None = N
 
 def at(config: Any, key: str) -> Any:
     value = value_at(config, key)
+    value = list(value) if isinstance(value, tuple) else value
     return getattr(value, "value", value)
 
 
