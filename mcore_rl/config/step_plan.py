@@ -68,8 +68,8 @@ def step_plan(run: RunConfig, *, trains_policy: bool = True) -> tuple[StepStage,
     before += estimator(run.algorithm.adv_estimator).stages
     made = {name for stage in before for name in stage.makes}
     estimate = Estimate(reads=("rollout_logprobs_T", OUTCOMES, *(name for name in ESTIMATED_FROM if name in made)))
-    stages = [*before, estimate, *(after if trains_policy else ())]
-    _demand_sound(run, stages)
+    _demand_sound(run, [*before, estimate, *after])
+    stages = [*before, estimate, *after] if trains_policy else _read_here([*before, estimate])
     return _resting(run, _in_order(run, stages))
 
 
@@ -133,6 +133,12 @@ def _demand_sound(run: RunConfig, stages: Sequence[StepStage]) -> None:
         unread = [name for name in stage.makes if is_field(name) and name not in read | FOR_METRICS]
         if unread and not isinstance(stage, Estimate):
             raise _refusal(run, f"{_title(stage)} makes {', '.join(unread)}, which nothing in a step reads")
+
+
+def _read_here(stages: Sequence[StepStage]) -> list[StepStage]:
+    """``stages`` without the passes that only the policy's update would have read."""
+    read = {name for stage in stages for name in stage.reads} | FOR_METRICS
+    return [stage for stage in stages if not isinstance(stage, Pass) or not read.isdisjoint(stage.makes)]
 
 
 def _resting(run: RunConfig, stages: Sequence[StepStage]) -> tuple[StepStage, ...]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.config import step_plan as module
-from mcore_rl.config.algorithm_registry import estimator
+from mcore_rl.config.algorithm import Divergence
+from mcore_rl.config.algorithm_registry import algorithms, estimator
 from mcore_rl.config.compose import compose
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
@@ -123,6 +124,25 @@ def test_while_a_critic_warms_up_the_policy_is_scored_and_not_trained() -> None:
     assert order(*words) == ["old_values_T", "step_advantages", "update critic", "update actor"]
     warming = ["old_logprobs_T", "old_values_T", "step_advantages", "update critic"]
     assert order(*words, trains_policy=False) == warming
+
+
+@pytest.mark.parametrize("divergence", [each.value for each in Divergence])
+@pytest.mark.parametrize("algorithm", ["distill", "ppo"])
+def test_every_teacher_is_in_both_plans_of_a_run_that_read_it(algorithm: str, divergence: str) -> None:
+    """A run makes the plan of its warm-up whether it has one or not."""
+    taught = ["teacher.path=t", "algorithm.distill.coef=1", f"algorithm.distill.divergence={divergence}"]
+    words = [f"algorithm={algorithm}", *taught]
+    in_advantages = divergence == "drawn"
+    made = "teacher_logprobs_T" if in_advantages else "teacher_hidden_MH"
+    assert made in order(*words)
+    assert (made in order(*words, trains_policy=False)) == in_advantages
+
+
+@pytest.mark.parametrize("algorithm", algorithms())
+def test_every_algorithm_has_both_plans(algorithm: str) -> None:
+    words = (f"algorithm={algorithm}", "teacher.path=t")
+    assert [each for each in order(*words, trains_policy=False) if each == "update actor"] == []
+    assert order(*words)[-1] == "update actor"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
