@@ -42,6 +42,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.checkpoints.convert import read_model
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
@@ -195,7 +196,7 @@ def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
             score=Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0),
         )
         episodes.append(episode)
-    return RolloutBatch(episodes=episodes, greedy=None, num_batches=1, num_dropped=0, seconds=1.0)
+    return RolloutBatch(episodes=episodes, greedy=None, num_batches=1, seconds=1.0)
 
 
 def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
@@ -260,8 +261,12 @@ def simulated_run(
 
     writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
 
-    def keep_rollouts(step: int, episodes: Sequence[Episode]) -> None:
-        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, episodes, tokenizer)))
+    def keep_rollouts(step: int, rollouts: RolloutBatch, num_tokens: int) -> dict[str, Any]:
+        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, rollouts.episodes, tokenizer)))
+        return {}
+
+    async def keep_order(*_: Any) -> None:
+        """The ledger has no line."""
 
     async def next_rollouts(*_: Any) -> RolloutBatch:
         return rollouts
@@ -276,7 +281,8 @@ def simulated_run(
     run: Any = object.__new__(BareRun)
     vars(run).update(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), groups=groups,
-        rollouts=SimpleNamespace(next=next_rollouts, settle=settle), keep_rollouts=keep_rollouts, leaving=Preemption(),
+        rollouts=SimpleNamespace(next=next_rollouts, settle=settle), keep_rollouts=keep_rollouts, keep_order=keep_order,
+        preemption=Preemption(), prepared=SimpleNamespace(models=dict.fromkeys(groups, read_model(model)[2])),
         kl=KlController(config.algorithm.kl_ctrl),
         losses={role.name: config.loss_of(role) for role in config.trained_rows},
         on_accelerator=False,
