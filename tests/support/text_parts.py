@@ -1,0 +1,76 @@
+"""Tiny multimodal models of transformers, and their checkpoints in every spelling that is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.support.published import TINY
+
+# Architecture -> (model type, the text model's type, the field of TINY it is made of).
+TEXT = {
+    "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text", "gemma3_text"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "mistral", "mistral"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3_vl_text", "qwen3"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_moe"),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", "deepseek_v3", "deepseek_v3"),
+}
+_SIGLIP = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=56)
+_QWEN = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2)
+_VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {**_SIGLIP, "patch_size": 14, "model_type": "siglip_vision_model"},
+    "mistral3": {**_SIGLIP, "patch_size": 14, "head_dim": 16, "model_type": "pixtral"},
+    "qwen2_5_vl": {**_QWEN, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+    "qwen3_vl_moe": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+    "kimi_k25": dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, pos_emb_height=4,
+        pos_emb_width=4,
+    ),
+}  # fmt: skip
+_WHOLE: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
+    "mistral3": {"image_token_index": 5},
+    "kimi_k25": {"projection_hidden_size": 32, "image_token_id": 5, "video_token_id": 6},
+}
+_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+_NOT_TEXT = ("architectures", "model_type", "quantization_config", "topk_method", "scoring_func")
+
+
+def config(architecture: str, **text_changes: object) -> dict[str, Any]:
+    """A config.json of ``architecture``, as transformers' class takes it.  text_changes: fields of its text part."""
+    kind, text_kind, family = TEXT[architecture]
+    text = {name: value for name, value in TINY[family].items() if name not in _NOT_TEXT}
+    text |= {"model_type": text_kind, **text_changes}
+    vision = dict(_VISION[kind])
+    if "qwen" in kind:
+        axes = text["head_dim"] // 2 if "head_dim" in text else text["hidden_size"] // text["num_attention_heads"] // 2
+        section = [axes - 2 * (axes // 3), axes // 3, axes // 3]
+        rope = {"rope_theta": text.pop("rope_theta", 1e4), "rope_type": "default", "mrope_section": section}
+        text["rope_parameters"] = rope | ({"mrope_interleaved": True} if "qwen3" in kind else {})
+        vision["out_hidden_size"] = text["hidden_size"]
+    tied = bool(text.get("tie_word_embeddings", family == "gemma3_text"))
+    whole = {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": tied}
+    return whole | _WHOLE.get(kind, _TOKENS) | {"text_config": text, "vision_config": vision}
+
+
+def build(architecture: str, dtype: torch.dtype = torch.float32, **text_changes: object) -> PreTrainedModel:
+    """A random model of ``architecture`` by transformers, in evaluation mode."""
+    values = config(architecture, **text_changes)
+    kind = values.pop("model_type")
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**values), dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms and biases begin at one number each
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.copy_(0.1 * torch.randn_like(buffer))
+    return model.eval()
