@@ -264,9 +264,14 @@ def to_hf(
 
 
 def _write_hf(
-    source: MegatronCheckpoint | RunWeights | MergedWeights, sidecar_directory: Path, rest_directory: Path, out: Path, *,
-    dtype: torch.dtype | None, report: ProgressCallback,
-) -> Converted:  # fmt: skip
+    source: MegatronCheckpoint | RunWeights | MergedWeights,
+    sidecar_directory: Path,
+    rest_directory: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    report: ProgressCallback,
+) -> Converted:
     """rest_directory: has what is not trained of a multimodal model."""
     rest = None if source.table.head is Head.value else rest_of(rest_directory)
     present = {name: spec.dtype for name, spec in source.tensors.items()}

@@ -201,8 +201,8 @@ def save_hf(
     that all are there before the directory gets its name.
 
     source: a checkpoint directory; its config.json (with the dtype corrected), tokenizer and other files that are not
-    weights are copied, and of a multimodal one what is not trained, too; None writes weights alone.  dtype: cast to it; None keeps the dtype of the weights.  progress:
-    called with the number of bytes that this rank just wrote.
+    weights are copied, and of a multimodal one what is not trained, too; None writes weights alone.  dtype: cast to it;
+    None keeps the dtype of the weights.  progress: called with the number of bytes that this rank just wrote.
 
     Raises on every rank what went wrong on any: WeightMapError if modules and table disagree; CheckpointError as
     ``ShardedWriter`` does, and if ``source`` is no checkpoint directory.  After an error nothing has the name

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.support.published import TINY
 

@@ -1,7 +1,7 @@
 """vLLM's loader of the text part of a multimodal checkpoint, for engines that no trainer sends weights to.
 
 vLLM runs the language model by itself (``engine/environment.py``), and the files have its tensors under longer names,
-beside a tower.  They are read as a trainer reads them.  A worker imports this before it loads its model.
+beside a tower.  They are read as a trainer reads them.  A worker imports this module before it loads its model.
 """
 
 from __future__ import annotations
