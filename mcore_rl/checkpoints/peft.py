@@ -206,9 +206,8 @@ def open_adapters(directory: Path, table: Table) -> PeftCheckpoint:
     tensors, problems = read_header(directory / WEIGHTS)
     if problems:
         raise CheckpointError(str(directory), problems)
-    tensors = {
-        name: replace(info, name=name) for name, info in zip(map(of_text, tensors), tensors.values(), strict=True)
-    }
+    of_model = {of_text(name): info for name, info in tensors.items()}
+    tensors = {name: replace(info, name=name) for name, info in of_model.items()}
     checkpoint = PeftCheckpoint(directory, tensors, config, table)
     if checkpoint.problems:
         checkpoint.close()

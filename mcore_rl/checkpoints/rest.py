@@ -2,8 +2,8 @@
 
 ``open_files`` shows of the files of a multimodal checkpoint the text model's tensors alone, by the names of the tables.
 ``Rest`` is the other tensors and how the files are spelt: whoever writes a checkpoint of the whole asks ``rest_of`` the
-source, gives the writer its names, and copies the tensors.  A checkpoint that has no Hugging Face files, Megatron's or a
-run's, keeps the rest in one file beside config.json, so that it can be exported when the source is gone.
+source, gives the writer its names, and copies the tensors.  A checkpoint that has no Hugging Face files, Megatron's or
+a run's, keeps the rest in one file beside config.json, so that it can be exported when the source is gone.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, **text_changes:
     kind = values.pop("model_type")
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**values), dtype=dtype)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases begin at one number each
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
