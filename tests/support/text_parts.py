@@ -51,6 +51,7 @@ def config(architecture: str, **text_changes: object) -> dict[str, Any]:
         section = [axes - 2 * (axes // 3), axes // 3, axes // 3]
         rope = {"rope_theta": text.pop("rope_theta", 1e4), "rope_type": "default", "mrope_section": section}
         text["rope_parameters"] = rope | ({"mrope_interleaved": True} if "qwen3" in kind else {})
+        text.pop("rope_scaling", None)  # of a type that no such model has
         vision["out_hidden_size"] = text["hidden_size"]
     tied = bool(text.get("tie_word_embeddings", family == "gemma3_text"))
     whole = {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": tied}
