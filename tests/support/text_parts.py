@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.support.published import TINY
@@ -71,3 +75,96 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, **text_changes:
         if "e_score_correction_bias" in name:
             buffer.copy_(0.1 * torch.randn_like(buffer))
     return model.eval()
+
+
+# How published files are spelt: what stands before the text model's names, its head, and the rest.
+SPELLINGS = {
+    "newest": ("model.language_model.", "lm_head.", "model."),
+    "within": ("language_model.model.", "language_model.lm_head.", ""),
+    "flat": ("model.", "lm_head.", ""),
+}
+# Architecture -> the spellings in which its checkpoints are published.
+PUBLISHED = {
+    "Gemma3ForConditionalGeneration": ("within", "newest"),
+    "Mistral3ForConditionalGeneration": ("within", "newest"),
+    "Qwen2_5_VLForConditionalGeneration": ("flat", "newest"),
+    "Qwen3VLForConditionalGeneration": ("newest",),
+    "Qwen3VLMoeForConditionalGeneration": ("newest",),
+    "KimiK25ForConditionalGeneration": ("within",),
+}
+
+
+def stored(model: PreTrainedModel, architecture: str, spelling: str, experts: str) -> dict[str, Tensor]:
+    """The tensors of ``model`` as a checkpoint of ``architecture`` has them.
+
+    experts: ``module`` as in transformers' modules, ``published`` as Qwen3-VL-MoE's are, transposed, ``alone`` one by
+    one, as Kimi's.
+    """
+    text, head, rest = SPELLINGS[spelling]
+    made: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith("lm_head."):
+            if not model.config.tie_word_embeddings:
+                made[head + name.removeprefix("lm_head.")] = tensor
+        elif name.startswith("model.language_model."):
+            within = text + name.removeprefix("model.language_model.")
+            if within.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                made |= _experts(within, tensor, experts)
+            else:
+                made[within] = tensor
+        else:
+            made[rest + name.removeprefix("model.")] = tensor
+    return {name: tensor.detach().clone().contiguous() for name, tensor in made.items()}
+
+
+def _experts(name: str, tensor: Tensor, experts: str) -> dict[str, Tensor]:
+    if experts == "module":
+        return {name: tensor}
+    if experts == "published":
+        return {name: tensor.transpose(1, 2)}
+    parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+    folder = name.rpartition(".")[0]
+    return {
+        f"{folder}.{number}.{part}.weight": rows
+        for number, expert in enumerate(tensor)
+        for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
+    }
+
+
+def write(
+    architecture: str,
+    directory: Path,
+    spelling: str | None = None,
+    experts: str | None = None,
+    *,
+    files: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Write a checkpoint of ``build(architecture)`` with the files beside it; its tower is in float32 in any case."""
+    model = build(architecture)
+    kind = TEXT[architecture][0]
+    spelling = spelling or PUBLISHED[architecture][0]
+    experts = experts or ("alone" if kind == "kimi_k25" else "published")
+    tensors = stored(model, architecture, spelling, experts)
+    text, head, _ = SPELLINGS[spelling]
+    for name in tensors:
+        is_text = name.startswith((text, head)) and "visual" not in name and "vision" not in name
+        if is_text and "projector" not in name and not name.endswith("correction_bias"):
+            tensors[name] = tensors[name].to(dtype)
+    directory.mkdir(parents=True)
+    names = list(tensors)
+    where = {name: f"model-{place % files + 1:05}-of-{files:05}.safetensors" for place, name in enumerate(names)}
+    if files == 1:
+        where = dict.fromkeys(names, "model.safetensors")
+    for file in sorted(set(where.values())):
+        held = {name: tensor for name, tensor in tensors.items() if where[name] == file}
+        save_file(held, directory / file, {"format": "pt"})
+    if files > 1:
+        index = {"metadata": {}, "weight_map": where}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    saved = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+    saved["dtype"] = saved["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(saved))
+    (directory / "preprocessor_config.json").write_text('{"do_resize": true}')
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    return model
