@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from mcore_rl.rollout.engine.environment import (
     has_tokenizer,
 )
 from mcore_rl.rollout.engine.serving_checks import engine_violations
-from tests.support import models, reward_models
+from tests.support import models, reward_models, text_parts
 
 CPU = detect(Device.cpu)
 ROCM = replace(CPU, kind=Device.rocm, device_type="cuda", num_devices=8)
