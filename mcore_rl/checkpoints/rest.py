@@ -50,11 +50,12 @@ def part_in(directory: Path) -> TextPart | None:
 
 
 def spelling_of(names: Iterable[str], part: TextPart) -> Spelling:
-    """That of the files that hold ``names``: the first in which all have a place, else that of most."""
+    """That of the files that hold ``names``: of which they have the rest, and the text in most."""
     names = list(names)
 
-    def known(spelling: Spelling) -> int:
-        return sum(name.startswith(spelling.rest) or spelling.of_tables(name) is not None for name in names)
+    def known(spelling: Spelling) -> tuple[bool, int]:
+        of_rest = sum(name.startswith(spelling.rest) for name in names)
+        return of_rest > 0, of_rest + sum(spelling.of_tables(name) is not None for name in names)
 
     return max(part.spellings, key=known)  # the first of equals
 
@@ -163,7 +164,12 @@ def rest_of(directory: Path) -> Rest | None:
         tensors, problems = read_header(kept)
         if problems:
             raise CheckpointError(str(directory), problems)
-        return Rest(directory, spelling_of(tensors, part), read_metadata(kept).get("experts", ALONE), tensors)
+        said = read_metadata(kept)
+        spelling = next((each for each in part.spellings if each.model == said.get("spelling")), None)
+        if spelling is None:
+            problem = f"{KEPT} does not say how the checkpoint that it is of was spelt. Give that with --config DIR"
+            raise CheckpointError(str(directory), [problem])
+        return Rest(directory, spelling, said.get("experts", ALONE), tensors)
     checkpoint = HfCheckpoint.open(directory)
     spelling = spelling_of(checkpoint.tensors, part)
     tensors = _not_trained(checkpoint, spelling)
@@ -189,7 +195,8 @@ def keep_rest(source: Path, target: Path) -> None:
     if rest is None:
         return
     path = target / KEPT
-    header, placed = encode_header(rest.specs, path, {**FORMAT, "experts": rest.experts})
+    said = {**FORMAT, "spelling": rest.spelling.model, "experts": rest.experts}
+    header, placed = encode_header(rest.specs, path, said)
     try:
         with path.open("xb") as file:
             file.write(header)

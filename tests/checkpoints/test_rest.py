@@ -120,9 +120,13 @@ def test_what_is_kept_beside_a_checkpoint_says_how_the_files_were(tmp_path: Path
     held = load_file(tmp_path / "beside" / KEPT)
     changed = next(iter(held))
     held[changed].view(-1)[0] += 1
-    save_file(held, tmp_path / "beside" / KEPT, {"format": "pt"})
+    said = {"format": "pt", "spelling": source.spelling.model, "experts": source.experts}
+    save_file(held, tmp_path / "beside" / KEPT, said)
     with pytest.raises(CheckpointError, match=changed):
         source.demand_same(tmp_path / "beside")
+    save_file(held, tmp_path / "beside" / KEPT, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="does not say how"):
+        rest_of(tmp_path / "beside")
 
 
 def test_a_critic_is_of_the_text_model_alone(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def _unknown(held: dict[str, torch.Tensor]) -> None:
 
 
 def _of_another_shape(held: dict[str, torch.Tensor]) -> None:
-    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
     held[name] = held[name][:, :-1].contiguous()
 
 

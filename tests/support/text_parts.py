@@ -49,6 +49,8 @@ def config(architecture: str, **text_changes: object) -> dict[str, Any]:
     kind, text_kind, family = TEXT[architecture]
     text = {name: value for name, value in TINY[family].items() if name not in _NOT_TEXT}
     text |= {"model_type": text_kind, **text_changes}
+    if kind == "qwen3_vl_moe":  # transformers 5.19 misreads published experts whose gate and up are square
+        text["moe_intermediate_size"] = text_changes.get("moe_intermediate_size", 96)
     vision = dict(_VISION[kind])
     if "qwen" in kind:
         axes = text["head_dim"] // 2 if "head_dim" in text else text["hidden_size"] // text["num_attention_heads"] // 2
