@@ -19,7 +19,7 @@ from mcore_rl.rollout.engine.environment import TEXT_PART_FORMAT
 
 
 @register_model_loader(TEXT_PART_FORMAT)
-class TextPartLoader(DefaultModelLoader):
+class TextPartLoader(DefaultModelLoader):  # type: ignore[misc]  # untyped
     """Reads the text model's tensors, one after another, as plain numbers."""
 
     def get_all_weights(
