@@ -34,7 +34,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.stacks import Stack
-from mcore_rl.families.text_part import Spelling, TextPart, text_part_of
+from mcore_rl.families.text_part import NamesInFiles, TextPart, text_part_of
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice, offset_of, row_major_strides, windows
 
@@ -49,11 +49,11 @@ def part_in(directory: Path) -> TextPart | None:
     return text_part_of(read_config(directory)) if (directory / CONFIG).is_file() else None
 
 
-def spelling_of(names: Iterable[str], part: TextPart) -> Spelling:
+def spelling_of(names: Iterable[str], part: TextPart) -> NamesInFiles:
     """That of the files that hold ``names``: of which they have the rest, and the text in most."""
     names = list(names)
 
-    def known(spelling: Spelling) -> tuple[bool, int]:
+    def known(spelling: NamesInFiles) -> tuple[bool, int]:
         of_rest = sum(name.startswith(spelling.rest) for name in names)
         return of_rest > 0, of_rest + sum(spelling.of_tables(name) is not None for name in names)
 
@@ -79,11 +79,11 @@ def open_files(directory: Path) -> HfCheckpoint:
     return HfCheckpoint(directory, {name: replace(info, name=name) for name, info in shown.items()})
 
 
-def _not_trained(checkpoint: HfCheckpoint, spelling: Spelling) -> dict[str, TensorInfo]:
+def _not_trained(checkpoint: HfCheckpoint, spelling: NamesInFiles) -> dict[str, TensorInfo]:
     return {name: info for name, info in checkpoint.tensors.items() if name.startswith(spelling.rest)}
 
 
-def _problems(tensors: Mapping[str, TensorInfo], spelling: Spelling) -> Iterator[str]:
+def _problems(tensors: Mapping[str, TensorInfo], spelling: NamesInFiles) -> Iterator[str]:
     """Why the rest ``tensors`` of a checkpoint cannot be carried along."""
     if not tensors:
         beginnings = " or ".join(f"{name}*" for name in spelling.rest)
@@ -102,7 +102,7 @@ class Rest:
     """
 
     directory: Path
-    spelling: Spelling
+    spelling: NamesInFiles
     experts: str
     tensors: Mapping[str, TensorInfo]
 

@@ -20,7 +20,7 @@ MODEL = "model."  # before the names of the tables' tensors, but for the head
 
 
 @dataclass(frozen=True)
-class Spelling:
+class NamesInFiles:
     """How the names in a checkpoint's files begin.
 
     model, head: in place of the tables' ``model.`` and ``lm_head.``.  rest: of the tensors that are not trained.
@@ -73,12 +73,12 @@ class TextPart:
     ties_by_text: bool = False
 
     @property
-    def spellings(self) -> tuple[Spelling, ...]:
+    def spellings(self) -> tuple[NamesInFiles, ...]:
         """The spellings of published checkpoints; the first under which every name is known is that of the files."""
         return (
-            Spelling("model.language_model.", HEAD, tuple(MODEL + name for name in self.rest)),
-            Spelling("language_model.model.", "language_model.lm_head.", self.rest),
-            Spelling(MODEL, HEAD, self.rest),
+            NamesInFiles("model.language_model.", HEAD, tuple(MODEL + name for name in self.rest)),
+            NamesInFiles("language_model.model.", "language_model.lm_head.", self.rest),
+            NamesInFiles(MODEL, HEAD, self.rest),
         )
 
 
