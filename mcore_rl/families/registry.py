@@ -198,7 +198,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, ModelConfig, tuple[str, ..
     family, part = family_of(config), text_part_of(config)
     fields = Fields(text_config(config), readers=readers_of(family))
     for name, value in part.only.items() if part else ():
-        fields.demand(name, value, because="is read by vLLM, and not by transformers")
+        fields.demand(name, value, because="is not read by transformers' multimodal class")
     _demand_read_weights(fields, family)
     model = family.read(fields)
     violations = fields.violations + fields.unread()

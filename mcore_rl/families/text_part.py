@@ -127,6 +127,7 @@ TEXT_PARTS = (
         text_model_type="gemma3_text",
         text_types=("gemma3_text",),
         rest=("vision_tower.", "multi_modal_projector."),
+        only={"final_logit_softcapping": None},
     ),
     TextPart(
         architecture="Mistral3ForConditionalGeneration",

@@ -48,6 +48,8 @@ def config(architecture: str, **text_changes: object) -> dict[str, Any]:
     """A config.json of ``architecture``, as transformers' class takes it.  text_changes: fields of its text part."""
     kind, text_kind, family = TEXT[architecture]
     text = {name: value for name, value in TINY[family].items() if name not in _NOT_TEXT}
+    if kind == "gemma3":
+        text.pop("final_logit_softcapping", None)  # the multimodal class does not cap
     text |= {"model_type": text_kind, **text_changes}
     if kind == "qwen3_vl_moe":  # transformers 5.19 misreads published experts whose gate and up are square
         text["moe_intermediate_size"] = text_changes.get("moe_intermediate_size", 96)
@@ -76,6 +78,9 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, **text_changes:
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
             buffer.copy_(0.1 * torch.randn_like(buffer))
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):  # in which transformers has 1e-6 written
+            module.variance_epsilon = model.config.get_text_config().rms_norm_eps
     return model.eval()
 
 
