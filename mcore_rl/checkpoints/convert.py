@@ -33,9 +33,10 @@ from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from mcore_rl.checkpoints.peft import changed_base, lora_of, open_adapters, read_adapter_config, write_peft
 from mcore_rl.checkpoints.published import FP8, open_weights
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
+from mcore_rl.checkpoints.rest import keep_rest, open_files, rest_of, writer_of
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
-from mcore_rl.checkpoints.stacked import num_stored, unstacked, writer_of
+from mcore_rl.checkpoints.stacked import num_stored, unstacked
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
@@ -176,6 +177,7 @@ def to_megatron(
     try:
         (directory.incomplete / HF).mkdir()
         copy_sidecar_files(hf, directory.incomplete / HF, _most(specs))
+        keep_rest(hf, directory.incomplete / HF)
         write_stored(checkpoint, table, dtypes, writer, parallel, lambda n: report("write", n, total))
         writer.finish()
     finally:
@@ -219,7 +221,7 @@ def merge(
             raise CheckpointError(str(adapter), problems)
         tensors = {name: adapters.read(name) for name in adapters.tensors}
         scale = adapters.scale
-    return _write_hf(MergedWeights(checkpoint, table, tensors, scale), hf, out, dtype=dtype, report=report)
+    return _write_hf(MergedWeights(checkpoint, table, tensors, scale), hf, hf, out, dtype=dtype, report=report)
 
 
 def dequantise(hf: Path, out: Path, *, dtype: torch.dtype | None = None, report: ProgressCallback) -> Converted:
@@ -232,7 +234,7 @@ def dequantise(hf: Path, out: Path, *, dtype: torch.dtype | None = None, report:
     checkpoint, table = open_hf(hf)
     if not read_config(hf).get("quantization_config"):
         raise CheckpointError(str(hf), ["is not quantised: config.json has no quantization_config. Use it as it is"])
-    return _write_hf(MergedWeights(checkpoint, table, {}, 1.0), hf, out, dtype=dtype, report=report)
+    return _write_hf(MergedWeights(checkpoint, table, {}, 1.0), hf, hf, out, dtype=dtype, report=report)
 
 
 def to_hf(
@@ -256,18 +258,27 @@ def to_hf(
     run = open_run(megatron, config, base)
     source = open_megatron(megatron, config) if run is None else run
     sidecar_directory = config or (megatron / HF if run is None else run.sidecar_directory)
-    return _write_hf(source, sidecar_directory, out, dtype=dtype, report=report)
+    # A checkpoint with adapters alone keeps nothing of the model that they are merged with.
+    rest = run.base_directory if isinstance(run, MergedWeights) else sidecar_directory
+    return _write_hf(source, sidecar_directory, rest, out, dtype=dtype, report=report)
 
 
 def _write_hf(
-    source: MegatronCheckpoint | RunWeights | MergedWeights, sidecar_directory: Path, out: Path, *,
-    dtype: torch.dtype | None, report: ProgressCallback,
-) -> Converted:  # fmt: skip
+    source: MegatronCheckpoint | RunWeights | MergedWeights,
+    sidecar_directory: Path,
+    rest_directory: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    report: ProgressCallback,
+) -> Converted:
+    """rest_directory: has what is not trained of a multimodal model."""
+    rest = None if source.table.head is Head.value else rest_of(rest_directory)
     present = {name: spec.dtype for name, spec in source.tensors.items()}
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
     total = sum(spec.num_bytes for spec in specs.values())
-    with writer_of(out, list(specs.values()), source.table) as writer:
+    with writer_of(out, list(specs.values()), source.table, rest) as writer:
         if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
             raise CheckpointError(str(sidecar_directory), problems)
         copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), head=source.table.head)
@@ -279,8 +290,13 @@ def _write_hf(
                 writer.write_slice(spec.name, window, part)
                 report("write", part.numel() * part.itemsize, total)
 
+        if rest is not None:
+            rest.write(writer)
+
         def verify(directory: Path) -> None:
-            with unstacked(HfCheckpoint.open(directory), source.table) as written:
+            if rest is not None:
+                rest.demand_same(directory)
+            with unstacked(open_files(directory), source.table) as written:
                 _verify(source, written, written.tensors, specs, directory, report)
 
         writer.finish(verify)

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.owners import OwnedPart, owned_parts
+from mcore_rl.checkpoints.rest import Rest, open_files, rest_of, writer_of
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec
 from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
-from mcore_rl.checkpoints.stacked import unstacked, writer_of
+from mcore_rl.checkpoints.stacked import unstacked
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.weights.binding import bind
@@ -200,25 +201,27 @@ def save_hf(
     that all are there before the directory gets its name.
 
     source: a checkpoint directory; its config.json (with the dtype corrected), tokenizer and other files that are not
-    weights are copied; None writes weights alone.  dtype: cast to it; None keeps the dtype of the weights.  progress:
-    called with the number of bytes that this rank just wrote.
+    weights are copied, and of a multimodal one what is not trained, too; None writes weights alone.  dtype: cast to it;
+    None keeps the dtype of the weights.  progress: called with the number of bytes that this rank just wrote.
 
     Raises on every rank what went wrong on any: WeightMapError if modules and table disagree; CheckpointError as
     ``ShardedWriter`` does, and if ``source`` is no checkpoint directory.  After an error nothing has the name
     ``directory``.
     """
 
-    def plan() -> tuple[_Source, Parts]:
-        return _Source(chunks, table, rank, dtype), owned_parts(table)
+    def plan() -> tuple[_Source, Parts, Rest | None]:
+        # A value head is of a text model alone.
+        rest = rest_of(Path(source)) if source is not None and table.head is not Head.value else None
+        return _Source(chunks, table, rank, dtype), owned_parts(table), rest
 
     device = next(tensor for chunk in chunks for tensor in chunk.parameters()).device
-    live, parts = together(plan, group, device)
+    live, parts, rest = together(plan, group, device)
     specs = list(live.specs.values())
 
     def create() -> ShardedWriter | None:
         if rank != 0:
             return None
-        writer = writer_of(directory, specs, table, max_shard_bytes=max_shard_bytes)
+        writer = writer_of(directory, specs, table, rest, max_shard_bytes=max_shard_bytes)
         if source is not None:
             copy_sidecar_files(Path(source), writer.incomplete, live.dtype, head=table.head)
         return writer
@@ -226,7 +229,7 @@ def save_hf(
     created = together(create, group, device)
 
     def write() -> ShardedWriter:
-        writer = created or writer_of(directory, specs, table, max_shard_bytes=max_shard_bytes, joins=True)
+        writer = created or writer_of(directory, specs, table, rest, max_shard_bytes=max_shard_bytes, joins=True)
         try:
             for held in parts.values():
                 for part in held:
@@ -252,7 +255,9 @@ def save_hf(
                 for part in held:
                     if part.owner != rank:
                         writer.note_written(name, part.region)
-            writer.finish(verify=lambda written: _verify(written, live.specs, table))
+            if rest is not None:
+                rest.write(writer)
+            writer.finish(verify=lambda written: _verify(written, live.specs, table, rest))
 
     together(finish, group, device)
 
@@ -272,9 +277,11 @@ def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Call
                 progress(prod(window.shape) * dtype.itemsize)
 
 
-def _verify(directory: Path, specs: Mapping[str, TensorSpec], table: Table) -> None:
-    """Read the headers back: every tensor is there, and every file is as long as it must be."""
-    with unstacked(HfCheckpoint.open(directory), table) as checkpoint:
+def _verify(directory: Path, specs: Mapping[str, TensorSpec], table: Table, rest: Rest | None) -> None:
+    """Read the headers back: every tensor is there, and every file is as long as it must be; and all of ``rest``."""
+    if rest is not None:
+        rest.demand_same(directory)
+    with unstacked(open_files(directory), table) as checkpoint:
         stored = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
     wrong = [name for name in {**specs, **stored} if specs.get(name) != stored.get(name)]
     if wrong:

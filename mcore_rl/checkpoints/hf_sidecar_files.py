@@ -17,6 +17,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.decoder import PREDICTION_LAYERS
+from mcore_rl.families.text_part import text_config, with_text
 
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja")
 INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
@@ -47,11 +48,13 @@ def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: 
 
 def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, head: Head) -> dict[str, Any]:
     """``config`` corrected to describe the written weights: dtype, quantisation, prediction layers, head."""
-    changed = {key: value for key, value in config.items() if key != "quantization_config"}
-    changed |= dict.fromkeys(changed.keys() & set(PREDICTION_LAYERS), 0)
+    if head is Head.value:  # transformers has none for most multimodal models, and it reads text alone
+        config = text_config(config)
     # transformers 5 writes dtype; before 4.56 it read torch_dtype alone, and reads either since.
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
-        changed[key] = str(dtype).removeprefix("torch.")
+    written, spellings, text = str(dtype).removeprefix("torch."), {"dtype", "torch_dtype"}, text_config(config)
+    of_text = dict.fromkeys(text.keys() & set(PREDICTION_LAYERS), 0) | dict.fromkeys(text.keys() & spellings, written)
+    changed = with_text(config, of_text, removed=("quantization_config",))
+    changed |= dict.fromkeys(spellings & config.keys() or {"torch_dtype"}, written)
     if head is Head.value:
         named = config.get("architectures") or []
         changed["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in named]

@@ -21,7 +21,7 @@ from mcore_rl.weights.views import view_of
 class MergedWeights:
     """The tensors of ``base``, of which those with ``adapters`` are merged with them in float32, and then cast.
 
-    sidecar_directory: has config.json and the tokenizer.
+    sidecar_directory: has config.json and the tokenizer.  base_directory: of ``base``.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class MergedWeights:
         """
         self.table, self._base, self._scale = table, base, scale
         self.sidecar_directory = sidecar_directory or base.directory
+        self.base_directory = base.directory
         self._pairs = {
             name: (adapters[_name(name, "A")], adapters[_name(name, "B")])
             for name in table.hf_tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor
 from mcore_rl.checkpoints.export import export_stream
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
-from mcore_rl.checkpoints.peft_tensors import peft_tensors, target_fields
+from mcore_rl.checkpoints.peft_tensors import in_whole, of_text, peft_tensors, target_fields, targets_in_whole
+from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.checkpoints.safetensors import read_header
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
@@ -167,8 +169,12 @@ def write_peft(tensors: Mapping[str, Tensor], table: AdapterTable, directory: Pa
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     whole = {name: tensor.contiguous().clone() for name, tensor in peft_tensors(tensors, table).items()}
+    config = peft_config(table, base)
+    if part_in(Path(base)) is not None and table.head is Head.lm:
+        whole = {in_whole(name): tensor for name, tensor in whole.items()}
+        config["target_modules"] = targets_in_whole(config["target_modules"])
     save_file(whole, fresh / WEIGHTS, {"format": "pt"})
-    (fresh / CONFIG).write_text(json.dumps(peft_config(table, base), indent=2) + "\n", encoding="utf-8")
+    (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     with open_peft(fresh, table) as written:
         wrong = [name for name, tensor in tensors.items() if not _same_bits(written.read(name), tensor)]
     if wrong:
@@ -200,6 +206,8 @@ def open_adapters(directory: Path, table: Table) -> PeftCheckpoint:
     tensors, problems = read_header(directory / WEIGHTS)
     if problems:
         raise CheckpointError(str(directory), problems)
+    of_model = {of_text(name): info for name, info in tensors.items()}
+    tensors = {name: replace(info, name=name) for name, info in of_model.items()}
     checkpoint = PeftCheckpoint(directory, tensors, config, table)
     if checkpoint.problems:
         checkpoint.close()

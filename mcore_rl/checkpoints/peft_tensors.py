@@ -20,12 +20,33 @@ from torch import Tensor
 from mcore_rl.checkpoints.stacked import expert_parameters
 from mcore_rl.families.blocks import HF_LAYER
 from mcore_rl.families.stacks import Stack, StackedPart
-from mcore_rl.weights.adapter_table import PEFT, AdapterTable, module_of
+from mcore_rl.weights.adapter_table import HEAD, PEFT, AdapterTable, module_of
+
+WITHIN_WHOLE = "model.language_model."  # where transformers 5 has the text model's ``model.`` in a multimodal one
 
 
 def adapter_name(module: str, which: str) -> str:
     """The name of half ``which``, A or B, of the adapter of ``module``."""
     return f"{PEFT}{module}.lora_{which}.weight"
+
+
+def in_whole(name: str) -> str:
+    """The name that a tensor of the text model has in a multimodal model of transformers 5."""
+    return re.sub(rf"^{re.escape(PEFT)}model\.", f"{PEFT}{WITHIN_WHOLE}", name)
+
+
+def of_text(name: str) -> str:
+    """A name of PEFT's files as it is of the text model alone: transformers 5 and 4 have had it within the whole."""
+    within = "|".join(map(re.escape, (WITHIN_WHOLE, "language_model.model.")))
+    name = re.sub(rf"^{re.escape(PEFT)}(?:{within})", f"{PEFT}model.", name)
+    return name.replace(f"{PEFT}language_model.lm_head.", f"{PEFT}lm_head.")
+
+
+def targets_in_whole(targets: Sequence[str]) -> str:
+    """PEFT's pattern of the layers of the text model ``targets``; a tower has layers of the same names."""
+    of_layers = "|".join(re.escape(target) for target in targets if target != HEAD)
+    patterns = [rf"{re.escape(WITHIN_WHOLE)}(?:.*\.)?(?:{of_layers})"] if of_layers else []
+    return "|".join([*patterns, HEAD] if HEAD in targets else patterns)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ import torch
 from mcore_rl.checkpoints.block_fp8 import BlockFp8Checkpoint
 from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
 from mcore_rl.checkpoints.mxfp4 import BLOCKS, SCALES, Mxfp4Checkpoint
+from mcore_rl.checkpoints.rest import open_files
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import UNQUANTISED
+from mcore_rl.families.text_part import text_config
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 MODELOPT = "hf_quant_config.json"  # where NVIDIA's ModelOpt says how it quantised, beside config.json or in its place
@@ -32,16 +34,18 @@ _WRITERS = {
 def open_weights(directory: Path) -> HfCheckpoint:
     """The weights of the Hugging Face model in ``directory``, to be read as plain numbers.
 
+    Of a multimodal checkpoint those of its text part, by the names of the text model.
+
     Raises CheckpointError as ``read_config``, ``HfCheckpoint.open`` and the two readers do, and in one line where files
     are quantised in a way that config.json does not say or that is not read.
     """
     if not directory.is_dir():
         HfCheckpoint.open(directory)  # says what is wrong and what to do
-    quantization = read_config(directory).get("quantization_config") or {}
+    quantization = text_config(read_config(directory)).get("quantization_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if quantization and method != "mxfp4" and not (method == "fp8" and block):  # as model_of says it at more length
         raise CheckpointError(str(directory), [f"weights quantised by {method} are not read. {UNQUANTISED}"])
-    checkpoint = HfCheckpoint.open(directory)
+    checkpoint = open_files(directory)
     if problems := list(_surprises(directory, checkpoint, method)):
         raise CheckpointError(str(directory), problems)
     if method == "mxfp4":

@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -81,12 +82,13 @@ class ShardedWriter:
         max_shard_bytes: int = SHARD_BYTES,
         metadata: Mapping[str, str] | None = None,
         joins: bool = False,
+        spelled: Callable[[str], str] = str,
     ) -> None:
         """Plan ``specs`` into shards of at most ``max_shard_bytes`` and write their headers.
 
         metadata: for the header of every file, beside ``FORMAT``.  joins: another process made the same plan and wrote
         the headers; this process writes into those files and calls ``leave``; the other then calls ``note_written`` and
-        ``finish``.
+        ``finish``.  spelled: the name in the files of each of ``specs``.
 
         Raises CheckpointError with every violation: ``directory`` exists and is not an empty directory, an
         ``.incomplete`` one is left from before, too little free space, a name that occurs twice, a dtype that the
@@ -108,8 +110,10 @@ class ShardedWriter:
         headers = {}
         for shard, held in shards.items():
             path = self.incomplete / shard
-            headers[path], tensors = encode_header(held, path, {**FORMAT, **(metadata or {})})
-            self._tensors |= tensors
+            in_files = {spelled(spec.name): spec for spec in held}
+            renamed = [replace(spec, name=name) for name, spec in in_files.items()]
+            headers[path], tensors = encode_header(renamed, path, {**FORMAT, **(metadata or {})})
+            self._tensors |= {in_files[name].name: info for name, info in tensors.items()}
         if joins:
             return
         for path, header in headers.items():
@@ -172,7 +176,7 @@ class ShardedWriter:
         if len(self._left) > 1:
             path = self.incomplete / INDEX
             total = sum(info.num_bytes for info in self._tensors.values())
-            weight_map = {name: info.file.name for name, info in self._tensors.items()}
+            weight_map = {info.name: info.file.name for info in self._tensors.values()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             with self.directory.disk_errors(path):
                 path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

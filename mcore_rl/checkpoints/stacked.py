@@ -9,7 +9,7 @@ window by window; writing collects the parts of a slab, which one process has, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -58,13 +58,37 @@ def is_fused(checkpoint: HfCheckpoint, table: Table) -> bool:
     return any(name.format(l=layer) in checkpoint.stored for layer in layers for name in names)
 
 
+def transposed(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
+    """``stacks`` with slabs ``[inputs, outputs]``, as published Qwen3-VL-MoE has those that its module has not."""
+    return tuple(replace(stack, transposed=not stack.transposed) for stack in stacks)
+
+
+def stacks_in(checkpoint: HfCheckpoint, table: Table) -> tuple[Stack, ...]:
+    """The stacks in the files of ``checkpoint``; which way round those of transformers' modules are, their shapes say.
+
+    Both matrices of an expert together always say it: both are square only if its width is both the hidden size and
+    half of it.
+    """
+    if not is_fused(checkpoint, table):
+        return table.family.stacks
+    plain = expert_parameters(table.family)
+    turned = transposed(plain)
+    layer = next(filter(table.model.has_experts, range(table.model.num_layers)))
+    held = {stack.name: checkpoint.stored.get(stack.name.format(l=layer)) for stack in plain}
+
+    def fits(stacks: tuple[Stack, ...]) -> bool:
+        infos = [(held[stack.name], stack.shape(table.model)) for stack in stacks]
+        return all(info is not None and info.shape == shape for info, shape in infos)
+
+    return turned if fits(turned) and not fits(plain) else plain
+
+
 def parts_of(table: Table, checkpoint: HfCheckpoint | None = None) -> dict[str, StackedPart]:
     """The tables' tensors that stand in stacks in the files of ``table``'s model, by name.
 
     checkpoint: whose files; None: as checkpoints of the family are written.
     """
-    fused = checkpoint is not None and is_fused(checkpoint, table)
-    return stacked_parts(expert_parameters(table.family) if fused else table.family.stacks, table.model)
+    return stacked_parts(table.family.stacks if checkpoint is None else stacks_in(checkpoint, table), table.model)
 
 
 def _name_in_files(name: str, fused: bool) -> str:
@@ -188,12 +212,16 @@ class UnstackedCheckpoint(HfCheckpoint):
 class StackedWriter(ShardedWriter):
     """A ``ShardedWriter`` that is given the tables' tensors and writes the stacks that they are parts of.
 
-    One process gives all parts of a slab, and memory holds the slabs that are not complete yet.
+    One process gives all parts of a slab, and memory holds the slabs that are not complete yet; where experts are cut
+    over processes (``etp``), every part is written by itself.
     """
 
-    def __init__(self, directory: Path | str, specs: Sequence[TensorSpec], table: Table, **options: Any) -> None:
+    def __init__(
+        self, directory: Path | str, specs: Sequence[TensorSpec], table: Table, stacks: Iterable[Stack], **options: Any
+    ) -> None:
         """specs: of the tables' tensors; a stack has the dtype of its parts.  options: of ``ShardedWriter``."""
-        self._parts = parts_of(table)
+        self._parts = stacked_parts(stacks, table.model)
+        self._cut = table.parallel.etp > 1
         self._slabs: dict[Slab, Tensor] = {}
         self._missing_of: dict[Slab, int] = {}
         stored: dict[str, TensorSpec] = {}
@@ -213,6 +241,10 @@ class StackedWriter(ShardedWriter):
         if part is None:
             super().write_slice(name, region, tensor)
             return
+        if self._cut:
+            turned = tensor.swapaxes(-1, -2) if part.dim_of_outputs else tensor
+            super().write_slice(part.stored, _region(part, region), turned[None])
+            return
         info, slab = self._tensors[part.stored], (part.stored, part.expert)
         assert tensor.dtype == info.dtype, f"{name}: {tensor.dtype} was not planned"
         if slab not in self._slabs:
@@ -226,6 +258,8 @@ class StackedWriter(ShardedWriter):
         part = self._parts.get(name)
         if part is None:
             super().note_written(name, region)
+        elif self._cut:
+            super().note_written(part.stored, _region(part, region))
         elif self._counted((part.stored, part.expert), region.num_elements):
             super().note_written(part.stored, _place(part, self._tensors[part.stored]))
 
@@ -241,8 +275,10 @@ def _place(part: StackedPart, info: TensorInfo) -> TensorSlice:
     return TensorSlice((part.expert, *(0,) * (len(info.shape) - 1)), (1, *info.shape[1:]))
 
 
-def writer_of(directory: Path | str, specs: Sequence[TensorSpec], table: Table, **options: Any) -> ShardedWriter:
-    """The writer of a checkpoint of ``table``'s model, for the tables' tensors ``specs``."""
-    if not table.family.stacks:
-        return ShardedWriter(directory, specs, **options)
-    return StackedWriter(directory, specs, table, **options)
+def _region(part: StackedPart, region: TensorSlice) -> TensorSlice:
+    """Where ``region`` of ``part`` is in its stack."""
+    assert not part.stack.in_turns, f"{part.stored}: outputs that take turns are not cut over processes"
+    outputs = part.outputs(region.start[0], region.shape[0])
+    slab = [(outputs.start, len(outputs)), *zip(region.start[1:], region.shape[1:], strict=True)]
+    begins, sizes = zip(*(reversed(slab) if part.dim_of_outputs else slab), strict=True)
+    return TensorSlice((part.expert, *begins), (1, *sizes))

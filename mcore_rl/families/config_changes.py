@@ -23,6 +23,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.registry import family_of, readers_of
+from mcore_rl.families.text_part import text_config, with_text
 from mcore_rl.json_text import read_json
 from mcore_rl.tracking.atomic import replaced
 
@@ -33,7 +34,9 @@ OF_EVERY_ROTATION = ("rope_theta", "partial_rotary_factor")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigChanges:
-    """overrides: field -> its value instead of the file's; one with fields of its own is ``merged`` with the file's.
+    """Changes of a multimodal checkpoint's config.json are of the fields of its text part.
+
+    overrides: field -> its value instead of the file's; one with fields of its own is ``merged`` with the file's.
 
     ignored: fields that are read as if the file lacked them.
     override_key, ignore_key: how the user writes both, for messages.
@@ -57,11 +60,12 @@ class ConfigChanges:
 
         Raises ConfigError with every change that nobody would read, and those that would make it another model.
         """
-        changed = {name: value for name, value in config.items() if name not in self.ignored}
-        changed |= {name: merged(config.get(name), value) for name, value in self.overrides.items()}
-        if self:
-            family = family_of(config)
-            refuse_if_any([*self._wrong_ignored(config, family), *self._wrong_overrides(config, changed, family)])
+        if not self:
+            return dict(config)
+        family, text = family_of(config), text_config(config)
+        overrides = {name: merged(text.get(name), value) for name, value in self.overrides.items()}
+        changed = with_text(config, overrides, self.ignored)
+        refuse_if_any([*self._wrong_ignored(text, family), *self._wrong_overrides(text, text_config(changed), family)])
         return changed
 
     def view(self, source: Path, target: Path) -> None:
@@ -87,6 +91,7 @@ class ConfigChanges:
 
     def describe(self, config: Mapping[str, Any]) -> str:
         """One line on what is changed of ``config``, the file's content."""
+        config = text_config(config)
         changed = [
             f"{name} {_json(old := config.get(name))} -> {_json(merged(old, value))}"
             for name, value in self.overrides.items()

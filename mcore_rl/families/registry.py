@@ -6,7 +6,7 @@ family's, the object a ``Family``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -35,6 +35,7 @@ from mcore_rl.families import (
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.readership import READERSHIP
+from mcore_rl.families.text_part import TEXT_PARTS, TextPart, own_text, text_config, text_part_of
 from mcore_rl.families.unsupported import advice
 
 GROUP = "mcore_rl.families"
@@ -135,16 +136,22 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
 
     A sequence classifier is of the family of its decoder; who asks for logits misses their tensor (``demand_weights``).
+    A multimodal checkpoint is of the family of its text part.
 
     Raises ConfigError if no family has them, if the two disagree, or if an installed family is wrong.
     """
     refuse_if_any(_WRONG)
+    part = text_part_of(config)
+    if part is not None:
+        refuse_if_any([*_other_text(config, part)])
+        config = text_config(config)
     names = config.get("architectures")
     known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
     value = names[0] if isinstance(names, list) and len(names) == 1 else None
     family = known.get(value.replace("ForSequenceClassification", "ForCausalLM")) if isinstance(value, str) else None
     if family is None:
-        problem, remedy = "is not supported", f"Choose a checkpoint of one of {', '.join(known)}"
+        every = (*known, *(each.architecture for each in TEXT_PARTS))
+        problem, remedy = "is not supported", f"Choose a checkpoint of one of {', '.join(every)}"
         if isinstance(value, str):
             remedy = f"{advice(value, config, tuple(known))}{remedy}"
         raise ConfigError([Violation("config.json: architectures", names, problem, remedy)])
@@ -154,6 +161,20 @@ def family_of(config: Mapping[str, Any]) -> Family:
         remedy = f"Restore the checkpoint's own config.json, which says {family.model_type}"
         raise ConfigError([Violation("config.json: model_type", model_type, problem, remedy)])
     return family
+
+
+def _other_text(config: Mapping[str, Any], part: TextPart) -> Iterator[Violation]:
+    """Refuses a text part of another kind than ``part`` speaks of."""
+    kind = config.get("model_type")
+    if kind != part.model_type:
+        problem = f"does not go with architectures={part.architecture}"
+        remedy = f"Restore the checkpoint's own config.json, which says {part.model_type}"
+        yield Violation("config.json: model_type", kind, problem, remedy)
+    own = own_text(config, part)
+    if own is not None and (kind := own.get("model_type", part.text_types[0])) not in part.text_types:
+        problem = f"is the text part of another model than those of {part.architecture} that are read"
+        remedy = f"Choose a checkpoint whose text part is of {' or '.join(part.text_types)}"
+        yield Violation(f"config.json: {part.text}.model_type", kind, problem, remedy)
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
@@ -174,13 +195,18 @@ def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read(config: Mapping[str, Any]) -> tuple[Family, ModelConfig, tuple[str, ...]]:
-    family = family_of(config)
-    fields = Fields(config, readers=readers_of(family))
+    family, part = family_of(config), text_part_of(config)
+    fields = Fields(text_config(config), readers=readers_of(family))
+    for name, value in part.only.items() if part else ():
+        fields.demand(name, value, because="is not read by transformers' multimodal class")
     _demand_read_weights(fields, family)
     model = family.read(fields)
     violations = fields.violations + fields.unread()
     if fields.sound:  # else some sizes are defaults, and a violation would not be about the user's values
         violations += [_as_written(violation) for violation in model_violations(model)]
+    if part is not None and own_text(config, part) is not None:
+        inner = f"config.json: {part.text}."
+        violations = [replace(each, key=each.key.replace("config.json: ", inner, 1)) for each in violations]
     refuse_if_any(violations)
     return family, model, tuple(fields.notes)
 

@@ -23,6 +23,7 @@ from mcore_rl.config.rollout import RolloutLayout, rollout_violations
 from mcore_rl.errors import RolloutError, refuse_if_any
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.adapter_mutation import LORA, VllmAdapters, adapter_case, rollout_adapter_case
 from mcore_rl.proofs.full_size import full_size_failures, width_failures
@@ -88,11 +89,12 @@ def prove(
     checkpoint: HfCheckpoint | None = None,
     notice: Callable[[str], None] = lambda proves: None,
 ) -> ProofReport:
-    """Prove ``subject``.
+    """Prove ``subject``; of a multimodal model the text part.
 
     checkpoint: also compare its names and shapes with the tables.  notice: called with each claim before it is checked.
     Raises ConfigError where the configuration or a layout does not fit.
     """
+    subject = replace(subject, config=text_config(subject.config))
     _, model = model_of(subject.config)
     violations = layout_violations(model, subject.parallel, subject.world_size)
     refuse_if_any(violations + (rollout_violations(model, subject.rollout) if subject.rollout else []))

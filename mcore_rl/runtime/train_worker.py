@@ -24,6 +24,7 @@ from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.peft import ADAPTERS, open_peft, save_peft, write_adapter_config
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
+from mcore_rl.checkpoints.rest import keep_rest
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
@@ -260,6 +261,8 @@ class TrainWorker(Answering):
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
             copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
+            if self.adapters is None and self.table.head is not Head.value:
+                keep_rest(self.spec.directory, directory / SIDECAR_FILES)
             if self.adapters is not None:
                 write_adapter_config(self.adapters, directory / SIDECAR_FILES, str(self.spec.directory))
 

@@ -38,6 +38,7 @@ from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
+from mcore_rl.checkpoints.rest import keep_rest
 from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
@@ -129,6 +130,7 @@ def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, sour
             if source is not None:
                 (incomplete / HF).mkdir()
                 copy_sidecar_files(source, incomplete / HF, next(models[0].parameters()).dtype)
+                keep_rest(source, incomplete / HF)
             new_directory.complete()
 
     together(finish, None, device)

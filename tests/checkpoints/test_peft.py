@@ -17,7 +17,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mcore_rl.checkpoints.convert import extract, merge, open_hf, to_hf
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
@@ -44,7 +44,7 @@ from mcore_rl.proofs.mutation import has_experts
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
-from tests.support import adapters, tiny_models
+from tests.support import adapters, text_parts, tiny_models
 from tests.support.full_weights import Weights
 from tests.support.published import TINY
 
@@ -484,3 +484,24 @@ def test_a_rank_of_a_pattern_that_the_tensors_lack_is_refused(tmp_path: Path) ->
 
 def _table(base: Path) -> AdapterTable:
     return AdapterTable(Table(*model_of(read_config(base))), LORA)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"])
+def test_adapters_of_a_text_part_are_peft_s_of_the_whole(architecture: str, tmp_path: Path) -> None:
+    """PEFT adapts no layer of the tower, of which Gemma 3's have the same names, and computes as merged weights do."""
+    whole = text_parts.write(architecture, tmp_path / "base")
+    table = AdapterTable(Table(*model_of(read_config(tmp_path / "base"))), LORA)
+    given = adapters.drawn(table)
+    write_peft(given, table, tmp_path / "adapter", str(tmp_path / "base"))
+    names = load_file(tmp_path / "adapter" / WEIGHTS).keys()
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", report=_quiet)
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter")
+    trained = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    assert trained and not [name for name in trained if "language_model" not in name]
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(TOKENS).logits, merged(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        adapted.save_pretrained(tmp_path / "again")
+    with open_peft(tmp_path / "again", table) as read:
+        assert all(torch.equal(read.read(name), tensor) for name, tensor in given.items())

@@ -34,8 +34,8 @@ ROUTERS = {"gate", "router"}  # names of a router beside the experts
 
 @torch.no_grad()
 def effective_config(model: Any) -> EffectiveConfig:
-    """The configuration of transformers' causal language model ``model``, all layers."""
-    decoder, config = model.model, model.config.to_dict()
+    """The configuration of transformers' causal language model ``model``, or of one within it, all layers."""
+    decoder, config = model.get_decoder(), model.config.get_text_config().to_dict()
     hidden_size = decoder.embed_tokens.embedding_dim
     scale = decoder.embed_tokens._buffers.get("embed_scale")
     ends: dict[str, Value] = {

@@ -1,6 +1,6 @@
 """transformers' side of a log-probability report: one device, eager attention, sequence by sequence, no padding.
 
-It uses transformers alone, so that it is independent of our code.
+It computes with transformers alone, so that it is independent of our code.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
+from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
@@ -29,12 +30,14 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
     """Score in each precision of the question."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # The whole of a multimodal checkpoint, which trainer and engine compute the text part of.
+    of_model: Any = AutoModelForCausalLM if part_in(question.hf) is None else AutoModelForImageTextToText
     device, passes = device_of(detect(Device.auto), 0), {}
     for precision in question.precisions:
         with phase("transformers", dtype=precision.value):
             dtype = getattr(torch, precision.value)
             # Eager experts, one after another: the grouped product takes widths of whole 16 bytes only (torch 2.13).
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = of_model.from_pretrained(
                 question.hf, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
             )
             passes[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
@@ -102,8 +105,9 @@ class _Choices:
 
     def __init__(self, model: Any) -> None:
         self._layers: dict[int, list[Tensor]] = {}
-        self._num_layers = len(model.model.layers)
-        for number, layer in enumerate(model.model.layers):
+        layers = model.get_decoder().layers
+        self._num_layers = len(layers)
+        for number, layer in enumerate(layers):
             experts = layer.mlp._modules.get("experts")
             if experts is not None:
                 experts.register_forward_pre_hook(partial(self._note, number))

@@ -6,17 +6,22 @@ or imports vLLM.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
+from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.parallel.pinned import settings_of_a_new_process
@@ -26,6 +31,9 @@ from mcore_rl.tracking.secrets import secret_names
 
 # Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
 AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
+# The load format of ``receiver/text_part_loader.py``, and the extension of a worker that needs no other.
+TEXT_PART_FORMAT = "mcore_rl_text_part"
+TEXT_PART_WORKER = "mcore_rl.rollout.receiver.text_part_loader.TextPartWorker"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -143,6 +151,8 @@ def engine_arguments(
         arguments["load_format"] = "dummy"
         # An update brings plain numbers, also where the checkpoint is quantised (checkpoints/published.py).
         arguments["hf_overrides"] = {"quantization_config": None}
+    if part_in(directory) is not None:
+        arguments |= _of_text_part(directory, extension, awaits_weights=awaits_weights)
     arguments |= _of_adapters(adapters)
     if layout.tp > 1 or node.nnodes > 1:
         arguments["distributed_executor_backend"] = "mp"
@@ -156,6 +166,23 @@ def engine_arguments(
         bias = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | bias
     return _beside(arguments, config.engine)
+
+
+def _of_text_part(directory: Path, extension: str | None, *, awaits_weights: bool) -> dict[str, Any]:
+    """How vLLM runs the language model in a multimodal checkpoint by itself, without a tower.
+
+    Weights, names, adapters and kernels are then those of the text model, which the trainer has; a tower would take
+    memory, and one of random weights would normalise pictures at random.  vLLM is given a config.json of its own, and
+    reads weights through ``receiver/text_part_loader.py``, which gives plain numbers of quantised files, too.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="text-part-"))  # in the engine's scratch folder, which goes with it
+    left_out = ("auto_map", "quantization_config")
+    config = {name: value for name, value in text_config(read_config(directory)).items() if name not in left_out}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    arguments = {"hf_config_path": str(folder)}
+    if not awaits_weights:
+        arguments |= {"load_format": TEXT_PART_FORMAT, "worker_extension_cls": extension or TEXT_PART_WORKER}
+    return arguments
 
 
 def _of_adapters(adapters: EngineAdapters | None) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from mcore_rl.proofs.differences import Differences, piece_differences, worst
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.receiver.effective_config import effective_config
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.rollout.receiver.text_part_loader import TextPartWorker
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
 
-class HeldWeights:
+class HeldWeights(TextPartWorker):
     """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config`` and ``model_runner``."""
 
     rank: int

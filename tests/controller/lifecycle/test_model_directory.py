@@ -11,12 +11,14 @@ import pytest
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import PolicyModelConfig
 from mcore_rl.controller.lifecycle import model_directory
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.parallel.device import detect
 from mcore_rl.planning.recipes import run_model
+from tests.support import text_parts
 from tests.support.run_task import overrides, write_task
 
 CPU = detect(Device.cpu)
@@ -72,3 +74,17 @@ def test_a_change_that_nobody_reads_is_refused_before_anything_starts(task: Path
     assert "model.ignore_fields=nothing: config.json has no such field" in str(raised.value)
     with pytest.raises(ConfigError, match="2 problems"):
         run_model(run)
+
+
+def test_a_multimodal_checkpoint_is_said_to_be_trained_in_part_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_directory._say.cache_clear()
+    (tmp_path / "model").mkdir()
+    described = json.dumps(text_parts.config("Gemma3ForConditionalGeneration"))
+    (tmp_path / "model" / "config.json").write_text(described)
+    for _ in range(2):
+        model_directory.prepare_model(PolicyModelConfig(path=str(tmp_path / "model")), tmp_path / "model")
+    said = capsys.readouterr().err
+    assert said.count("Gemma3ForConditionalGeneration: the text part, Gemma3ForCausalLM, is trained") == 1
+    assert "vision_tower.* and multi_modal_projector.* are left as they are" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,16 @@ from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine import engine_node
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
-from mcore_rl.rollout.engine.environment import core_shares, engine_arguments, engine_environment, has_tokenizer
+from mcore_rl.rollout.engine.environment import (
+    TEXT_PART_FORMAT,
+    TEXT_PART_WORKER,
+    core_shares,
+    engine_arguments,
+    engine_environment,
+    has_tokenizer,
+)
 from mcore_rl.rollout.engine.serving_checks import engine_violations
-from tests.support import models, reward_models
+from tests.support import models, reward_models, text_parts
 
 CPU = detect(Device.cpu)
 ROCM = replace(CPU, kind=Device.rocm, device_type="cuda", num_devices=8)
@@ -182,3 +190,18 @@ def test_arguments_of_an_engine_on_several_nodes(tmp_path: Path) -> None:
     assert (one["nnodes"], one["node_rank"]) == (1, 0) and not more.keys() & one.keys()
     replicas = engine_arguments(tmp_path, RolloutConfig(dp=2, ep=2), models.moe(), ROCM, None, node=node)
     assert replicas["distributed_executor_backend"] == "mp", "also of one rank each"
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_run_by_itself(tmp_path: Path) -> None:
+    config = text_parts.config("Qwen3VLForConditionalGeneration") | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = engine_arguments(tmp_path, RolloutConfig(), models.dense(), ROCM, None)
+    (written,) = Path(read["hf_config_path"]).iterdir()
+    given = json.loads(written.read_text())
+    assert (given["architectures"], given["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
+    assert given["hidden_size"] == config["text_config"]["hidden_size"]
+    assert not {"vision_config", "text_config", "quantization_config"} & given.keys()
+    assert read["load_format"] == TEXT_PART_FORMAT and read["worker_extension_cls"] == TEXT_PART_WORKER
+    updated = engine_arguments(tmp_path, RolloutConfig(), models.dense(), ROCM, "a.Class", awaits_weights=True)
+    assert (updated["load_format"], updated["worker_extension_cls"]) == ("dummy", "a.Class")
+    assert "hf_config_path" in updated

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rl.rollout.protocol import Sampling, requests_of
-from tests.support import rollouts
+from tests.support import rollouts, text_parts
 from tests.support.forked import start_engine
 from tests.support.rollouts import chosen, generate, prompts, reference_logprobs
 
@@ -39,3 +39,19 @@ def test_a_family_draws_as_transformers_computes(family: str, tmp_path: Path, pr
                 every = reference_logprobs(model, prompt.tokens, sample.tokens, temperature)
                 expected = chosen(every, sample.tokens)
                 np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3VLMoeForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+def test_the_text_part_of_a_multimodal_checkpoint_draws_as_the_whole(
+    architecture: str, tmp_path: Path, processes: None
+) -> None:
+    """Its files name and stack tensors otherwise than those of the text model, which vLLM runs; no update comes."""
+    model = text_parts.write(architecture, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    given = prompts(3)
+    with start_engine(architecture, tmp_path / "hf", rollouts.config(max_response_length=16)) as engine:
+        drawn = generate(engine, requests_of(given, 1), Sampling(max_tokens=16, temperature=1, ignore_eos=True))
+    for prompt in given:
+        sample = drawn[prompt.id, 0]
+        expected = chosen(reference_logprobs(model, prompt.tokens, sample.tokens, 1), sample.tokens)
+        np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=ATOL)
