@@ -41,12 +41,17 @@ def rendered(
     *,
     opens: bool = False,
     kwargs: Mapping[str, Any] | None = None,
+    pictures: bool = False,
 ) -> str:
     """The text of ``messages``.  opens: with the opening of the assistant's next turn.  kwargs: for the template.
+
+    pictures: contents may have parts of type image, which the template writes.
 
     ValueError: see ``readable``; and whatever the template raises.
     """
     given = dict(kwargs or {})
+    if not pictures:
+        _refuse_parts(messages)
     read = readable(tokenizer, messages, given.get("tools"))
     return str(tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=opens, **given))
 
@@ -81,6 +86,17 @@ def readable(
             if form.null_content:
                 message.setdefault("content", None)
     return read
+
+
+def _refuse_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse contents that are more than text: a template of a text model writes nothing for them, or their JSON."""
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                remedy = "Leave the row out, or drop the part where the text alone is meant"
+                raise ValueError(f"message {place} has a part of type {kind}, and text alone is read. {remedy}")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class SizedImage:
+    """A picture of a row, and the grid that a tower will see of it."""
+
+    image: ImageRef
+    grid: Grid
+
+
+@dataclass(frozen=True)
 class Placed:
     """A picture in a sequence: its tokens are ``first`` up to ``end``, whatever ids they have."""
 
