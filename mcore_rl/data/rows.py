@@ -138,8 +138,8 @@ def read_files(
         if not mask.all():
             table = table.filter(pa.array(mask))
             texts = {column: text.filter(pa.array(mask)) for column, text in texts.items()}
-        numbers = np.flatnonzero(mask)
-        read.append(SourceFile(name=name, folder=folder, table=table, numbers=numbers, json=texts))
+        kept = np.flatnonzero(mask)
+        read.append(SourceFile(name=name, folder=folder, table=table, numbers=kept, json=texts))
     return read
 
 
