@@ -386,8 +386,8 @@ def test_geo3k(tmp_path: Path) -> None:
     assert table.column_names == columns
     asked = (
         "<image>Find x. You FIRST think about the reasoning process as an internal monologue and then provide the "
-        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in "
-        "\\boxed{}."
+        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
+        "The final answer MUST BE put in \\boxed{}."
     )
     assert table.to_pylist()[1] == {
         "data_source": "hiyouga/geometry3k",
