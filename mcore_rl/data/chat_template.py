@@ -50,20 +50,25 @@ def rendered(
     ValueError: see ``readable``; and whatever the template raises.
     """
     given = dict(kwargs or {})
-    if not pictures:
-        _refuse_parts(messages)
-    read = readable(tokenizer, messages, given.get("tools"))
+    read = readable(tokenizer, messages, given.get("tools"), pictures=pictures)
     return str(tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=opens, **given))
 
 
 def readable(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    *,
+    pictures: bool = False,
 ) -> list[dict[str, Any]]:
     """``messages`` as the chat template reads them.  tools: as it is given them, which may choose the template.
 
-    ValueError, with the remedy: a role is none of ``ROLES`` and none that the template names, a call's arguments are no
-    JSON object, or the template has no place for what is said.
+    pictures: contents may have parts of type image.  ValueError, with the remedy: a role is none of ``ROLES`` and none
+    that the template names, a content has parts that are not read, a call's arguments are no JSON object, or the
+    template has no place for what is said.
     """
+    if not pictures:
+        _refuse_parts(messages)
     read = [dict(message) for message in messages]
     for place, message in enumerate(read):
         role = str(message["role"])
