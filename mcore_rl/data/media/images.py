@@ -121,7 +121,7 @@ def _opened(content: bytes) -> Iterator[Image.Image]:
                 if width * height > MAX_DECODED_PIXELS:
                     raise Image.DecompressionBombError
                 # A JPEG with several frames is a photograph with previews of itself.
-                if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
+                if image.format in ("PNG", "WEBP") and hasattr(image, "is_animated") and image.is_animated:
                     raise _RefusedError("is animated. Take one of its frames, or leave the row out")
                 yield image
     except _RefusedError:
