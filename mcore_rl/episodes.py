@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.arrays import RoutesArray
+from mcore_rl.data.media.placed import Placed, misplaced
 from mcore_rl.rewards.score import RewardRequest, Score
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Segment:
     text: the tokens as graders and people read them, without special tokens and stop string.  Empty for the prompt,
         whose messages are in its row.
     tool_s: seconds in which the calls ran whose results these are; 0 for others.
+    media: the pictures among the tokens, in order, each whole, at places counted from the segment's first token.  The
+        model draws none.
     """
 
     author: Author
@@ -80,6 +83,7 @@ class Segment:
     reward: float | None = None
     text: str = ""
     tool_s: float = 0.0
+    media: tuple[Placed, ...] = ()
 
     def __post_init__(self) -> None:
         count, author = len(self.tokens), self.author.value
@@ -97,6 +101,10 @@ class Segment:
         if self.reward is not None:
             assert self.trained, f"a {author} segment that is not trained has a reward"
             assert math.isfinite(self.reward), f"the reward {self.reward} is not finite"
+        if self.media:
+            assert self.author is not Author.model, "a model segment has pictures"
+            problem = misplaced(self.media, self.tokens)
+            assert problem is None, problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +248,7 @@ class Episode:
 
 def prompt_segment(row: PromptRow) -> Segment:
     """The prompt of ``row``; one record serves all episodes that begin with it."""
-    return Segment(author=Author.prompt, tokens=np.asarray(row.tokens, dtype=np.int32))
+    return Segment(author=Author.prompt, tokens=np.asarray(row.tokens, dtype=np.int32), media=row.media)
 
 
 def reward_request(episode: Episode, max_tokens: int) -> RewardRequest:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.episodes import Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment, reward_request
 from mcore_rl.rewards.score import Score
 from tests.support.scripted_rollout import answered, conversation, row, turn
@@ -44,6 +45,44 @@ def spans(*edges: int) -> tuple[VersionSpan, ...]:
 def test_what_is_no_segment(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         replace(CALL, **changes)
+
+
+def placed(first: int, tokens: int) -> Placed:
+    return Placed(ImageRef("a", "a.png"), first, Grid(1, 2, 2 * tokens))
+
+
+SEEN = turn(Author.tool, (7, 6, 6, 6, 8, 6, 9), text="a picture")
+
+
+def test_pictures_lie_whole_within_what_a_tool_or_a_user_says() -> None:
+    media = (placed(1, 3), placed(5, 1))
+    for author in (Author.prompt, Author.tool, Author.user):
+        assert replace(SEEN, author=author, media=media).media == media
+    assert replace(SEEN, media=(placed(1, 1), placed(2, 2))).media[1].end == 4, "one right behind the other"
+    of = replace(row(4, tuple(SEEN.tokens.tolist())), media=media)
+    assert prompt_segment(of).media == media
+
+
+@pytest.mark.parametrize(
+    ("media", "complaint"),
+    [
+        ((placed(5, 1), placed(1, 3)), "picture 1 begins at 1, before 6"),
+        ((placed(1, 2), placed(2, 2)), "picture 1 begins at 2, before 3"),
+        ((placed(-1, 1),), "picture 0 begins at -1, before 0"),
+        ((placed(5, 3),), "picture 0 has the tokens 5 to 8, of 7"),
+        ((placed(1, 4),), "picture 0 stands on tokens of several ids, 1 to 5"),
+        ((placed(0, 2),), "picture 0 stands on tokens of several ids, 0 to 2"),
+    ],
+)
+def test_pictures_that_are_cut_or_elsewhere_are_no_segment(media: tuple[Placed, ...], complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        replace(SEEN, media=media)
+
+
+def test_the_model_draws_no_picture() -> None:
+    """It may draw the token of one, which stays a token."""
+    with pytest.raises(AssertionError, match="a model segment has pictures"):
+        replace(CALL, media=(placed(0, 1),))
 
 
 def test_what_may_be_left_out_of_a_segment() -> None:

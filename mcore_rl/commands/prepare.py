@@ -13,6 +13,8 @@
     mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
     mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
     mcore-rl prepare eurus2-rl --source PRIME-RL/Eurus-2-RL-Data --out data/eurus2-rl
+    mcore-rl prepare geo3k --source hiyouga/geometry3k --out data/geo3k
+    mcore-rl prepare squares --train 4000 --val 500 --out data/squares
 
 SOURCE is a folder or a file (jsonl, json, parquet) as its authors publish it, or a Hugging Face id, which is the only
 thing that uses the network.  --out gets one file a split, train.parquet and test.parquet (eurus2-rl, and what is
@@ -32,7 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -41,18 +43,27 @@ from rich.text import Text
 from mcore_rl.config.bounds import InputDirectory, Interval, OutputDirectory, PositiveInt, Seed
 from mcore_rl.config.options import typed
 from mcore_rl.data.arithmetic import LEVELS
-from mcore_rl.data.datasets import DATASETS, DatasetRow, arithmetic_rows, product_rows, published_rows, write_rows
+from mcore_rl.data.datasets import (
+    DATASETS,
+    DatasetRow,
+    arithmetic_rows,
+    product_rows,
+    published_rows,
+    square_rows,
+    write_rows,
+)
+from mcore_rl.data.media.images import image_size
 from mcore_rl.data.tiny_model import SIZES, write_tiny_model
 from mcore_rl.data.tiny_tokenizer import MIN_VOCAB_SIZE
 
-TINY_MODEL, PRODUCTS = "tiny-model", "products"
+TINY_MODEL, PRODUCTS, SQUARES = "tiny-model", "products", "squares"
 VocabSize = Annotated[int, Interval(f"[{MIN_VOCAB_SIZE}, 1048576]")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See ``mcore_rl.cli.Command``."""
     parser.description = __doc__
-    names = [*DATASETS, "arithmetic", PRODUCTS, TINY_MODEL]
+    names = [*DATASETS, "arithmetic", PRODUCTS, SQUARES, TINY_MODEL]
     commands = parser.add_subparsers(dest="what", required=True, metavar=" | ".join(names))
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=typed(OutputDirectory), required=True, help="the folder; made if needed")
@@ -69,7 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     multiplied = commands.add_parser(
         PRODUCTS, parents=[shared], help="generated products, for a model with a calculator; splits: train, val, sft"
     )
-    for each in (generated, multiplied):
+    counted = commands.add_parser(
+        SQUARES, parents=[shared], help="generated pictures, for a model that sees; splits: train, val"
+    )
+    for each in (generated, multiplied, counted):
         what = "problems (default %(default)s)"
         each.add_argument("--train", type=typed(PositiveInt), default=4000, help=f"training {what}")
         each.add_argument("--val", type=typed(PositiveInt), default=500, help=f"validation {what}")
@@ -88,6 +102,8 @@ def rows_of(arguments: argparse.Namespace) -> dict[str, list[DatasetRow]]:
         return arithmetic_rows(arguments.difficulty, arguments.train, arguments.val, arguments.seed)
     if arguments.what == PRODUCTS:
         return product_rows(arguments.train, arguments.val, arguments.seed)
+    if arguments.what == SQUARES:
+        return square_rows(arguments.train, arguments.val, arguments.seed)
     return published_rows(arguments.what, arguments.source)
 
 
@@ -107,8 +123,13 @@ def show(rows: dict[str, list[DatasetRow]], out: Path, console: Console) -> None
     sample = Table("a row", "", show_edge=False, show_lines=True)
     for name, value in first.items():
         if value is not None:
-            sample.add_row(name, Text(str(value)))
+            sample.add_row(name, Text(_described(value) if name == "images" else str(value)))
     console.print(sample)
+
+
+def _described(images: list[dict[str, Any]]) -> str:
+    sizes = [image_size(image["bytes"]) for image in images]
+    return ", ".join(f"{width} x {height} pixels" for width, height in sizes)
 
 
 def prepare_tiny_model(options: argparse.Namespace) -> None:

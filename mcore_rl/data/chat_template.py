@@ -41,24 +41,34 @@ def rendered(
     *,
     opens: bool = False,
     kwargs: Mapping[str, Any] | None = None,
+    pictures: bool = False,
 ) -> str:
     """The text of ``messages``.  opens: with the opening of the assistant's next turn.  kwargs: for the template.
+
+    pictures: contents may have parts of type image, which the template writes.
 
     ValueError: see ``readable``; and whatever the template raises.
     """
     given = dict(kwargs or {})
-    read = readable(tokenizer, messages, given.get("tools"))
+    read = readable(tokenizer, messages, given.get("tools"), pictures=pictures)
     return str(tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=opens, **given))
 
 
 def readable(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    *,
+    pictures: bool = False,
 ) -> list[dict[str, Any]]:
     """``messages`` as the chat template reads them.  tools: as it is given them, which may choose the template.
 
-    ValueError, with the remedy: a role is none of ``ROLES`` and none that the template names, a call's arguments are no
-    JSON object, or the template has no place for what is said.
+    pictures: contents may have parts of type image.  ValueError, with the remedy: a role is none of ``ROLES`` and none
+    that the template names, a content has parts that are not read, a call's arguments are no JSON object, or the
+    template has no place for what is said.
     """
+    if not pictures:
+        _refuse_parts(messages)
     read = [dict(message) for message in messages]
     for place, message in enumerate(read):
         role = str(message["role"])
@@ -81,6 +91,17 @@ def readable(
             if form.null_content:
                 message.setdefault("content", None)
     return read
+
+
+def _refuse_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse contents that are more than text: a template of a text model writes nothing for them, or their JSON."""
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                remedy = "Leave the row out, or drop the part where the text alone is meant"
+                raise ValueError(f"message {place} has a part of type {kind}, and text alone is read. {remedy}")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A row is ``data_source``, ``prompt`` (list of {role, content}), ``ability``, ``r
 ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, if the
 data set has one, so that the same file serves supervised fine-tuning.  Prompts are those of verl (gsm8k, math) and
 DAPO (arXiv:2503.14476; dapo-math, aime24), of the GRPO course for TRL (gsm8k-xml), and those of Eurus-2-RL-Data as they
-are published.  Those for agents have ``agent_name``, ``tools_kwargs`` and ``interaction_kwargs``.
+are published.  Those for agents have ``agent_name``, ``tools_kwargs`` and ``interaction_kwargs``, those with pictures
+``images``.
 
 Invariant: a file appears under its name only when it is complete, and equal records give equal bytes.
 """
@@ -23,8 +24,10 @@ import pyarrow.parquet as pq
 
 from mcore_rl.data import eurus
 from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.data.media.images import image_size, values_of
 from mcore_rl.data.products import Product, products
 from mcore_rl.data.sources import Record, read_splits
+from mcore_rl.data.squares import QUESTION, squares
 from mcore_rl.data.tables import BATCH
 from mcore_rl.errors import DataError
 
@@ -51,6 +54,12 @@ DAPO_PROMPT = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
+# Of verl's examples/data_preprocess/geo3k.py.
+THINK_INSTRUCTION = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. "
+    "The final answer MUST BE put in \\boxed{}."
+)
 # Of grpo_demo.py, gist willccbb/4676755236bb08cab5f4e54a0475d6fb, with its line breaks: a model sees them.
 XML_SYSTEM_PROMPT = "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
 TEXT = pa.string()
@@ -58,6 +67,7 @@ SCHEMA = pa.schema(
     {
         "data_source": TEXT,
         "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
+        "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": TEXT})),
         "ability": TEXT,
         "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXT}),
         "extra_info": pa.struct({"split": TEXT, "index": pa.int64(), "answer": TEXT, "question": TEXT}),
@@ -71,7 +81,7 @@ SCHEMA = pa.schema(
     }
 )
 # Columns of files in which a row has a value.
-OPTIONAL = ("response", "messages", "agent_name", "tools_kwargs", "interaction_kwargs")
+OPTIONAL = ("images", "response", "messages", "agent_name", "tools_kwargs", "interaction_kwargs")
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Solved:
     prompt: the user's message.  solution: None if there is only an answer.  system: the message before it; "": none.
     agent: the columns that ask for an agent; None: one answer is all.
     data_source: where it differs from the data set's.  ability: "math" or "code", whose ground truth is no answer.
+    images: the pictures of the question, as {bytes, path}.
     """
 
     question: str
@@ -91,6 +102,7 @@ class Solved:
     agent: Mapping[str, Any] | None = None
     data_source: str = ""
     ability: str = "math"
+    images: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,21 @@ def eurus2(fields: Mapping[str, Any]) -> Solved:
     return Solved(question, question, truth, None, system=system, data_source=source, ability=ability)
 
 
+def geo3k(fields: Mapping[str, Any]) -> Solved:
+    """Lu et al., arXiv:2105.04165, as LLaMA-Factory's and verl's examples have it: problem, answer, images."""
+    problem, answer = _text(fields, "problem"), _text(fields, "answer")
+    images = values_of(fields.get("images"))
+    for place, image in enumerate(images):
+        content = image.get("bytes") if isinstance(image, Mapping) else None
+        if not isinstance(content, bytes):
+            raise ValueError(f"images[{place}] has no bytes. Take the files as published")
+        try:
+            image_size(content)
+        except ValueError as error:
+            raise ValueError(f"images[{place}] {error}") from error
+    return Solved(problem, f"{problem} {THINK_INSTRUCTION}", answer, None, images=images)
+
+
 DATASETS: dict[str, Dataset] = {
     "gsm8k": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k, folder="main"),
     "gsm8k-xml": Dataset("gsm8k_xml", "openai/gsm8k", ("train", "test"), gsm8k_xml, folder="main"),
@@ -197,6 +224,7 @@ DATASETS: dict[str, Dataset] = {
     "gsm8k-interaction": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k_interaction, folder="main"),
     "dapo-interpreter": Dataset("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ("train",), dapo_interpreter),
     "aime24-interpreter": Dataset("aime24", "BytedTsinghua-SIA/AIME-2024", ("test",), dapo_interpreter),
+    "geo3k": Dataset("hiyouga/geometry3k", "hiyouga/geometry3k", ("train", "validation", "test"), geo3k, folder="data"),
     "eurus2-rl": Dataset("", eurus.HUB_ID, eurus.SPLITS, eurus2),
 }
 
@@ -204,6 +232,7 @@ DATASETS: dict[str, Dataset] = {
 def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
     """The rows of each split of data set ``name``, without repeated questions (DAPO repeats its own).
 
+    A question about a picture is no repetition: many ask the same of another one.
     source: a folder, a file, or a Hub id.  DataError: it cannot be read, or a record is not of this data set.
     """
     dataset = DATASETS[name]
@@ -211,7 +240,7 @@ def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
     rows: dict[str, list[DatasetRow]] = {}
     for split, records in read_splits(source, dataset.splits, dataset.folder).items():
         solved = [(index, each) for index, record in enumerate(records) if (each := _solved(dataset, record, problems))]
-        first = {each.question: (index, each) for index, each in reversed(solved)}
+        first = {index if each.images else each.question: (index, each) for index, each in reversed(solved)}
         kept = sorted(first.values(), key=lambda pair: pair[0])
         rows[split] = [_row(dataset.data_source, split, index, each) for index, each in kept]
     problems += [
@@ -246,6 +275,19 @@ def product_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]
         info = row["extra_info"] | {"split": "sft", "answer": said}
         conversations.append(row | {"messages": product.conversation, "agent_name": None, "extra_info": info})
     return rows | {"sft": conversations}
+
+
+def square_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]:
+    """Generated pictures (``squares``), ``train`` and ``val`` of them; no picture is in both."""
+    made = {"train": squares(train, seed, Split.train), "val": squares(val, seed, Split.validation)}
+    rows = {}
+    for split, pictures in made.items():
+        solved = [
+            Solved(QUESTION, QUESTION, each.answer, f"#### {each.answer}", images=[{"bytes": each.png, "path": None}])
+            for each in pictures
+        ]
+        rows[split] = [_row("squares", split, index, each) for index, each in enumerate(solved)]
+    return rows
 
 
 def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
@@ -296,6 +338,7 @@ def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow
         "reward_model": {"style": "rule", "ground_truth": solved.ground_truth},
         "extra_info": {"split": split, "index": index, "answer": answer, "question": solved.question},
         "response": solved.solution,
+        **({"images": list(solved.images)} if solved.images else {}),
         **(solved.agent or {}),
     }
 

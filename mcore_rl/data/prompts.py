@@ -4,6 +4,9 @@ Everything is read and tokenised once, when the run starts, so that unusable row
 built.  Rows stay in arrow tables and tokens in one array: 100,000 rows of GSM8K take 0.2 GB.  ``PromptSampler`` decides
 the order and resumes it.
 
+A picture has as many tokens as its tower makes of it, from the beginning on: prompts are filtered, cut and planned by
+what they become.
+
 Invariant: no prompt here is empty or longer than ``max_prompt_length``, and equal files give equal prompts and ids.
 """
 
@@ -19,6 +22,7 @@ import pyarrow as pa
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.reward import Style
 from mcore_rl.data.chat_template import rendered
+from mcore_rl.data.media.placed import Placed, SizedImage
 from mcore_rl.data.rows import (
     MESSAGES,
     AgentRows,
@@ -38,6 +42,8 @@ from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mcore_rl.data.media.prompts import PictureReader  # and with it PIL, which few runs need
 
 
 class AnswerReader(Protocol):
@@ -65,7 +71,7 @@ class PromptRow:
     list or whatever the file holds; None if nothing is graded.  extra_info: {} if the file has none.  columns: all
     others, ``reward_model`` among them.  number: its number in its ``PromptSet``.  epoch: the pass over the training
     data in which it was drawn, from 0.  answer: tokens of the row's own answer, up to the one that ends the turn; ()
-    where it was not asked for.
+    where it was not asked for.  media: the pictures among the tokens, in order; their column is not in ``columns``.
     """
 
     id: str
@@ -78,6 +84,7 @@ class PromptRow:
     number: int = 0
     epoch: int = 0
     answer: tuple[int, ...] = ()
+    media: tuple[Placed, ...] = ()
 
     @property
     def style(self) -> Style:
@@ -92,6 +99,7 @@ class _Reading:
     tokens: Ragged = field(default_factory=Ragged)
     answers: Ragged = field(default_factory=Ragged)  # of each prompt, where they are read
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
+    media: list[tuple[Placed, ...]] = field(default_factory=list)  # of each prompt, where pictures are read
     problems: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)  # ids
     more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
@@ -107,7 +115,14 @@ class PromptSet:
     ``max_prompt_length``, or their own answer ``max_response_length``.
     """
 
-    def __init__(self, files: list[SourceFile], reading: _Reading, config: DataConfig, title: str) -> None:
+    def __init__(
+        self,
+        files: list[SourceFile],
+        reading: _Reading,
+        config: DataConfig,
+        title: str,
+        pictures: PictureReader | None,
+    ) -> None:
         reading.tokens.close()
         reading.answers.close()
         self.title = title
@@ -119,6 +134,8 @@ class PromptSet:
         self._config = config
         self._tokens, self._answers = reading.tokens, reading.answers
         self._places = reading.places
+        self._media = reading.media
+        self._pictures = pictures
 
     @classmethod
     def load(
@@ -132,30 +149,32 @@ class PromptSet:
         graded: bool = True,
         agents: AgentRows | None = None,
         answers: AnswerReader | None = None,
+        pictures: PictureReader | None = None,
     ) -> PromptSet:
         """The prompts of ``files``, in file order.
 
         max_samples: take only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
         title: the key that names the files, as ``data.train_files``.  graded: require a data source for every row, and
         a ground truth unless a reward model or a judge scores it.  agents: read the columns of agents; None: they are
-        refused.  answers: reads each row's own answer; None: they are not read.
+        refused.  answers: reads each row's own answer; None: they are not read.  pictures: reads those of rows, for a
+        model that takes some; None: rows that have pictures are refused.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without ground truth, refused by the chat template or meant
-        for images, videos or agents that are not there, prompts or answers that are too long if ``truncation`` is
-        error, no prompt left.
+        for images, videos or agents that are not there, a picture that cannot be read or has no place in the messages,
+        prompts or answers that are too long if ``truncation`` is error, a cut through a picture, no prompt left.
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
             for number, file in enumerate(sources):
-                type_problems = list(_type_problems(file, config.prompt_key, graded))
+                type_problems = list(_type_problems(file, config.prompt_key, graded, parts=pictures is not None))
                 if answers is not None and (problem := answers.column_problem(file)):
                     type_problems.append(problem)
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
-                    _take(reading, number, file, start, records, config, tokenizer, graded, agents, answers)
+                    _take(reading, number, file, start, records, config, tokenizer, graded, agents, answers, pictures)
                     bar.advance(task, len(records))
         reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
@@ -166,7 +185,7 @@ class PromptSet:
             reading.problems.append(_nothing_left(reading, config))
         if reading.problems:
             raise DataError(title, reading.problems)
-        return cls(sources, reading, config, title)
+        return cls(sources, reading, config, title, pictures)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -177,6 +196,8 @@ class PromptSet:
         messages = clean_messages(record.pop(self._config.prompt_key))
         assert isinstance(messages, list), "load has seen this row"
         graded_by = record.get("reward_model")
+        if self._pictures is not None:
+            record.pop(self._pictures.key, None)
         return PromptRow(
             id=self._files[file].row_id(row),
             tokens=tuple(self._tokens[index].tolist()),
@@ -187,7 +208,22 @@ class PromptSet:
             columns=record,
             number=index,
             answer=tuple(self._answers[index].tolist()) if len(self._answers) else (),
+            media=self._media[index] if self._media else (),
         )
+
+    def image_files(self, index: int) -> list[bytes]:
+        """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""
+        number, row = self._places[index]
+        file, reader = self._files[number], self._pictures
+        if reader is None:
+            return []
+        record = file.record(row)
+        try:
+            return [
+                reader.content(record, file.folder, place, each.image) for place, each in enumerate(self._media[index])
+            ]
+        except ValueError as error:
+            raise DataError(self.title, [f"{file.row_id(row)}: {reader.key}: {error}"]) from error
 
     @property
     def data_sources(self) -> list[str]:
@@ -232,6 +268,10 @@ class PromptSet:
         line = (
             f"{self.title}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens, mean {mean:.0f}"
         )
+        if placed := [each for media in self._media for each in media]:
+            sizes = [each.grid.tokens for each in placed]
+            different = len({each.image.sha256 for each in placed})
+            line += f"; {len(placed):,} pictures, {different:,} different, of {min(sizes)} to {max(sizes)} tokens"
         limit = self._config.max_prompt_length
         longer = f"{limit} tokens"
         if len(self._answers):
@@ -257,13 +297,30 @@ def truncated(tokens: Sequence[int], length: int, truncation: Truncation) -> Seq
     return [*tokens[:head], *tokens[len(tokens) - (length - head) :]]
 
 
-def _type_problems(file: SourceFile, prompt_key: str, graded: bool) -> Iterator[str]:
-    """Problems of the columns, which make every row of ``file`` unusable."""
+def kept_media(media: Sequence[Placed], length: int, limit: int, truncation: Truncation) -> list[Placed] | Placed:
+    """``media`` where it stands once ``length`` tokens are cut to ``limit``; or the first picture that the cut meets.
+
+    A picture's opening and closing token count as its own.
+    """
+    if length <= limit:
+        return list(media)
+    head = {Truncation.left: 0, Truncation.right: limit, Truncation.middle: limit // 2}[truncation]
+    cut = length - limit
+    kept = []
+    for each in media:
+        if each.end + 1 > head and each.first - 1 < head + cut:
+            return each
+        kept.append(each if each.end < head else each.moved(-cut))
+    return kept
+
+
+def _type_problems(file: SourceFile, prompt_key: str, graded: bool, parts: bool) -> Iterator[str]:
+    """Problems of the columns, which make every row of ``file`` unusable.  parts: see ``is_messages``."""
     types = {column.name: column.type for column in file.table.schema}
     if prompt_key not in types:
         has = f"it has {', '.join(types) or 'none'}"
         yield f"{file.name}: no column {prompt_key}; {has}. Write {MESSAGES} there, or name it as data.prompt_key"
-    elif not is_messages(types[prompt_key]):
+    elif not is_messages(types[prompt_key], parts=parts):
         yield f"{file.name}: column {prompt_key} is {types[prompt_key]}, not {MESSAGES}. Write it so (docs/data.md)"
     if "data_source" in types and not is_text(types["data_source"]):
         yield f"{file.name}: column data_source is {types['data_source']}, not text. Write the name of the data set"
@@ -292,22 +349,32 @@ def _take(
     graded: bool,
     agents: AgentRows | None,
     answers: AnswerReader | None,
+    pictures: PictureReader | None,
 ) -> None:
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
-    rows, texts = [], []
+    rows, texts, images = [], [], list[list[SizedImage]]()
     for row, record in enumerate(records, start):
-        for column in wants_more_than_text(record or {}, agents):
+        for column in wants_more_than_text(record or {}, agents, "" if pictures is None else pictures.key):
             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-        text, problem = _rendered(record, config, tokenizer, graded, agents)
+        text, of_row, problem = _rendered(record, config, tokenizer, graded, agents, pictures, file, row)
         if problem:
             reading.problems.append(f"{file.row_id(row)}: {problem}")
         else:
             rows.append(row)
             texts.append(text)
+            images.append(of_row)
     if not texts:
         return
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    for row, tokens in zip(rows, encoded, strict=True):
+    for row, tokens, text, of_row in zip(rows, encoded, texts, images, strict=True):
+        media: Sequence[Placed] = ()
+        if of_row:
+            assert pictures is not None, "a row without a reader has no pictures"
+            try:
+                tokens, media = pictures.placed(text, of_row, tokenizer)
+            except ValueError as error:
+                reading.problems.append(f"{file.row_id(row)}: {pictures.key}: {error}")
+                continue
         if not tokens:
             reading.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
             continue
@@ -329,8 +396,16 @@ def _take(
         if not fits:
             if config.filter_overlong_prompts or config.truncation is Truncation.error:
                 continue
+            if media:
+                kept = kept_media(media, len(tokens), config.max_prompt_length, config.truncation)
+                if isinstance(kept, Placed):
+                    reading.problems.append(f"{file.row_id(row)}: {_cut_picture(kept, len(tokens), config)}")
+                    continue
+                media = kept
             tokens = truncated(tokens, config.max_prompt_length, config.truncation)
         reading.tokens.append(tokens)
+        if pictures is not None:
+            reading.media.append(tuple(media))
         if answer:
             reading.answers.append(answer[: config.max_response_length])
         reading.places.append((number, row))
@@ -342,30 +417,49 @@ def _rendered(
     tokenizer: PreTrainedTokenizerBase,
     graded: bool,
     agents: AgentRows | None,
-) -> tuple[str, str]:
-    """(text of the prompt, problem): one of the two is ""."""
+    pictures: PictureReader | None,
+    file: SourceFile,
+    row: int,
+) -> tuple[str, list[SizedImage], str]:
+    """(text of the prompt, its pictures, problem): the text or the problem is ""."""
     if record is None:
-        return "", "has text that is no UTF-8. Write the file again from text decoded as what it is"
+        return "", [], "has text that is no UTF-8. Write the file again from text decoded as what it is"
     messages = clean_messages(record[config.prompt_key])
     if isinstance(messages, str):
-        return "", f"{config.prompt_key} {messages}. Write {MESSAGES}, or leave the row out"
+        return "", [], f"{config.prompt_key} {messages}. Write {MESSAGES}, or leave the row out"
     if graded:
         if not record["data_source"]:
-            return "", "data_source is null or empty. Write the name of the data set"
+            return "", [], "data_source is null or empty. Write the name of the data set"
         asked = record["reward_model"]
         if style_of(asked) is Style.rule and (asked is None or asked.get("ground_truth") is None):
-            return "", "reward_model has no ground_truth. Write the right answer, or leave the row out"
+            return "", [], "reward_model has no ground_truth. Write the right answer, or leave the row out"
     if agents is not None and (problem := agents.problem_of(record)):
-        return "", problem
+        return "", [], problem
+    images: list[SizedImage] = []
+    if pictures is not None:
+        try:
+            images = pictures.read(record, file.folder, file.row_id(row))
+        except ValueError as error:
+            return "", [], str(error)
     try:
+        if pictures is not None:
+            messages = pictures.messages(messages, len(images))
         kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
         if agents is not None and (tools := agents.tools_of(record)):
             kwargs["tools"] = tools
-        return rendered(tokenizer, messages, opens=True, kwargs=kwargs), ""
+        text = rendered(tokenizer, messages, opens=True, kwargs=kwargs, pictures=pictures is not None)
     except ValueError as error:
-        return "", f"{config.prompt_key}: {error}"
+        return "", [], f"{config.prompt_key}: {error}"
     except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
-        return "", f"the chat template refuses it: {error}. Mend the messages, or use another template"
+        return "", [], f"the chat template refuses it: {error}. Mend the messages, or use another template"
+    return text, images, ""
+
+
+def _cut_picture(picture: Placed, length: int, config: DataConfig) -> str:
+    where = f"the tokens {picture.first} to {picture.end} of {length}"
+    limit = f"data.max_prompt_length={config.max_prompt_length}"
+    remedy = f"Write data.filter_overlong_prompts=true, {length} tokens, or allow smaller pictures"
+    return f"data.truncation={config.truncation.value} would cut the picture at {where}, for {limit}. {remedy}"
 
 
 def _too_long(reading: _Reading, config: DataConfig) -> str:

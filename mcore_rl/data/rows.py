@@ -57,10 +57,12 @@ class AgentRows(Protocol):
 class SourceFile:
     """The chosen rows of one file.
 
-    name: in ids.  table: them.  numbers: their rows in the file, ascending.  json: see ``tables.FileRows``.
+    name: in ids.  folder: that it is in.  table: them.  numbers: their rows in the file, ascending.  json: see
+    ``tables.FileRows``.
     """
 
     name: str
+    folder: Path
     table: pa.Table
     numbers: NDArray[np.int64]
     json: Mapping[str, pa.Array] = field(default_factory=dict)
@@ -115,26 +117,29 @@ def read_files(
     twice = sorted({str(path) for path in paths if paths.count(path) > 1})
     problems += [f"{path}: is named twice. Name it once" for path in twice]
     paths = list(dict.fromkeys(paths))
-    files_read = list[tuple[str, FileRows]]()
+    files_read = list[tuple[str, Path, FileRows]]()
+    # Where the user sees it: files beside a link are not beside what it links to, as in the Hub's cache.
+    folders = {Path(file).expanduser().resolve(): Path(file).expanduser().absolute().parent for file in files}
     for name, path in zip(distinct_names(paths), paths, strict=True):
         rows = read_table(path, name, problems)
         if rows is not None:
-            files_read.append((name, rows))
-    ends = np.cumsum([rows.table.num_rows for _, rows in files_read], dtype=np.int64)
+            files_read.append((name, folders[path], rows))
+    ends = np.cumsum([rows.table.num_rows for _, _, rows in files_read], dtype=np.int64)
     total = int(ends[-1]) if files_read else 0
     chosen = np.ones(total, dtype=bool)
     if max_samples is not None and max_samples < total:
         numbers = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(total)
         chosen[np.argsort(numbers, kind="stable")[max_samples:]] = False
     read = []
-    for (name, rows), end in zip(files_read, ends, strict=True):
+    for (name, folder, rows), end in zip(files_read, ends, strict=True):
         mask = chosen[end - rows.table.num_rows : end]
         table = rows.table
         texts = rows.json
         if not mask.all():
             table = table.filter(pa.array(mask))
             texts = {column: text.filter(pa.array(mask)) for column, text in texts.items()}
-        read.append(SourceFile(name=name, table=table, numbers=np.flatnonzero(mask), json=texts))
+        kept = np.flatnonzero(mask)
+        read.append(SourceFile(name=name, folder=folder, table=table, numbers=kept, json=texts))
     return read
 
 
@@ -163,12 +168,21 @@ def is_list(kind: pa.DataType) -> bool:
     return any(check(kind) for check in checks)
 
 
-def is_messages(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds lists of {role, content}, both text."""
+def is_messages(kind: pa.DataType, *, parts: bool = False) -> bool:
+    """Whether a column of this type holds lists of {role, content}, both text.
+
+    parts: the content may be a list of {type, ...} as well.
+    """
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
+    if not all(name in fields for name in ("role", "content")) or not is_text(fields["role"]):
+        return False
+    return is_text(fields["content"]) or (parts and _is_parts(fields["content"]))
+
+
+def _is_parts(kind: pa.DataType) -> bool:
+    return is_list(kind) and pa.types.is_struct(kind.value_type) and kind.value_type.get_field_index("type") >= 0
 
 
 def has_unwritten(name: str, kind: pa.DataType) -> bool:
@@ -178,7 +192,7 @@ def has_unwritten(name: str, kind: pa.DataType) -> bool:
     """
     if not pa.types.is_nested(kind):
         return False
-    if name in MORE_THAN_TEXT or is_messages(kind):
+    if name in MORE_THAN_TEXT or is_messages(kind, parts=True):
         return True
     return bool(pa.types.is_struct(kind)) and any(has_unwritten(each.name, each.type) for each in kind)
 
@@ -189,7 +203,7 @@ def as_written(name: str, kind: pa.DataType, value: Any) -> Any:
     Parquet and arrow do not say: a struct gives every object the fields of all, and nobody can tell a field that is
     absent from one that is null; absent is what is meant.
     """
-    if name in MORE_THAN_TEXT or is_messages(kind):
+    if name in MORE_THAN_TEXT or is_messages(kind, parts=True):
         return without_nulls(value)
     if not isinstance(value, dict):
         return value
@@ -223,23 +237,33 @@ def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
     return cleaned
 
 
-def wants_more_than_text(record: dict[str, Any], agents: AgentRows | None = None) -> list[str]:
+def wants_more_than_text(record: dict[str, Any], agents: AgentRows | None = None, read: str = "") -> list[str]:
     """The columns of ``MORE_THAN_TEXT`` in which a row has a value; of ``extra_info``, as ``extra_info.NAME``.
 
-    agents: read ``AGENT_COLUMNS``, which are then not among them.
+    A column of any name whose values are files, as ``datasets`` writes pictures and sounds, is one of them.
+    agents: read ``AGENT_COLUMNS``, which are then not among them.  read: a column that is read as it is; "": none.
     """
     inner = record.get("extra_info")
     values = record | ({f"extra_info.{key}": each for key, each in inner.items()} if isinstance(inner, dict) else {})
     unread = MORE_THAN_TEXT.keys() - (() if agents is None else AGENT_COLUMNS)
-    asked = [(key, each) for key, each in values.items() if key.removeprefix("extra_info.") in unread]
+    values.pop(read, None)
+    asked = [
+        (key, each) for key, each in values.items() if key.removeprefix("extra_info.") in unread or _holds_files(each)
+    ]
     return [key for key, each in asked if not _is_empty(each) and (key, each) != ("agent_name", SINGLE_TURN)]
 
 
 def more_than_text(column: str, ids: Sequence[str]) -> str:
     """The problem of rows that ``wants_more_than_text`` of.  ids: of these rows."""
-    what = MORE_THAN_TEXT[column.removeprefix("extra_info.")]
+    what = MORE_THAN_TEXT.get(column.removeprefix("extra_info."), "pictures and sounds")
     remedy = f"Leave these rows out, or drop {column} where the text alone is meant"
     return f"{column}: {what} are not supported, and {len(ids):,} would be read as text alone: {named(ids)}. {remedy}"
+
+
+def _holds_files(value: Any) -> bool:
+    """Whether a value is {bytes, path} with bytes, or a list that begins with one."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and isinstance(first.get("bytes"), bytes)
 
 
 def _is_empty(value: Any) -> bool:

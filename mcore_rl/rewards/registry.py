@@ -8,6 +8,7 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.arithmetic import grade_arithmetic
 from mcore_rl.rewards.code import grade_code
+from mcore_rl.rewards.geo3k import grade_geo3k
 from mcore_rl.rewards.gsm8k import grade_gsm8k
 from mcore_rl.rewards.math import grade_math
 from mcore_rl.rewards.score import RewardRequest, Score
@@ -20,6 +21,7 @@ GRADERS: dict[str, Grader] = {
     "openai/gsm8k": grade_gsm8k,
     "gsm8k": grade_gsm8k,
     "products": grade_gsm8k,
+    "squares": grade_gsm8k,
     "arithmetic": grade_arithmetic,
     # mathematics, compared as expressions
     "lighteval/MATH": grade_math,
@@ -41,6 +43,8 @@ GRADERS: dict[str, Grader] = {
     "numina_synthetic_amc": grade_math,
     "numina_cn_k12": grade_math,
     "numina_olympiads": grade_math,
+    # a box behind a thought
+    "hiyouga/geometry3k": grade_geo3k,
     # <reasoning> and <answer>
     "xml": grade_xml,
     "gsm8k_xml": grade_xml,

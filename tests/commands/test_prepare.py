@@ -33,6 +33,16 @@ def test_products(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tool_agent" in capsys.readouterr().out
 
 
+def test_squares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        assert main(["prepare", "squares", "--train", "8", "--val", "3", "--out", str(tmp_path / name)]) == 0
+    for split, count in (("train", 8), ("val", 3)):
+        assert pq.read_table(tmp_path / f"a/{split}.parquet").num_rows == count
+        assert (tmp_path / f"a/{split}.parquet").read_bytes() == (tmp_path / f"b/{split}.parquet").read_bytes()
+    out = capsys.readouterr().out
+    assert "56 x 56 pixels" in out and "PNG" not in out, "a picture is told, and not its bytes"
+
+
 def test_published_files_are_read_and_squared_brackets_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

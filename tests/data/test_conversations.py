@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,17 @@ def test_conversations_that_ask_for_more_than_text_are_refused(tmp_path: Path) -
     said = "x.parquet:3: tools has an entry without function. Write [{type: function, function: {name"
     assert said in str(refusal(write(tmp_path / "x.parquet", rows), messages_key="chat"))
     assert len(load(write(tmp_path / "y.parquet", rows[::2]), messages_key="chat")) == 2
+
+
+def test_conversations_with_pictures_are_refused(tmp_path: Path) -> None:
+    """In a column of any name, and within a content, which jsonl can hold beside texts."""
+    files = write(tmp_path / "x.parquet", [{"chat": TURNS, "figure": {"bytes": b"x", "path": None}}])
+    assert "figure: pictures and sounds are not supported, and 1 would" in str(refusal(files, messages_key="chat"))
+    seen = [{"role": "user", "content": [{"type": "text", "text": "1?"}, {"type": "image"}]}, *TURNS[2:3]]
+    lines = tmp_path / "y.jsonl"
+    lines.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (TURNS, seen)))
+    said = "message 0 has a part of type image, and text alone is read. Leave the row out"
+    assert f"y.jsonl:1: chat: {said}" in str(refusal(lines, messages_key="chat"))
 
 
 @pytest.mark.parametrize("template", [None, prompt_files.CHATML, prompt_files.TAGGED])

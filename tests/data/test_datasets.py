@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -22,8 +23,11 @@ from mcore_rl.data.datasets import (
     last_boxed,
     product_rows,
     published_rows,
+    square_rows,
     write_rows,
 )
+from mcore_rl.data.media.prompts import PictureReader
+from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tables import read_table
 from mcore_rl.errors import DataError
@@ -31,6 +35,7 @@ from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import RewardRequest
 from tests.support import prompt_files
 from tests.support.chat_styles import style
+from tests.support.pictures import picture
 from tests.support.skips import NOT_INSTALLED
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
@@ -356,3 +361,77 @@ def test_products_serve_an_agent_and_its_warm_up(tmp_path: Path) -> None:
     for warm, row in zip(rows["sft"], rows["train"], strict=True):
         assert warm["prompt"] == row["prompt"] == warm["messages"][:1] and row["agent_name"] == "tool_agent"
         assert warm["messages"][2]["content"] == row["reward_model"]["ground_truth"]
+
+
+def published_geometry(folder: Path, **changes: Any) -> str:
+    """Files as hiyouga/geometry3k has them; the same is asked of two pictures."""
+    (folder / "data").mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        records = [
+            {"images": [{"bytes": picture(seed=seed), "path": None}], "problem": "<image>Find x.", "answer": f"{seed}"}
+            for seed in (1, 2)
+        ]
+        table = pa.Table.from_pylist([record | changes for record in records])
+        pq.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
+    return str(folder)
+
+
+def test_geo3k(tmp_path: Path) -> None:
+    """Word for word what verl's examples/data_preprocess/geo3k.py writes; and a run reads it."""
+    rows = published_rows("geo3k", published_geometry(tmp_path))
+    assert {split: len(each) for split, each in rows.items()} == {"train": 2, "validation": 2, "test": 2}
+    write_rows(rows["test"], tmp_path / "out.parquet")
+    table = pq.read_table(tmp_path / "out.parquet")
+    columns = ["data_source", "prompt", "images", "ability", "reward_model", "extra_info"]
+    assert table.column_names == columns
+    asked = (
+        "<image>Find x. You FIRST think about the reasoning process as an internal monologue and then provide the "
+        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
+        "The final answer MUST BE put in \\boxed{}."
+    )
+    assert table.to_pylist()[1] == {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": asked}],
+        "images": [{"bytes": picture(seed=2), "path": None}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "test", "index": 1, "answer": "2", "question": "<image>Find x."},
+    }
+    reader = PictureReader(Sizing(14))
+    prompts = PromptSet.load(
+        [tmp_path / "out.parquet"], DataConfig(), style("qwen2.5-vl"), max_samples=None, title="x", pictures=reader
+    )
+    assert [len(prompts[index].media) for index in range(2)] == [1, 1]
+    response = "<think>It is so.</think> \\boxed{2}"
+    request = RewardRequest(("p", 0), prompts[1].data_source, response, prompts[1].ground_truth)
+    assert grader_of(prompts[1].data_source)(request, RewardConfig()).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"images": [{"bytes": None, "path": "a.png"}]}, "images[0] has no bytes. Take the files as published"),
+        ({"images": [{"bytes": b"x", "path": None}]}, "images[0] is no PNG, JPEG or WEBP"),
+        ({"problem": ""}, "has no text in problem"),
+    ],
+)
+def test_records_of_another_data_set_are_no_geometry(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        published_rows("geo3k", published_geometry(tmp_path, **changes))
+    assert any(said in problem and problem.startswith("train-00000") for problem in caught.value.problems)
+
+
+def test_squares(tmp_path: Path) -> None:
+    rows = square_rows(12, 4, seed=2)
+    assert {split: len(each) for split, each in rows.items()} == {"train": 12, "val": 4}
+    write_rows(rows["train"], tmp_path / "train.parquet")
+    reader = PictureReader(Sizing(14))
+    prompts = PromptSet.load(
+        [tmp_path / "train.parquet"], DataConfig(), style("qwen3-vl"), max_samples=None, title="x", pictures=reader
+    )
+    for row, index in zip(rows["train"], range(12), strict=True):
+        prompt = prompts[index]
+        assert prompt.messages == [{"role": "user", "content": "<image>How many red squares are there?"}]
+        assert prompts.image_files(index) == [row["images"][0]["bytes"]] and prompt.media[0].grid.tokens == 4
+        request = RewardRequest(("p", 0), prompt.data_source, row["response"], prompt.ground_truth)
+        assert grader_of(prompt.data_source)(request, RewardConfig()).correct == 1.0

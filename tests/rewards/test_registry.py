@@ -7,6 +7,7 @@ import pytest
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.arithmetic import grade_arithmetic
 from mcore_rl.rewards.code import grade_code
+from mcore_rl.rewards.geo3k import grade_geo3k
 from mcore_rl.rewards.gsm8k import grade_gsm8k
 from mcore_rl.rewards.math import grade_math
 from mcore_rl.rewards.registry import Grader, grader_of
@@ -22,6 +23,8 @@ from mcore_rl.rewards.xml_reasoning import grade_xml
         ("math_dapo", grade_math),
         ("aime24", grade_math),
         ("xml", grade_xml),
+        ("hiyouga/geometry3k", grade_geo3k),
+        ("squares", grade_gsm8k),
         ("apps", grade_code),
         ("codecontests", grade_code),
     ],

@@ -262,6 +262,56 @@ KIMI = """
 """
 
 
+# As Qwen2.5-VL's: contents are texts or parts, and a picture is three tokens.
+QWEN25_VL = """
+{%- set pictures = namespace(count=0) %}
+{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}{{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'image' or 'image' in part or 'image_url' in part %}
+                {%- set pictures.count = pictures.count + 1 %}
+                {%- if add_vision_id %}{{- 'Picture ' ~ pictures.count ~ ': ' }}{%- endif %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part['type'] == 'video' or 'video' in part %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}{{- part['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As Qwen3-VL's: tools are declared, and nothing is said where no system message is.
+QWEN3_VL = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.content is string %}{{- message.content }}
+        {%- else %}
+            {%- for part in message.content %}
+                {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+                    {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+                {%- elif 'text' in part %}{{- part.text }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
 def _byte_level(*more: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -315,6 +365,7 @@ def _plain(text: str) -> AddedToken:
 
 
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", _plain("<tool_call>"), _plain("</tool_call>")]
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 RESULTS = [_plain("<tool_response>"), _plain("</tool_response>"), _plain("<think>"), _plain("</think>")]
 DEEPSEEK_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>",
                    "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
@@ -353,6 +404,10 @@ def style(name: str) -> Any:
     match name:
         case "qwen2.5":
             return _wrapped(_byte_level(), QWEN25, None, "<|im_end|>", IM)
+        case "qwen2.5-vl":
+            return _wrapped(_byte_level(), QWEN25_VL, None, "<|im_end|>", IM + VISION)
+        case "qwen3-vl":
+            return _wrapped(_byte_level(), QWEN3_VL, None, "<|im_end|>", IM + RESULTS + VISION)
         case "stripping":
             return _wrapped(_byte_level(), QWEN25, None, "<|im_end|>", STRIPPING)
         case "qwen3":

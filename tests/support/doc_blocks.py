@@ -89,6 +89,7 @@ def write_stage(directory: Path) -> None:
         ("BytedTsinghua-SIA/DAPO-Math-17k", "dapo-math"),
         ("BytedTsinghua-SIA/AIME-2024", "aime24"),
         ("PRIME-RL/Eurus-2-RL-Data", "eurus2-rl"),
+        ("hiyouga/geometry3k", "geo3k"),
     ):
         assert name in DATASETS
         shutil.copytree(task / "source" / name, directory / source)

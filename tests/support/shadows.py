@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.config.agent import AgentConfig
@@ -21,6 +22,7 @@ from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.datasets import DATASETS, published_rows, write_rows
 from mcore_rl.data.tiny_tokenizer import build_tokenizer
 from tests.support import tiny_models
+from tests.support.pictures import picture
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
 # Keys that a shadow has otherwise than its recipe, or groups of them.
@@ -51,6 +53,7 @@ LAYERS = 4  # one for each chunk of two stages of two
 PROMPTS, SAMPLES = 4, 2
 PROMPT_TOKENS, RESPONSE_TOKENS = 208, 16
 FAMILIES = ("deepseek_v3", "gemma2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+WITH_PICTURES = ("geo3k",)
 TEACHER = "qwen3_moe"  # of the recipe with a teacher
 # What an agent's tokens after a prompt need: some turns of a random model, and what others say between them.
 AGENT_PROMPT_TOKENS, AGENT_TOKENS, AGENT_TURNS = 640, 640, 3
@@ -82,7 +85,8 @@ def write_task(directory: Path) -> Path:
             said = [
                 [*(message["content"] for message in row["prompt"]), row["extra_info"]["answer"] or ""] for row in rows
             ]
-            texts += [text for of_row in said for text in of_row]
+            if name not in WITH_PICTURES:  # no model of a shadow is asked about one
+                texts += [text for of_row in said for text in of_row]
             write_rows(rows, directory / "data" / _folder(name) / f"{split}.parquet")
         assert set(dataset.splits) == {path.stem for path in (directory / "data" / _folder(name)).iterdir()}
     for family in FAMILIES:
@@ -235,6 +239,9 @@ def _source(directory: Path, name: str) -> Path:
     for split in DATASETS[name].splits:
         kind, count = (Split.train, 24) if split == "train" else (Split.validation, 3)
         records = [_record(name, each.question, each.answer) for each in generate(1, count, 0, kind)]
+        if name in WITH_PICTURES:
+            pq.write_table(pa.Table.from_pylist(records), directory / f"{split}.parquet")
+            continue
         lines = (json.dumps(record) for record in records)
         (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return directory
@@ -249,6 +256,9 @@ def _record(name: str, question: str, answer: str) -> dict[str, Any]:
         return {"data_source": source, "prompt": prompt, "ability": ability, "reward_model": {"ground_truth": truth}}
     if name.startswith("gsm8k"):
         return {"question": question, "answer": f"It is {answer}.\n#### {answer}"}
+    if name in WITH_PICTURES:
+        image = {"bytes": picture(seed=len(question)), "path": None}
+        return {"images": [image], "problem": f"<image>{question}", "answer": answer}
     if name == "math":
         return {"problem": question, "solution": f"It is $\\boxed{{{answer}}}$."}
     return {"problem": question, "answer": answer}
