@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.bounds import settings
 from mcore_rl.config.generate import dtype_of
-from mcore_rl.config.names import field_of, key_of, meant
+from mcore_rl.config.names import NO_KEY, field_of, key_of, meant
 from mcore_rl.config.override_text import is_free, keep_text
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import Composed, written_keys
@@ -102,7 +102,7 @@ def _front_violation(override: str) -> Violation | None:
     if key.lstrip("+~").split(".")[0].split("/")[0] == "hydra":
         return Violation(key, value, "there is no such key", "Leave it out: hydra composes, and runs nothing")
     if key_of(key.lstrip("+~")) != key.lstrip("+~"):
-        return Violation(key, value, "there is no such key", f"Did you mean {key_of(key.lstrip('+~'))}?")
+        return Violation(key, value, NO_KEY, f"Did you mean {key_of(key.lstrip('+~'))}?")
     if len(key) > MAX_KEY:
         problem = f"is a key of {len(key):,} characters"
         return Violation(f"{key[:80]}...", "", problem, "mcore-rl train --cfg shows all keys")
@@ -223,17 +223,8 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, "is a group of keys", f"Write one of them: {key}.KEY=VALUE")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
-        return Violation(key, value, "there is no such key", _instead(key, value, known, schema))
+        return Violation(key, value, NO_KEY, meant(key, known, "mcore-rl train --cfg shows all keys"))
     return None
-
-
-def _instead(key: str, value: str, known: list[str], schema: type[Any]) -> str:
-    """The remedy for a key that is not there: of verl's table, if it may be verl's, else the nearest key of ours."""
-    from mcore_rl.config.run import RunConfig  # which imports this room, too
-    from mcore_rl.config.verl.hints import hint
-
-    remedy = hint(key, value, known) if schema is RunConfig else ""
-    return remedy or meant(key, known, "mcore-rl train --cfg shows all keys")
 
 
 def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Violation]:

@@ -11,7 +11,7 @@ from mcore_rl.config.compose import all_keys
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.verl.facts import (
+from mcore_rl.from_verl.facts import (
     CONFIGS,
     EVALUATION,
     FSDP,
@@ -22,9 +22,9 @@ from mcore_rl.config.verl.facts import (
     span,
     versions,
 )
-from mcore_rl.config.verl.row import KeyRow, absent, gone, to
-from mcore_rl.config.verl.rules import PER_ROLE, RULES
-from mcore_rl.config.verl.table import PROGRAM, row_for, rows_for, rows_of
+from mcore_rl.from_verl.row import KeyRow, absent, gone, to
+from mcore_rl.from_verl.rules import PER_ROLE, RULES
+from mcore_rl.from_verl.table import PROGRAM, row_for, rows_for, rows_of
 
 SCHEMAS = {"train": RunConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
 
