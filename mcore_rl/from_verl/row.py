@@ -116,6 +116,8 @@ def listed(value: Any) -> Any:
 
 def or_never(value: Any) -> Any:
     """A frequency: -1 is 0 here."""
+    if not isinstance(value, int | float | None) and not str(value).lstrip("-").isdigit():
+        raise NotHereError("a number of steps")
     return 0 if value is None else max(0, int(value))
 
 

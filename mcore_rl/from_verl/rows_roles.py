@@ -44,8 +44,8 @@ def trained(verl: str, ours: str) -> list[KeyRow]:
             f"{verl}.loss_agg_mode",
             f"{ours}.loss_agg_mode",
             "aggregation",
-            "`geo_mean` is always `seq_mean_token_mean`. `seq-mean-token-sum-norm` is `sum_over_constant`; over the whole minibatch, however it is cut (verl until "
-            "0.6 took means of micro batches)",
+            "`seq-mean-token-sum-norm` is `sum_over_constant`; over the whole minibatch, however it is cut (verl until "
+            "0.6 took means of micro batches). `geo_mean` is always `seq_mean_token_mean`",
         ),
         part(
             f"{verl}.loss_scale_factor",

@@ -235,9 +235,7 @@ TRAINER_ROWS = [
     gone("async_training.{use_trainer_do_validate,compute_prox_log_prob,use_rollout_log_probs}", "engines validate"),
     to("{ray_init,ray_kwargs.ray_init}.num_cpus", "ray_init.num_cpus"),
     to("{ray_init,ray_kwargs}.timeline_json_file", "ray_init.timeline_json_file"),
-    gone(
-        "{ray_init,ray_kwargs.ray_init}.{runtime_env,address,namespace,_temp_dir}", "Ray starts by itself"
-    ),
+    gone("{ray_init,ray_kwargs.ray_init}.{runtime_env,address,namespace,_temp_dir}", "Ray starts by itself"),
     gone("{ray_init,ray_kwargs.ray_init}.runtime_env.*", "workers have the environment of the run"),
     gone("{model_engine,hydra}.*", "verl's own"),
     gone("model_engine", "Megatron"),

@@ -12,13 +12,13 @@ from mcore_rl.config.algorithm import Rejection
 from mcore_rl.config.algorithm_registry import policy_loss
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.trainer import Logger
+from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.from_verl.answer import Answer, Difference, Entry
 from mcore_rl.from_verl.facts import versions
 from mcore_rl.from_verl.programs import ASYNC
 from mcore_rl.from_verl.rows_roles import CLIP, LOSSES
 from mcore_rl.from_verl.rules_adapters import lora
 from mcore_rl.from_verl.rules_distillation import distillation
-from mcore_rl.from_verl.rules_modes import BATCHES, agents, asynchrony, conversation, fine_tuning_batches
 from mcore_rl.from_verl.rules_megatron import (
     balance,
     chunks,
@@ -28,9 +28,9 @@ from mcore_rl.from_verl.rules_megatron import (
     recompute,
     transformer_field,
 )
+from mcore_rl.from_verl.rules_modes import BATCHES, agents, asynchrony, conversation, fine_tuning_batches
 from mcore_rl.from_verl.table import row_for
 from mcore_rl.from_verl.written import Verl
-from mcore_rl.config.vllm_fields import VLLM_FIELDS
 
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 ESTIMATORS = {

@@ -16,17 +16,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
+from mcore_rl.config.written_keys import Composed
+from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting
 from mcore_rl.from_verl.row import KeyRow, NotHereError, same
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for, rows_of
 from mcore_rl.from_verl.written import Verl
 from mcore_rl.from_verl.yaml_text import shown, yaml_of
-from mcore_rl.config.written_keys import Composed
-from mcore_rl.errors import ConfigError, Violation
 
 EMPTY = (None, False, 0, "", "null", "None")
 NOT_READ = "is not read: "
+EMPTY_VALUE = "???"  # composing refuses it until it is written
 
 
 @dataclass
@@ -97,7 +98,21 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     _leave_out_defaults(answer, algorithm)
     violations, run = _refused(answer, algorithm)
     _compare_defaults(answer, run if run is not None else _composed(answer, algorithm, {}))
+    for text, _ in verl.unread:
+        key = text.partition("=")[0].lstrip("+~")
+        row = row_for(key, verl.program)
+        if row is not None and (name := _empty(row, key)):
+            answer.settings[name] = TranslatedSetting(EMPTY_VALUE, (), written=True)
     return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations, run)
+
+
+def _empty(row: KeyRow, key: str) -> str:
+    """Our key that has no value since nobody could read verl's ``key``; "" where the default may stay."""
+    if row.keeps:
+        return ""
+    last = key.rpartition(".")[2]
+    alike = [each for each in row.ours if last in (each.rpartition(".")[2], f"lora_{each.rpartition('.')[2]}")]
+    return next(iter(row.ours if len(row.ours) == 1 else alike), "")
 
 
 def _idle_groups(verl: Verl) -> dict[str, str]:

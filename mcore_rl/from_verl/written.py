@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -198,7 +198,10 @@ def value_of(word: str, text: str) -> Any:
         value = OverridesParser.create().parse_override(word).value()
     except HydraException:
         return text
-    return str(value) if type(value).__name__ == "QuotedString" else value
+    if type(value).__name__ != "QuotedString":
+        return value
+    inside = str(value)  # a list may be in quotes that a script did not mean for hydra
+    return value_of(f"key={inside}", inside) if inside.startswith("[") else inside
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
