@@ -14,8 +14,12 @@ __drain() { while IFS= read -r -n 4096 _; do :; done; }
 # Any program: its words are told, what it reads is read, and what it would print is a mark.  A word that is itself a
 # command of verl's (ssh NODE "python3 -m verl...", docker run ... bash -c "...") is run in its place.
 __run() {
-    local word
-    for word in "${@:2}"; do
+    local word last=
+    for word; do
+        case $last:$word in -m:verl* | -m:recipe*) break ;; esac
+        last=$word word=
+    done
+    [ -n "$word" ] || for word in "${@:2}"; do
         case $word in
         *[[:space:]]-m[[:space:]]*verl*) (eval "$word") && return 0 || return 0 ;;
         esac

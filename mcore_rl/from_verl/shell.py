@@ -26,6 +26,7 @@ from mcore_rl.tracking.secrets import without_secrets
 
 PROLOGUE = Path(__file__).with_name("prologue.sh")
 BEGIN = 'builtin source "$1"; shift'
+START_S = 60  # for the cage to be there
 DEADLINE_S = 10
 MAX_PROCESSES = 50
 MAX_BYTES = 1 << 20  # of what programs are given, and of messages
@@ -95,7 +96,8 @@ def _run(
     program = GuardedProgram(f"{__package__}.shell_cage", theirs, without_secrets(), shows=True)
     theirs.close()
     try:
-        ours.sendall(json.dumps(_job(text, file, words, environment, known)).encode() + b"\n")
+        with suppress(BrokenPipeError):  # it ended, and says why
+            ours.sendall(json.dumps(_job(text, file, words, environment, known)).encode() + b"\n")
         told, messages, broken = _followed(ours, program)
         head, _, records = told.decode(errors="replace").partition("\0")
         if not head.isdigit():
@@ -147,7 +149,8 @@ def _job(
 def _followed(ours: socket.socket, program: GuardedProgram) -> tuple[bytes, str, str]:
     """(records, messages, what limit was broken) of the cage, until all that is in it has ended."""
     records, messages = bytearray(), bytearray()
-    deadline = time.monotonic() + DEADLINE_S
+    is_started = False
+    deadline = time.monotonic() + START_S
     with selectors.DefaultSelector() as selector:
         selector.register(ours, selectors.EVENT_READ, records)
         selector.register(program.output, selectors.EVENT_READ, messages)
@@ -158,6 +161,9 @@ def _followed(ours: socket.socket, program: GuardedProgram) -> tuple[bytes, str,
                 if not part:
                     selector.unregister(key.fileobj)
             del messages[:-MAX_BYTES]
+            if not is_started and b"\0" in records:
+                is_started = True
+                deadline = time.monotonic() + DEADLINE_S
             if time.monotonic() > deadline:
                 return bytes(records), messages.decode(errors="replace"), f"it did not end within {DEADLINE_S} s"
             if len(records) > MAX_BYTES:
