@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.from_verl.facts import CONFIGS, keys_of, span
+from mcore_rl.from_verl.facts import CONFIGS, PROGRAM, keys_of, span
 from mcore_rl.from_verl.row import KeyRow
-from mcore_rl.from_verl.table import PROGRAM, SECTIONS, Section, row_for
+from mcore_rl.from_verl.table import SECTIONS, Section, row_for
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_verl.md"
 BEGIN, END = "<!-- made by tools/from_verl.py -->", "<!-- end -->"

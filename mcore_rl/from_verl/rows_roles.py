@@ -81,7 +81,7 @@ def adapters(verl: str, ours: str) -> list[KeyRow]:
         ),
         part(
             f"{verl}.lora.{{rank,alpha,target_modules,exclude_modules,merge,type,dropout,lora_A_init_method,adapter_path}}",
-            f"{keys} {ours}.lora.init{' rollout.lora' if ours == 'actor' else ''}",
+            f"{keys} {ours}.lora.init{' rollout.lora' if verl.startswith('actor') else ''}",
             "lora",
             "Megatron-Bridge's adapters become PEFT's of the same rank, scale and layers (linear_qkv is q_proj, k_proj "
             "and v_proj), each with an A of its own",

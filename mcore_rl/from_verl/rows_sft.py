@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mcore_rl.from_verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
-from mcore_rl.from_verl.rows_engine import FSDP, FSDP_CP, engine, megatron, optimizer
+from mcore_rl.from_verl.rows_engine import FSDP, FSDP_CP, megatron, optimizer
 from mcore_rl.from_verl.rows_roles import RESUME, model
-from mcore_rl.from_verl.rows_run import DEVICE, OWN_DATASET, REMOTE, RESUME_MODE
+from mcore_rl.from_verl.rows_run import DEVICE, OWN_DATASET, RESUME_MODE
 
 CUT = of_names({name: name for name in ("error", "left", "right")}, "`error`, `left` or `right`")
 BATCHES = "one budget of tokens, which packed rows fill: the numbers of a run do not depend on it"
@@ -43,19 +43,19 @@ SFT_ROWS = [
     to("model.tokenizer_path", "model.tokenizer_path"),
     to("model.override_config.*", "model.config_overrides", note="fields of config.json"),
     *model("model", "actor"),
-    gone("model.{strategy,fsdp_config,fsdp_config.*}", FSDP),
+    gone("model.{strategy,fsdp_config}", FSDP),
+    gone("model.fsdp_config.*", FSDP),
     *optimizer("optim", "actor.optim"),
     part("optim.{warmup_steps_ratio}", "actor.optim.warmup_ratio", "warmup", "a share of the run stays one"),
     part("optim.lr_scheduler", "actor.optim.lr_schedule", "decay", "`wsd` is not here"),
     gone("{optim,model}", "groups that are chosen by name: Megatron's AdamW, a Hugging Face model"),
     gone("{engine,model_engine}", "Megatron"),
     *megatron("engine", "actor"),
-    *engine("engine"),
     to("{engine.ulysses_sequence_parallel_size,ulysses_sequence_parallel_size}", "actor.parallel.cp", note=FSDP_CP),
     gone("engine.*", FSDP),
     gone("use_remove_padding", "rows are packed"),
     gone("{checkpoint,trainer.checkpoint}.*", RESUME),
-    gone("profiler.*", "trainer.profile_steps traces steps with torch's profiler"),
+    gone("{profiler,global_profiler}.*", "trainer.profile_steps traces steps with torch's profiler"),
     to("trainer.total_epochs", "trainer.total_epochs"),
     to("trainer.total_training_steps", "trainer.total_training_steps"),
     to("trainer.project_name", "trainer.project_name", keeps=True),
@@ -71,8 +71,7 @@ SFT_ROWS = [
     to("trainer.max_ckpt_to_keep", "trainer.max_to_keep", note="and the best is always kept"),
     to("trainer.seed", "data.seed", note="another order of the same rows", keeps=True),
     to("trainer.device", "trainer.device", DEVICE, "by itself the accelerator"),
-    gone("trainer.{default_hdfs_dir,balance_batch,profile_interval}", "checkpoints are in the run directory"),
-    to("ray_kwargs.ray_init.num_cpus", "ray_init.num_cpus"),
-    to("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file"),
-    gone("ray_kwargs.ray_init.*", f"Ray starts by itself; {REMOTE}"),
+    gone(
+        "trainer.{default_hdfs_dir,resume_path,balance_batch,profile_interval}", "checkpoints are in the run directory"
+    ),
 ]

@@ -76,7 +76,7 @@ def _of_bridge(verl: Verl, answer: Answer, role: str, group: str) -> None:
             answer.tell(Difference.absent, key, f"{', '.join(unknown)}: write {role}.lora.{name} with names of layers")
         if layers:
             answer.set(f"{role}.lora.{name}", layers, key)
-    if role == "actor":
+    if role == "actor" and verl.program == "train":
         answer.set("rollout.lora", "merged" if verl[merge] else "auto", merge)
     if verl[first] == "kaiming":
         answer.set(f"{role}.lora.init", "kaiming", first)
