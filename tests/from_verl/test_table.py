@@ -95,6 +95,7 @@ def test_no_row_is_about_nothing(program: str) -> None:
         "ref.model",
         "async_training",
         "rollout.n",
+        "rollout.{nnodes",
         "rollout.total",
         "ray_init",
         "policy_loss.tau",

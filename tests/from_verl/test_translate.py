@@ -429,8 +429,6 @@ NOT_HERE = {
         f"{FIELDS}.num_layers_in_first_pipeline_stage", f"{FIELDS}.num_layers_in_last_pipeline_stage",
         "trainer.default_local_dir=",  # of a variable that the script does not set
     },
-    "0.7.0 examples/grpo_trainer/run_qwen2-7b_math_megatron_lora.sh": {"actor_rollout_ref.model.lora.rank"},
-    "0.9.0 examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh": {f"{R}.moe_tensor_parallel_size"},
 }  # fmt: skip
 
 
