@@ -228,8 +228,8 @@ def system_call_filter(
                 value, has_bits = condition
                 block += [low, (bits if has_bits else equal, 0, 1, value), (answer, 0, 0, pretend)]
             elif isinstance(condition, Bits):
-                allowed, required = condition[0][column], condition[1]
-                block += [low, (bits, 0, 1, ~allowed & 0xFFFFFFFF), (answer, 0, 0, refuse)]
+                permitted, required = condition[0][column], condition[1]
+                block += [low, (bits, 0, 1, ~permitted & 0xFFFFFFFF), (answer, 0, 0, refuse)]
                 block += [(mask, 0, 0, required), (equal, 1, 0, required), (answer, 0, 0, refuse)]
             else:
                 block.append(low)
