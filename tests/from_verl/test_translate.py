@@ -362,7 +362,7 @@ def test_a_yaml_file_of_verls() -> None:
         "actor_rollout_ref": {"actor": {"megatron": {"tensor_model_parallel_size": 4}, "optim": {"lr": "2e-6"}}},
     }  # fmt: skip
     verl = of_tree(tree)
-    assert verl.is_megatron and verl.version == "0.9.0"
+    assert verl.is_megatron and verl.version == "0.10.0.dev"
     assert set(verl.written) == {"trainer.total_epochs", f"{M}.tensor_model_parallel_size", f"{A}.optim.lr"}
     settings = translate(verl).settings
     assert (settings["actor.parallel.tp"].value, settings["trainer.total_epochs"].value) == (4, 3)
