@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from mcore_rl import __version__
+from mcore_rl.config.names import NO_KEY
 from mcore_rl.config.options import check_options, spelt_as_options
 from mcore_rl.config.resources import MODEL_CONFIGS, PAGES
 from mcore_rl.errors import ConfigError, McoreRLError, shortened
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except McoreRLError as error:
         if options.debug:
             raise
-        _tell(f"error: {spelt_as_options(_offered(error), options.spelt)}", error)
+        _tell(f"error: {spelt_as_options(_offered(error, words[0]), options.spelt)}", error)
         return WRONG
     except OSError as error:
         if options.debug or words[0] in PROGRAMS:  # there it may be a bug of ours, and the traceback tells
@@ -153,13 +154,18 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 
 
-def _offered(error: McoreRLError) -> McoreRLError:
-    """``error``, which names the Hub id of a known model whose directory is missing."""
+def _offered(error: McoreRLError, name: str) -> McoreRLError:
+    """``error`` of a command, with remedies of other rooms: Hub ids of known models, and our keys for verl's."""
     if not isinstance(error, ConfigError):
         return error
     from mcore_rl.families.checkpoints import offered
 
-    return ConfigError(offered(error.violations, MODEL_CONFIGS))
+    violations = error.violations
+    if name not in PROGRAMS[1:] and any(each.problem == NO_KEY for each in violations):
+        from mcore_rl.from_verl.hints import hinted
+
+        violations = hinted(violations)
+    return ConfigError(offered(violations, MODEL_CONFIGS))
 
 
 def _notes(error: BaseException) -> list[str]:

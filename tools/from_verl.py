@@ -1,4 +1,4 @@
-"""Write the tables of docs/from_verl.md from the table in mcore_rl/config/verl.
+"""Write the tables of docs/from_verl.md from the table in mcore_rl/from_verl.
 
 python tools/from_verl.py            # writes the page
 python tools/from_verl.py --check    # exits with 1 where it is out of date
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config.verl.facts import CONFIGS, keys_of, span
-from mcore_rl.config.verl.row import KeyRow
-from mcore_rl.config.verl.table import PROGRAM, SECTIONS, Section, row_for
+from mcore_rl.from_verl.facts import CONFIGS, PROGRAM, keys_of, span
+from mcore_rl.from_verl.row import KeyRow
+from mcore_rl.from_verl.table import SECTIONS, Section, row_for
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_verl.md"
 BEGIN, END = "<!-- made by tools/from_verl.py -->", "<!-- end -->"

@@ -6,11 +6,13 @@
     mcore-rl plan recipe=my_recipes/qwen2.yaml cluster=nvidia_h100           then: does it fit
     mcore-rl train --check recipe=my_recipes/qwen2.yaml                      and: does it begin
 
-SOURCE is a shell script, which is read and never run (its variables take their values from your environment, as in
-NNODES=4 mcore-rl from-verl run.sh), a yaml file, a file of key=value words, a command in quotes, or - for standard
-input.
-Read are verl 0.4 to 0.9, with Megatron or FSDP: main_ppo becomes a recipe of train, main_generation of generate,
-main_eval of evaluate.  The newest version is taken that has all keys, unless --version says another.
+SOURCE is a shell script, a yaml file, a file of key=value words, a command in quotes, or - for standard input.  bash
+itself expands a script, in a cage: it starts no program, reaches no network, writes and reads no file of yours.  What
+follows SOURCE are the script's arguments, and variables of your environment that it names count, as in
+NNODES=4 mcore-rl from-verl run.sh 8 out/.
+Read are verl 0.4 to 0.10, with Megatron or FSDP: main_ppo, fully_async_main and one_step_off become a recipe of train,
+sft_trainer of sft, main_generation of generate, main_eval of evaluate.  The newest version is taken that has all keys,
+unless --version says another.
 
 The list has every key that is not here, that means something else, whose default is another, or that is not needed.
 Where verl's default decides what is trained and ours is another, it is written into the yaml.
@@ -22,9 +24,9 @@ is left out of the yaml; 2 there is nothing to translate.
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,17 +37,22 @@ from mcore_rl.config.options import typed
 from mcore_rl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
-    from mcore_rl.config.verl.answer import Entry, ModelFacts
-    from mcore_rl.config.verl.translate import Translation
-    from mcore_rl.config.verl.written import Verl
+    from mcore_rl.from_verl.answer import Entry
+    from mcore_rl.from_verl.translate import Translation
+    from mcore_rl.from_verl.written import Verl
 
 LEFT_OUT = 1  # the exit code if something is
+# Programs that change nothing of what a script gives to verl.
+SILENT = {"python", "python3", "pip", "pip3", "uv", "ray", "conda", "wandb", "hf", "huggingface-cli"} | {
+    "mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "chown", "sleep", "tee", "clear", "ls",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See ``mcore_rl.cli.Command``."""
     parser.description = __doc__
     parser.add_argument("source", metavar="SOURCE", help="a file, a command in quotes, or - for standard input")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="what the script is given as $1, $2, ...")
     parser.add_argument(
         "--out", type=typed(OutputFile), metavar="FILE", help="the yaml file to write (default: printed)"
     )
@@ -54,99 +61,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``."""
-    from mcore_rl.config.verl.facts import versions
-    from mcore_rl.config.verl.translate import translate
-    from mcore_rl.config.verl.yaml_text import yaml_of
+    from mcore_rl.from_verl.facts import versions
+    from mcore_rl.from_verl.models import model_facts, refuse_images
+    from mcore_rl.from_verl.translate import translate
+    from mcore_rl.from_verl.yaml_text import yaml_of
+    from mcore_rl.tracking.secrets import redacted
 
     if options.version and options.version not in versions():
         remedy = f"Write one of {', '.join(versions())}"
         raise ConfigError([Violation("--version", options.version, "is no version of verl that is known", remedy)])
-    verl = read(options.source, options.version)
-    translation = translate(verl, model_facts(str(verl["actor_rollout_ref.model.path"] or "")))
+    verl, aside = read(options.source, options.words, options.version)
+    refuse_images(verl)
+    paths = [verl.written.get(key) for key in ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")]
+    translation = translate(verl, model_facts(next((str(path) for path in paths if path), "")))
     head = f"Made by mcore-rl from-verl of verl {verl.version}, {verl.config}."
-    text = yaml_of(translation.program, translation.algorithm, translation.settings, head)
+    text = redacted(yaml_of(translation.program, translation.algorithm, translation.settings, head))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)
     console = Console(stderr=True)
-    show(console, translation)
+    show(console, translation, aside)
     if options.out:
         console.print(next_step(translation.program, options.out), markup=False, highlight=False, soft_wrap=True)
     return 0 if translation.is_whole else LEFT_OUT
 
 
-def read(source: str, version: str) -> Verl:
-    """verl's configuration of a file, a command, or standard input."""
-    from mcore_rl.config.verl.shell import arguments
-    from mcore_rl.config.verl.shell_words import UnclosedError
-    from mcore_rl.config.verl.written import MAX_BYTES, of_overrides, of_tree, read_tree
+def read(source: str, words: Sequence[str], version: str) -> tuple[Verl, list[str]]:
+    """(verl's configuration of a file, a command, or standard input; what a script would have run besides)."""
     from mcore_rl.config.yaml_files import read_limited
+    from mcore_rl.from_verl.programs import Launch, launch_of
+    from mcore_rl.from_verl.shell import Expanded, expand, words_of
+    from mcore_rl.from_verl.written import MAX_BYTES, of_launch, of_tree, read_tree
 
     path = Path(source)
     is_file = "\n" not in source and len(source) < 4096 and path.is_file()
     if is_file and path.suffix in (".yaml", ".yml"):
         try:
-            return of_tree(read_tree(path), version)
+            return of_tree(read_tree(path), version), []
         except ValueError as error:
             raise _nothing(source, str(error)) from None
     text = sys.stdin.read(MAX_BYTES) if source == "-" else read_limited(path, MAX_BYTES) if is_file else source
-    try:
-        module, words = arguments(text, os.environ)
-    except UnclosedError as error:
-        raise _nothing(source, f"{error} is never closed") from None
-    verl = of_overrides(module, words, version)
-    if not verl.written:
+    plain = None if words else words_of(text)
+    expanded = Expanded([plain]) if plain is not None else expand(text, path if is_file else None, words)
+    launches = [launch for each in expanded.programs if (launch := launch_of(each))]
+    if not launches:  # a.b=1 is none of bash's assignments, and taken for a program
+        launches = [Launch("", each) for each in expanded.programs if each and "=" in each[0]]
+    if not launches:
+        problem = f"stops before it starts verl: {expanded.stopped}" if expanded.stopped else ""
+        raise _nothing(source, problem or "has neither a command of verl's nor key=value words")
+    read_ones = [launch for launch in launches if launch.program]
+    if not read_ones:
+        problem = f"is a program of verl's that is not translated: {launches[0].module}"
+        raise ConfigError([Violation("SOURCE", _shown(source), problem, launches[0].remedy)])
+    verl = of_launch(read_ones[0], version)
+    others = Counter(launch.module for launch in launches if launch is not read_ones[0])
+    for module, count in others.items():
+        times = f"{count} times, " if count > 1 else ""
+        verl.unread.append((module, f"is started too, {times}and only the first is translated: give it by itself"))
+    if expanded.broken:
+        verl.unread.append((_shown(source), expanded.stopped))
+    if not launches[0].module and not verl.written:
         raise _nothing(source, "has neither a command of verl's nor key=value words")
-    return verl
+    return verl, besides(expanded.programs)
+
+
+def besides(programs: Sequence[Sequence[str]]) -> list[str]:
+    """Programs other than verl's that decide what a script does, and the files that it did not read."""
+    from mcore_rl.from_verl.programs import launch_of
+
+    names = list[str]()
+    for words in programs:
+        name = Path(words[0]).name
+        if launch_of(words) is None and name not in SILENT and "=" not in name:
+            names.append(" ".join(words[:2]) if name in ("source", "bash") else name)
+    return list(dict.fromkeys(names))
 
 
 def _nothing(source: str, problem: str) -> ConfigError:
-    shown = source if len(source) < 80 else f"{source[:77]}..."
     remedy = "Name a script, a yaml file, or write 'python3 -m verl.trainer.main_ppo key=value ...' in quotes"
-    return ConfigError([Violation("SOURCE", shown, problem, remedy)])
+    if ": unbound variable" in problem:
+        remedy = "Set it, as in NAME=VALUE mcore-rl from-verl run.sh, or give the script its arguments behind it"
+    elif problem.startswith("stops"):
+        remedy = "Give the script its arguments behind it, or the command that it ends in, in quotes"
+    return ConfigError([Violation("SOURCE", _shown(source), problem, remedy)])
 
 
-def model_facts(path: str) -> ModelFacts:
-    """What is known of the model at ``path``: of its config.json if it is there, else of its name."""
-    from mcore_rl.config.resources import MODEL_CONFIGS
-    from mcore_rl.config.verl.answer import ModelFacts
-    from mcore_rl.families.checkpoints import known_checkpoints, published_config
-    from mcore_rl.families.config_json import CONFIG, read_config
-    from mcore_rl.families.registry import model_of
-
-    known = known_checkpoints(MODEL_CONFIGS).values()
-    name = Path(path).name.lower()
-    checkpoint = next((each for each in known if name in (each.name, each.hf_id.rpartition("/")[2].lower())), None)
-    alike = checkpoint or next((each for each in known if plain(each.name) == plain(name)), None)
-    try:
-        if (Path(path) / CONFIG).is_file():
-            config = read_config(Path(path))
-        elif alike is not None:
-            config = published_config(alike, MODEL_CONFIGS)
-        else:
-            return ModelFacts()
-        model = model_of(config)[1]
-    except ConfigError:  # the run says what is wrong with it
-        return ModelFacts()
-    return ModelFacts(model.num_layers, model.moe is not None, checkpoint.name if checkpoint else "")
+def _shown(source: str) -> str:
+    return source if len(source) < 80 else f"{source[:77]}..."
 
 
-def plain(name: str) -> str:
-    """The name of a checkpoint without what it was tuned for: its layers are those of its relatives."""
-    return re.sub(r"-(?:base|instruct|chat|it)(?=-v\d|$)", "", name)
-
-
-def show(console: Console, translation: Translation) -> None:
-    """The list, under its headings."""
-    from mcore_rl.config.verl.answer import Difference
-    from mcore_rl.config.verl.facts import versions_with
+def show(console: Console, translation: Translation, aside: Sequence[str]) -> None:
+    """The list, under its headings.  aside: programs that a script would have run, too."""
+    from mcore_rl.from_verl.answer import Difference
+    from mcore_rl.from_verl.facts import versions_with
 
     verl, lines = translation.verl, list[str]()
     known = versions_with(verl.config, verl.written)
     span = f"{known[0]} to {known[-1]}" if len(known) > 1 else "".join(known) or "no single version"
     lines.append(f"{len(verl.written)} keys of {verl.config}, which {span} has; defaults of verl {verl.version}")
+    if aside:
+        lines.append(f"Not run, and taken to succeed: {', '.join(aside)}")
     for kind in Difference:
         told: dict[tuple[str, str], list[Entry]] = {}
         for each in translation.of_kind(kind):
@@ -161,8 +177,8 @@ def show(console: Console, translation: Translation) -> None:
 
 def said(entries: list[Entry]) -> list[str]:
     """The lines of entries of which the same is said."""
-    from mcore_rl.config.verl.answer import Difference
-    from mcore_rl.config.verl.yaml_text import shown
+    from mcore_rl.from_verl.answer import Difference
+    from mcore_rl.from_verl.yaml_text import shown
 
     first = entries[0]
     if first.kind is Difference.default:

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_rl.config.algorithm_presets import GROUP as ALGORITHM
 from mcore_rl.config.algorithm_presets import offer_algorithms, offered
 from mcore_rl.config.generate import dtype_of
-from mcore_rl.config.names import meant
+from mcore_rl.config.names import NO_KEY, meant
 from mcore_rl.config.override_text import keep_text
 from mcore_rl.config.typed import Tree, plain, put, typed
 from mcore_rl.config.written_keys import Composed, leaves
@@ -74,7 +74,7 @@ def compose(
         config = typed(schema, tree)
     except ConfigError as error:
         said = [_placed(each, values, files) for each in sorted(error.violations, key=partial(_place, values))]
-        raise ConfigError([*wrong, *_in_our_words(said, schema)]) from error
+        raise ConfigError([*wrong, *said]) from error
     refuse_if_any(wrong)
     if isinstance(config, Composed):
         config.written = frozenset(_written(parsed, files))
@@ -145,7 +145,7 @@ def _front_violation(override: str) -> Violation | None:
     key, written, value = override.partition("=")
     name = key.lstrip("+~")
     if name.split(".")[0].split("/")[0] == "hydra":
-        return Violation(key, value, "there is no such key", "Leave it out: hydra composes, and runs nothing")
+        return Violation(key, value, NO_KEY, "Leave it out: hydra composes, and runs nothing")
     if len(key) > MAX_KEY:
         problem = f"is a key of {len(key):,} characters"
         return Violation(f"{key[:80]}...", "", problem, "mcore-rl train --cfg shows all keys")
@@ -204,22 +204,6 @@ def _placed(violation: Violation, values: Sequence[Override], files: Iterable[Ya
         if any(key == each or f"{each}.".startswith(f"{key}.") for each in leaves(file.values)):
             return Violation(f"{file.path}: {violation.key}", violation.value, violation.problem, violation.remedy)
     return violation
-
-
-def _in_our_words(violations: list[Violation], schema: type[Any]) -> list[Violation]:
-    """Keys that are not ours may be verl's: then the remedy is ours from verl's table."""
-    from mcore_rl.config.run import RunConfig  # which imports this room, too
-    from mcore_rl.config.typed import all_keys
-    from mcore_rl.config.verl.hints import hint
-
-    if not issubclass(schema, RunConfig):
-        return violations
-    known = list(all_keys(schema))
-    told = []
-    for each in violations:
-        ours = hint(each.key, str(each.value), known) if each.problem == "there is no such key" else ""
-        told.append(Violation(each.key, each.value, each.problem, ours or each.remedy))
-    return told
 
 
 def _written(overrides: Iterable[Override], files: Sequence[YamlFile]) -> set[str]:

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+NO_KEY = "there is no such key"  # the problem of a violation
 RESERVED = ("async",)  # groups whose names are words of Python's
 
 

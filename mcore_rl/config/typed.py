@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_rl.config.bounds import settings
-from mcore_rl.config.names import field_of, key_of, meant, value_at
+from mcore_rl.config.names import NO_KEY, field_of, key_of, meant, value_at
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -160,7 +160,7 @@ def _merge_known(
         if name not in tree:
             for leaf, each in leaf_values({key: value}):
                 remedy = meant(leaf, known, "--cfg shows all keys")
-                yield Violation(leaf, _shown(each), "there is no such key", remedy)
+                yield Violation(leaf, _shown(each), NO_KEY, remedy)
         elif not is_dataclass(inner):
             merge(tree, {name: value})
         elif isinstance(value, Mapping):

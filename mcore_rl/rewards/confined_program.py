@@ -81,26 +81,28 @@ def drop_capabilities() -> None:
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
-def restrict_files(readable: list[str], newest_abi: int) -> bool:
+def restrict_files(readable: list[str], newest_abi: int, executable: tuple[str, ...] = ()) -> bool:
     """Landlock: allows to open only files beneath ``readable``, for reading.  False if the kernel lacks Landlock.
 
     newest_abi: the newest version of Landlock to use.
+    executable: files that may be run, too.
     """
     create, add_rule, restrict = 444, 445, 446
     abi = min(libc.syscall(create, None, ctypes.c_size_t(0), 1), newest_abi)
     if abi < 1:
         return False
-    read_file, read_dir, write_file = 1 << 2, 1 << 3, 1 << 1
+    execute, write_file, read_file, read_dir = 1 << 0, 1 << 1, 1 << 2, 1 << 3
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("QQQ", handled, 0b11, 0b11)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = check(libc.syscall(create, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
-    for path in [*readable, *KEPT_DEVICES]:
+    for path in [*readable, *executable, *KEPT_DEVICES]:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue  # not on this machine
         access = read_file | read_dir if os.path.isdir(path) else read_file
         access |= write_file if path in KEPT_DEVICES else 0
+        access |= execute if path in executable else 0
         check(libc.syscall(add_rule, ruleset, 1, struct.pack("=Qi", access, place), 0), f"landlock_add_rule {path}")
         os.close(place)
     check(libc.syscall(restrict, ruleset, 0), "landlock_restrict_self")
@@ -113,7 +115,11 @@ def filter_system_calls() -> bool:
     tables = sibling("system_calls")
     if os.uname().machine not in tables.ARCHITECTURES:
         return False
-    code = tables.system_call_filter(*tables.ARCHITECTURES[os.uname().machine], os.getpid())
+    return install_filter(tables.system_call_filter(*tables.ARCHITECTURES[os.uname().machine], os.getpid()))
+
+
+def install_filter(code: bytes) -> bool:
+    """Installs a seccomp filter, classic BPF.  False if the kernel lacks them."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     return bool(libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0) == 0)

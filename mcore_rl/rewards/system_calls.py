@@ -18,6 +18,10 @@ from __future__ import annotations
 import errno
 import struct
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 Numbers = tuple[int | None, int | None]  # on (x86-64, aarch64); None: the processor has no such call
 # Column in these tables, and AUDIT_ARCH number.
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -80,6 +84,16 @@ class Null:
     """The argument is a null pointer."""
 
 
+class Pretended(tuple[int, bool]):
+    """(a value, whether it is bits): where the argument is the value, or has any of the bits, the call is pretended.
+
+    It is not made, and gives 0: a descriptor that is open, or success.
+    """
+
+
+Condition = OneOf | Bits | Null | Pretended
+
+
 AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 1, 0o4000, 0o2000000
 STREAMS = OneOf(SOCK_STREAM | more for more in (0, SOCK_NONBLOCK, SOCK_CLOEXEC, SOCK_NONBLOCK | SOCK_CLOEXEC))
 CLONE_THREAD = 0x10000
@@ -89,7 +103,7 @@ THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | CLONE_THREAD | 0x40000 | 0x80000 
 OPEN_FLAGS = 3 | 0o100 | 0o200 | 0o400 | 0o2000 | 0o4000 | 0o2000000
 OPENING = Bits(((OPEN_FLAGS | 0o700000, OPEN_FLAGS | 0o540000), 0))
 # Name -> (numbers, {index of an argument: what it must be}, the same in words).
-CHECKED: dict[str, tuple[Numbers, dict[int, OneOf | Bits | Null], str]] = {
+CHECKED: dict[str, tuple[Numbers, dict[int, Condition], str]] = {
     "open": ((2, None), {1: OPENING}, "without O_TRUNC, O_TMPFILE, O_PATH, O_ASYNC, O_DIRECT, O_SYNC, O_NOATIME"),
     "openat": ((257, 56), {2: OPENING}, "as open"),
     "clone": ((56, 220), {0: Bits(((THREAD_FLAGS, THREAD_FLAGS), CLONE_THREAD))}, "threads only, in no namespace of "
@@ -175,36 +189,47 @@ REFUSED: dict[str, str] = {
 }  # fmt: skip
 
 
-def system_call_filter(column: int, architecture: int, pid: int) -> bytes:
+def system_call_filter(
+    column: int,
+    architecture: int,
+    pid: int,
+    allowed: Mapping[str, Mapping[str, Numbers]] = ALLOWED,
+    checked: Mapping[str, tuple[Numbers, Mapping[int, Condition], str]] = CHECKED,
+) -> bytes:
     """The seccomp filter as classic BPF.
 
     column: the architecture's column in these tables.  architecture: its AUDIT_ARCH number.  pid: this process.
+    allowed, checked: tables as those above, of another kind of program.
     """
     load, equal, above, bits, mask, answer = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
     allow, kill, refuse, absent = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    pretend = 0x00050000  # no error: the call gives 0, and nothing is done
     code: list[tuple[int, int, int, int]] = [
         (load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0),
     ]  # fmt: skip
     if column == 0:
         code += [(bits, 0, 1, X32), (answer, 0, 0, refuse)]
     code += [(above, 0, 1, NEWEST), (answer, 0, 0, absent)]
-    for family in ALLOWED.values():
+    for family in allowed.values():
         for numbers in family.values():
             if (number := numbers[column]) is not None:
                 code += [(equal, 0, 1, number), (answer, 0, 0, allow)]
     for numbers, _ in ABSENT.values():
         if (number := numbers[column]) is not None:
             code += [(equal, 0, 1, number), (answer, 0, 0, absent)]
-    for numbers, conditions, _ in CHECKED.values():
+    for numbers, conditions, _ in checked.values():
         block: list[tuple[int, int, int, int]] = []
         for index, condition in conditions.items():
             low = (load, 0, 0, 16 + 8 * index)  # ids, flags and commands have 32 bits: the kernel ignores the rest
             if isinstance(condition, Null):
                 block += [low, (equal, 1, 0, 0), (answer, 0, 0, refuse)]
                 block += [(load, 0, 0, 20 + 8 * index), (equal, 1, 0, 0), (answer, 0, 0, refuse)]
+            elif isinstance(condition, Pretended):
+                value, has_bits = condition
+                block += [low, (bits if has_bits else equal, 0, 1, value), (answer, 0, 0, pretend)]
             elif isinstance(condition, Bits):
-                allowed, required = condition[0][column], condition[1]
-                block += [low, (bits, 0, 1, ~allowed & 0xFFFFFFFF), (answer, 0, 0, refuse)]
+                permitted, required = condition[0][column], condition[1]
+                block += [low, (bits, 0, 1, ~permitted & 0xFFFFFFFF), (answer, 0, 0, refuse)]
                 block += [(mask, 0, 0, required), (equal, 1, 0, required), (answer, 0, 0, refuse)]
             else:
                 block.append(low)

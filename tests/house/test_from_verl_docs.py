@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.verl.table import SECTIONS
+from mcore_rl.from_verl.table import SECTIONS
 from tools import from_verl as tool
 
 

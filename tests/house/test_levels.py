@@ -21,8 +21,8 @@ ALLOWED = {
     "transformer_engine": ("training",),
     "vllm": ("rollout",),
     "ray": ("runtime", "controller"),
-    "hydra": ("config", "cli"),
-    "omegaconf": ("config", "cli"),
+    "hydra": ("config", "cli", "from_verl"),
+    "omegaconf": ("config", "cli", "from_verl"),
 }
 OTHER_FOLDERS = ("tests", "tools", "benchmarks", "launch")
 

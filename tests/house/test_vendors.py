@@ -30,9 +30,9 @@ ALLOWED_FILES = (
     "mcore_rl/config/megatron_fields.py",
     "mcore_rl/config/megatron_versions.py",
     "mcore_rl/config/vllm_fields.py",
-    "mcore_rl/config/verl/rows_roles.py",
-    "mcore_rl/config/verl/rows_rollout.py",
-    "mcore_rl/config/verl/rows_run.py",
+    "mcore_rl/from_verl/rows_roles.py",
+    "mcore_rl/from_verl/rows_rollout.py",
+    "mcore_rl/from_verl/rows_run.py",
     "mcore_rl/doctor/vendor_tools.py",  # reads what the vendors' tools print, and what their libraries are called
 )
 

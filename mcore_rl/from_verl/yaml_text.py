@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_rl.config.verl.answer import TranslatedSetting
+from mcore_rl.from_verl.answer import TranslatedSetting
 
 DOCUMENT_END = "...\n"  # after a value alone, as yaml writes it
 

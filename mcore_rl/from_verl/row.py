@@ -36,6 +36,7 @@ class KeyRow:
     absent: whether what it asks for is not here.
     keeps: a default of ours stays whatever verl's is.
     differs: the same run does something else here than in verl; false: ``note`` is about names and values alone.
+    needed: a run cannot do without it, and verl's default is nobody's: it stays empty unless it was written.
     """
 
     verl: str
@@ -46,6 +47,7 @@ class KeyRow:
     absent: bool = False
     keeps: bool = False
     differs: bool = False
+    needed: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -79,10 +81,17 @@ def alternatives(text: str) -> list[str]:
 
 
 def to(
-    verl: str, ours: str, convert: Convert = same, note: str = "", *, keeps: bool = False, differs: bool = False
+    verl: str,
+    ours: str,
+    convert: Convert = same,
+    note: str = "",
+    *,
+    keeps: bool = False,
+    differs: bool = False,
+    needed: bool = False,
 ) -> KeyRow:
     """A key whose value one key of ours takes."""
-    return KeyRow(verl, (ours,), note, convert, keeps=keeps, differs=differs)
+    return KeyRow(verl, (ours,), note, convert, keeps=keeps, differs=differs, needed=needed)
 
 
 def part(verl: str, ours: str, rule: str, note: str = "", *, differs: bool = False) -> KeyRow:
@@ -107,6 +116,8 @@ def listed(value: Any) -> Any:
 
 def or_never(value: Any) -> Any:
     """A frequency: -1 is 0 here."""
+    if not isinstance(value, int | float | None) and not str(value).lstrip("-").isdigit():
+        raise NotHereError("a number of steps")
     return 0 if value is None else max(0, int(value))
 
 

@@ -12,7 +12,38 @@ from typing import Any
 KEYS = Path(__file__).with_name("keys.json")
 MEGATRON, FSDP = "ppo_megatron_trainer", "ppo_trainer"  # verl's names of its configurations
 GENERATION, EVALUATION = "generation", "evaluation"
-CONFIGS = (MEGATRON, FSDP, GENERATION, EVALUATION)
+SFT, EARLY_SFT = "sft_trainer_engine", "sft_trainer"
+PROGRAM = {  # verl's configuration -> our program
+    MEGATRON: "train",
+    FSDP: "train",
+    SFT: "sft",
+    EARLY_SFT: "sft",
+    GENERATION: "generate",
+    EVALUATION: "evaluate",
+}
+CONFIGS = tuple(PROGRAM)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where verl has the settings of a trained role: its own group, its model's, its optimizer's, Megatron's."""
+
+    role: str
+    model: str
+    optim: str
+    megatron: str
+
+
+PLACES = {  # our program -> our role -> verl's groups
+    "train": {
+        role: Places(verl, model, f"{verl}.optim", f"{verl}.megatron")
+        for role, verl, model in (
+            ("actor", "actor_rollout_ref.actor", "actor_rollout_ref.model"),
+            ("critic", "critic", "critic.model"),
+        )
+    },
+    "sft": {"actor": Places("data", "model", "optim", "engine")},
+}
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
-from mcore_rl.config.verl.rows_engine import (
+from mcore_rl.from_verl.row import KeyRow, absent, gone, of_names, part, to
+from mcore_rl.from_verl.rows_engine import (
     ENTROPY,
     FILES,
     FSDP,
+    FSDP_CP,
     PACKED,
     engine,
     megatron,
@@ -17,11 +18,7 @@ from mcore_rl.config.verl.rows_engine import (
 )
 
 RESUME = "a checkpoint has everything that a bitwise resume needs"
-LORA = (
-    "Megatron-Bridge's adapters, which queries, keys and values share, and the experts of a rank: not PEFT's. Write "
-    "actor.lora.rank for those"
-)
-VISION = "not yet: text alone is trained"
+VISION = "text alone is trained"
 MTP = "not yet: layers for more than the next token are left out"
 REMOTE = "code of a checkpoint is never run: families are written here (docs/models.md)"
 MICROBATCHES = (
@@ -48,7 +45,7 @@ def trained(verl: str, ours: str) -> list[KeyRow]:
             f"{ours}.loss_agg_mode",
             "aggregation",
             "`seq-mean-token-sum-norm` is `sum_over_constant`; over the whole minibatch, however it is cut (verl until "
-            "0.6 took means of micro batches)",
+            "0.6 took means of micro batches). `geo_mean` is always `seq_mean_token_mean`",
         ),
         part(
             f"{verl}.loss_scale_factor",
@@ -63,10 +60,10 @@ def trained(verl: str, ours: str) -> list[KeyRow]:
         gone(f"{verl}.checkpoint.{{contents,save_contents,load_contents,strict}}", RESUME),
         gone(f"{verl}.checkpoint.mbridge_config", FILES),
         gone(f"{verl}.checkpoint.mbridge_config.*", FILES),
-        *optimizer(verl, ours),
+        *optimizer(f"{verl}.optim", f"{ours}.optim"),
         *megatron(f"{verl}.megatron", ours),
         gone(f"{verl}.{{fsdp_config,fsdp}}.*", FSDP),
-        to(f"{verl}.ulysses_sequence_parallel_size", f"{ours}.parallel.cp", note="context parallelism; verl's of FSDP"),
+        to(f"{verl}.ulysses_sequence_parallel_size", f"{ours}.parallel.cp", note=FSDP_CP),
         to(f"{verl}.grad_clip", f"{ours}.optim.clip_grad", note="verl's of FSDP"),
         *profiler(verl),
     ]
@@ -82,11 +79,17 @@ def adapters(verl: str, ours: str) -> list[KeyRow]:
             "lora",
             "PEFT's, as with verl's FSDP; engines apply them where vLLM can (rollout.lora)",
         ),
-        absent(f"{verl}.lora.{{rank,adapter_path}}", LORA),
+        part(
+            f"{verl}.lora.{{rank,alpha,target_modules,exclude_modules,merge,type,dropout,lora_A_init_method,adapter_path}}",
+            f"{keys} {ours}.lora.init{' rollout.lora' if verl.startswith('actor') else ''}",
+            "lora",
+            "Megatron-Bridge's adapters become PEFT's of the same rank, scale and layers (linear_qkv is q_proj, k_proj "
+            "and v_proj), each with an A of its own",
+        ),
         gone(
-            f"{verl}.lora.{{a2a_experimental,alpha,dropout,dropout_position,dtype,exclude_modules,freeze_language_model,"
-            "freeze_vision_model,freeze_vision_projection,lora_A_init_method,lora_B_init_method,merge,target_modules,type}",
-            "read with lora.rank alone",
+            f"{verl}.lora.{{a2a_experimental,dropout_position,dtype,freeze_language_model,freeze_vision_model,"
+            "freeze_vision_projection,lora_B_init_method}",
+            "B begins at 0, adapters are float32, and of a language model there is nothing more to freeze",
         ),
         absent(f"{verl}.mtp.{{enable,enable_train,enable_rollout}}", MTP),
         gone(
@@ -155,7 +158,7 @@ LOSSES = {name: name for name in ("gspo", "geo_mean", "sapo", "gpg", "cispo", "c
 COVARIANCE = "of all tokens of the step, chosen before its first update; verl chooses in each micro batch"
 
 MODEL_ROWS = [
-    to("actor_rollout_ref.model.path", "model.path"),
+    to("actor_rollout_ref.model.path", "model.path", needed=True),
     to("actor_rollout_ref.model.tokenizer_path", "model.tokenizer_path"),
     to(
         "actor_rollout_ref.model.override_config.model_config.*", "model.config_overrides", note="fields of config.json"
@@ -186,6 +189,9 @@ ACTOR_ROWS = [
         note="`sapo` is aggregated as loss_agg_mode says; verl's always as seq-mean-token-mean",
     ),
     to(f"{ACTOR}.tau_neg", "actor.tau_neg"),
+    to(f"{ACTOR}.policy_loss.tau_pos", "actor.tau_pos", note="verl's scripts write it, and verl reads actor.tau_pos"),
+    to(f"{ACTOR}.policy_loss.tau_neg", "actor.tau_neg", note="as tau_pos"),
+    gone(f"{ACTOR}.model_engine", "Megatron"),
     to(f"{ACTOR}.entropy_coeff", "actor.entropy_coeff", note="0.001 was verl's default until 2025-05-30"),
     to(f"{ACTOR}.use_kl_loss", "actor.use_kl_loss"),
     to(f"{ACTOR}.kl_loss_coef", "actor.kl_loss_coef"),
@@ -238,7 +244,7 @@ REFERENCE_ROWS = [
 ]
 
 CRITIC_ROWS = [
-    to("critic.model.path", "critic.path", note="left out: the actor's"),
+    to("critic.model.path", "critic.path", note="left out: the actor's", needed=True),
     gone("critic.model.tokenizer_path", "the policy's"),
     *model("critic.model", "critic"),
     absent("critic.model.override_config.*", "the critic has the policy's config.json"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.megatron_fields import ALLOWED, REFUSED, TAKEN, megatron_violations
-from mcore_rl.config.verl.answer import ROLES, Answer, Difference
-from mcore_rl.config.verl.table import row_for
-from mcore_rl.config.verl.written import Verl
+from mcore_rl.from_verl.answer import Answer, Difference
+from mcore_rl.from_verl.table import row_for
+from mcore_rl.from_verl.written import Verl
 
 DECIDED = ("recompute", "pipeline", "dispatcher", "balance")  # rules of fields of their own
 HARMLESS = (
@@ -21,7 +21,7 @@ HARMLESS = (
 
 def chunks(verl: Verl, answer: Answer, role: str) -> None:
     """Chunks of a pipeline stage, which one stage has not."""
-    base = f"{ROLES[role]}.megatron"
+    base = verl.places[role].megatron
     key, pp = f"{base}.virtual_pipeline_model_parallel_size", verl[f"{base}.pipeline_model_parallel_size"]
     if verl[key] and int(pp or 1) > 1:
         answer.set(f"{role}.parallel.vpp", verl[key], key)
@@ -33,7 +33,7 @@ def chunks(verl: Verl, answer: Answer, role: str) -> None:
 
 def experts(verl: Verl, answer: Answer, role: str) -> None:
     """Tensor parallelism inside an expert; null is Megatron's tensor_model_parallel_size."""
-    base = f"{ROLES[role]}.megatron"
+    base = verl.places[role].megatron
     key, ep = f"{base}.expert_tensor_parallel_size", f"{base}.expert_model_parallel_size"
     if verl[key] not in (None, "None"):
         answer.set(f"{role}.parallel.etp", verl[key], key)
@@ -43,8 +43,9 @@ def experts(verl: Verl, answer: Answer, role: str) -> None:
 
 def recompute(verl: Verl, answer: Answer, role: str) -> None:
     """What is computed again in the backward pass."""
-    group = "actor_rollout_ref.model" if role == "actor" else "critic.model"
-    switch, fields = f"{group}.enable_gradient_checkpointing", f"{ROLES[role]}.megatron.override_transformer_config"
+    places = verl.places[role]
+    group, fields = places.model, f"{places.megatron}.override_transformer_config"
+    switch = f"{group}.enable_gradient_checkpointing"
     granularity, modules = f"{fields}.recompute_granularity", f"{fields}.recompute_modules"
     early = f"{group}.gradient_checkpointing_kwargs.activations_checkpoint_granularity"
     if not verl.is_megatron:
@@ -59,7 +60,7 @@ def recompute(verl: Verl, answer: Answer, role: str) -> None:
 
 def pipeline(verl: Verl, answer: Answer, role: str) -> None:
     """Layers of every chunk, from the numbers of the first and the last stage."""
-    base = f"{ROLES[role]}.megatron"
+    base = verl.places[role].megatron
     fields = f"{base}.override_transformer_config"
     first, last, embeds, heads, custom = (
         f"{fields}.{name}"
@@ -127,7 +128,7 @@ def stages(
 
 def dispatcher(verl: Verl, answer: Answer, role: str) -> None:
     """How tokens are sent to experts."""
-    fields = f"{ROLES[role]}.megatron.override_transformer_config"
+    fields = f"{verl.places[role].megatron}.override_transformer_config"
     kind, deepep, backend = (
         f"{fields}.{name}" for name in ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend")
     )
@@ -145,7 +146,7 @@ def dispatcher(verl: Verl, answer: Answer, role: str) -> None:
 
 def balance(verl: Verl, answer: Answer, role: str) -> None:
     """The load of the experts."""
-    fields = f"{ROLES[role]}.megatron.override_transformer_config"
+    fields = f"{verl.places[role].megatron}.override_transformer_config"
     coeff, kind = f"{fields}.moe_aux_loss_coeff", f"{fields}.moe_router_load_balancing_type"
     if verl[coeff] and verl[kind] not in ("none", "sinkhorn"):
         answer.set(f"{role}.moe.aux_loss", "sequence" if verl[kind] == "seq_aux_loss" else "batch", coeff, kind)
@@ -154,9 +155,9 @@ def balance(verl: Verl, answer: Answer, role: str) -> None:
 
 def transformer_field(verl: Verl, answer: Answer, role: str) -> None:
     """Each field of Megatron's TransformerConfig that no other row is about."""
-    prefix = f"{ROLES[role]}.megatron.override_transformer_config."
+    prefix = f"{verl.places[role].megatron}.override_transformer_config."
     for key in [each for each in verl.written if each.startswith(prefix)]:
-        row, name, value = row_for(key), key.removeprefix(prefix), verl.written[key]
+        row, name, value = row_for(key, verl.program), key.removeprefix(prefix), verl.written[key]
         if row is None or row.rule in DECIDED or not row.rule:
             continue
         taken = next((ours for ours, fields in TAKEN.items() if name in fields), "")

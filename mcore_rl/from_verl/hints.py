@@ -1,19 +1,32 @@
-"""What ``train`` says of a key of verl's."""
+"""What the command line says of a key of verl's that ``train``, or a command with its keys, found not to be there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mcore_rl.config.verl.answer import ROLES, Answer
-from mcore_rl.config.verl.facts import MEGATRON, keys_of, versions
-from mcore_rl.config.verl.row import KeyRow, NotHereError
-from mcore_rl.config.verl.rules import PER_ROLE, RULES
-from mcore_rl.config.verl.table import row_for
-from mcore_rl.config.verl.written import Verl, value_of
-from mcore_rl.config.verl.yaml_text import shown
+from mcore_rl.config.names import NO_KEY
+from mcore_rl.errors import Violation
+from mcore_rl.from_verl.answer import Answer
+from mcore_rl.from_verl.facts import MEGATRON, keys_of, versions
+from mcore_rl.from_verl.row import KeyRow, NotHereError
+from mcore_rl.from_verl.rules import PER_ROLE, RULES
+from mcore_rl.from_verl.table import row_for
+from mcore_rl.from_verl.written import Verl, value_of
+from mcore_rl.from_verl.yaml_text import shown
 
 ALONE = ("aggregation", "estimator", "loss")  # rules whose answer follows from one key alone
+
+
+def hinted(violations: Sequence[Violation]) -> list[Violation]:
+    """``violations``; where a key that is none of ours may be verl's, the remedy is ours."""
+    from mcore_rl.config.run import RunConfig
+    from mcore_rl.config.typed import all_keys
+
+    known = list(all_keys(RunConfig))
+    told = {each.key: hint(each.key, str(each.value), known) for each in violations if each.problem == NO_KEY}
+    return [replace(each, remedy=told.get(each.key) or each.remedy) for each in violations]
 
 
 def hint(key: str, value: str, known: Collection[str]) -> str:
@@ -55,7 +68,7 @@ def _meant_of(row: KeyRow, key: str, value: str) -> str:
         alone = Answer(Verl("train", MEGATRON, versions()[-1], {key: _plain(value)}))
         if row.rule in RULES:
             RULES[row.rule](alone.verl, alone)
-        for role in ROLES if row.rule in PER_ROLE else ():
+        for role in alone.verl.places if row.rule in PER_ROLE else ():
             PER_ROLE[row.rule](alone.verl, alone, role)
         came = [f"{ours}={shown(each.value)}" for ours, each in alone.settings.items() if key in each.sources]
         if came:

@@ -12,11 +12,13 @@ import pytest
 from mcore_rl.config.launch import load_recipe, load_words
 from mcore_rl.config.names import value_at
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.verl.answer import Difference, ModelFacts
-from mcore_rl.config.verl.translate import Translation, translate
-from mcore_rl.config.verl.written import of_overrides, of_tree
-from mcore_rl.config.verl.yaml_text import yaml_of
 from mcore_rl.errors import ConfigError
+from mcore_rl.from_verl.answer import Difference, ModelFacts
+from mcore_rl.from_verl.models import model_facts
+from mcore_rl.from_verl.programs import Launch
+from mcore_rl.from_verl.translate import Translation, translate
+from mcore_rl.from_verl.written import of_launch, of_tree
+from mcore_rl.from_verl.yaml_text import yaml_of
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import run_model
 
@@ -31,7 +33,7 @@ MEGATRON = ["--config-name=ppo_megatron_trainer.yaml", "algorithm.adv_estimator=
 
 
 def translated(*words: str, version: str = "0.9.0", model: ModelFacts | None = None) -> Translation:
-    return translate(of_overrides("verl.trainer.main_ppo", [*MEGATRON, *words], version), model)
+    return translate(of_launch(Launch("verl.trainer.main_ppo", [*MEGATRON, *words]), version), model)
 
 
 def at(config: Any, key: str) -> Any:
@@ -361,7 +363,7 @@ def test_a_yaml_file_of_verls() -> None:
         "actor_rollout_ref": {"actor": {"megatron": {"tensor_model_parallel_size": 4}, "optim": {"lr": "2e-6"}}},
     }  # fmt: skip
     verl = of_tree(tree)
-    assert verl.is_megatron and verl.version == "0.9.0"
+    assert verl.is_megatron and verl.version == "0.10.0.dev"
     assert set(verl.written) == {"trainer.total_epochs", f"{M}.tensor_model_parallel_size", f"{A}.optim.lr"}
     settings = translate(verl).settings
     assert (settings["actor.parallel.tp"].value, settings["trainer.total_epochs"].value) == (4, 3)
@@ -370,7 +372,7 @@ def test_a_yaml_file_of_verls() -> None:
 def test_generation() -> None:
     words = "data.path=p.parquet data.n_samples=4 data.output_path=o.parquet rollout.temperature=0.7 model.path=m"
     words += " rollout.tensor_model_parallel_size=2 rollout.response_length=99 trainer.n_gpus_per_node=8"
-    drawn = translate(of_overrides("verl.trainer.main_generation", words.split()))
+    drawn = translate(of_launch(Launch("verl.trainer.main_generation", words.split())))
     assert drawn.program == "generate" and drawn.is_whole
     expected = {
         "data.files": ["p.parquet"], "rollout.n": 4, "out": "o.parquet", "rollout.temperature": 0.7, "rollout.tp": 2,
@@ -382,16 +384,14 @@ def test_generation() -> None:
 
 def test_evaluation() -> None:
     words = ["data.path=o.parquet", "custom_reward_function.path=r.py"]
-    graded = translate(of_overrides("verl.trainer.main_eval", words))
+    graded = translate(of_launch(Launch("verl.trainer.main_eval", words)))
     assert graded.program == "evaluate" and graded.is_whole
     assert (graded.run.path, graded.run.custom_reward_function.path) == ("o.parquet", "r.py")
 
 
 @cache
 def of_script(script: str) -> Translation:
-    from mcore_rl.commands.from_verl import model_facts
-
-    verl = of_overrides("verl.trainer.main_ppo", PUBLISHED[script], script.split()[0])
+    verl = of_launch(Launch("verl.trainer.main_ppo", PUBLISHED[script]), script.split()[0])
     return translate(verl, model_facts(str(verl["actor_rollout_ref.model.path"])))
 
 
@@ -430,8 +430,6 @@ NOT_HERE = {
         f"{FIELDS}.num_layers_in_first_pipeline_stage", f"{FIELDS}.num_layers_in_last_pipeline_stage",
         "trainer.default_local_dir=",  # of a variable that the script does not set
     },
-    "0.7.0 examples/grpo_trainer/run_qwen2-7b_math_megatron_lora.sh": {"actor_rollout_ref.model.lora.rank"},
-    "0.9.0 examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh": {f"{R}.moe_tensor_parallel_size"},
 }  # fmt: skip
 
 

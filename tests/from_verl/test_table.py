@@ -9,23 +9,27 @@ import pytest
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import all_keys
-from mcore_rl.config.verl.facts import (
+from mcore_rl.from_verl.facts import (
     CONFIGS,
+    EARLY_SFT,
     EVALUATION,
     FSDP,
     GENERATION,
     MEGATRON,
+    PROGRAM,
+    SFT,
     defaults,
     keys_of,
     span,
     versions,
 )
-from mcore_rl.config.verl.row import KeyRow, absent, gone, to
-from mcore_rl.config.verl.rules import PER_ROLE, RULES
-from mcore_rl.config.verl.table import PROGRAM, row_for, rows_for, rows_of
+from mcore_rl.from_verl.row import KeyRow, absent, gone, to
+from mcore_rl.from_verl.rules import PER_ROLE, RULES
+from mcore_rl.from_verl.table import row_for, rows_for, rows_of
 
-SCHEMAS = {"train": RunConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
+SCHEMAS = {"train": RunConfig, "sft": SftConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
 
 
 @cache
@@ -36,7 +40,7 @@ def ours(program: str) -> frozenset[str]:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_key_of_verls_has_one_row(config: str) -> None:
     keys = keys_of(config)
-    assert len(keys) > {MEGATRON: 900, FSDP: 800, GENERATION: 40, EVALUATION: 8}[config]
+    assert len(keys) > {MEGATRON: 900, FSDP: 800, GENERATION: 40, EVALUATION: 8, SFT: 200, EARLY_SFT: 70}[config]
     wrong = {key: [row.verl for row in rows_for(key, PROGRAM[config])] for key in keys}
     assert {key: rows for key, rows in wrong.items() if len(rows) != 1} == {}
 
@@ -87,6 +91,17 @@ def test_no_row_is_about_nothing(program: str) -> None:
         "mbridge_config",
         "model_engine",
         "ref.model",
+        "async_training",
+        "rollout.n",
+        "rollout.{nnodes",
+        "rollout.total",
+        "ray_init",
+        "policy_loss.tau",
+        "standalone",
+        "moe_tensor",
+        "{optim,model}",
+        "gradient_checkpointing",
+        "use_remove_padding",
     )
     assert [verl for verl in idle if not any(each in verl for each in added)] == []
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mcore_rl.config.verl.written import Verl
-
-ROLES = {"actor": "actor_rollout_ref.actor", "critic": "critic"}  # trained: ours -> verl's
+from mcore_rl.from_verl.written import Verl
 
 
 class Difference(Enum):
@@ -43,11 +41,15 @@ class TranslatedSetting:
 
 @dataclass
 class ModelFacts:
-    """Of the model that is trained, as far as they are known.  checkpoint: its name in ``mcore-rl models``."""
+    """Facts of the model that is trained, as far as they are known.
+
+    checkpoint: its name in ``mcore-rl models``.  refused: why it is not trained here; "": nobody knows of a reason.
+    """
 
     num_layers: int | None = None
     is_mixture: bool | None = None
     checkpoint: str = ""
+    refused: str = ""
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.answer import Answer, Difference
-from mcore_rl.config.verl.written import Verl
+from mcore_rl.from_verl.answer import Answer, Difference
+from mcore_rl.from_verl.written import Verl
 
 BASE = "distillation"
 LOSS = f"{BASE}.distillation_loss"

@@ -15,18 +15,18 @@ from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
 from mcore_rl.config.bounds import settings
-from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry, ModelFacts, TranslatedSetting
-from mcore_rl.config.verl.facts import defaults
-from mcore_rl.config.verl.row import KeyRow, NotHereError, same
-from mcore_rl.config.verl.rules import PER_ROLE, RULES
-from mcore_rl.config.verl.table import row_for, rows_of
-from mcore_rl.config.verl.written import Verl
-from mcore_rl.config.verl.yaml_text import shown
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting
+from mcore_rl.from_verl.row import KeyRow, NotHereError, same
+from mcore_rl.from_verl.rules import PER_ROLE, RULES
+from mcore_rl.from_verl.table import row_for, rows_of
+from mcore_rl.from_verl.written import Verl
+from mcore_rl.from_verl.yaml_text import shown
 
 EMPTY = (None, False, 0, "", "null", "None")
 NOT_READ = "is not read: "
+EMPTY_VALUE = "???"  # composing refuses it until it is written
 
 
 @dataclass
@@ -84,17 +84,34 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
         if name in wanted:
             rule(verl, answer)
     for name, per_role in PER_ROLE.items():
-        for role in ROLES:
+        for role in verl.places:
             if name in wanted and role not in idle:
                 per_role(verl, answer, role)
     _tell_of_rules(answer)
+    if answer.model.refused:
+        for key in ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain"):
+            answer.tell(Difference.absent, key, answer.model.refused)
     if answer.model.checkpoint and verl.program == "train":
         answer.settings["recipe.checkpoint"] = TranslatedSetting(answer.model.checkpoint, (), written=True)
     algorithm = _algorithm(answer) if verl.program == "train" else ""
     _leave_out_defaults(answer, algorithm)
     violations, run = _refused(answer, algorithm)
     _compare_defaults(answer, run if run is not None else _composed(answer, algorithm, {}))
+    for text, _ in verl.unread:
+        key = text.partition("=")[0].lstrip("+~")
+        row = row_for(key, verl.program)
+        if row is not None and (name := _empty(row, key)):
+            answer.settings[name] = TranslatedSetting(EMPTY_VALUE, (), written=True)
     return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations, run)
+
+
+def _empty(row: KeyRow, key: str) -> str:
+    """Our key that has no value since nobody could read verl's ``key``; "" where the default may stay."""
+    if row.keeps:
+        return ""
+    last = key.rpartition(".")[2]
+    alike = [each for each in row.ours if last in (each.rpartition(".")[2], f"lora_{each.rpartition('.')[2]}")]
+    return next(iter(row.ours if len(row.ours) == 1 else alike), "")
 
 
 def _idle_groups(verl: Verl) -> dict[str, str]:
@@ -158,19 +175,19 @@ def _apply(answer: Answer, row: KeyRow) -> None:
                 not row.absent
                 or row.convert is not same
                 or value in EMPTY
-                or value == _default(verl, key)
+                or value == verl.defaults.get(key)
                 or value in ([], {})
             )
             answer.tell(Difference.dropped if harmless else Difference.absent, key, row.note)
 
 
-def _default(verl: Verl, key: str) -> Any:
-    return defaults(verl.config, verl.version).get(key)
-
-
 def _take(answer: Answer, row: KeyRow, key: str, ours: Any, *, written: bool) -> None:
     """A key of ours takes the value."""
     (name,) = row.ours
+    if not written and row.needed:
+        if ours not in (None, []) and name not in answer.settings:
+            answer.entries.append(Entry(Difference.default, key, ours, f"{name}=", "is nobody's: write yours"))
+        return
     if not written and (row.keeps or ours is None):
         if row.keeps and ours not in (None, ""):
             answer.entries.append(Entry(Difference.default, key, ours, name))  # compared with ours later
@@ -193,8 +210,14 @@ def _schema(program: str) -> type[Any]:
     from mcore_rl.config.evaluate import EvaluateConfig
     from mcore_rl.config.generate import GenerateConfig
     from mcore_rl.config.run import RunConfig
+    from mcore_rl.config.sft import SftConfig
 
-    schemas: dict[str, type[Any]] = {"train": RunConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
+    schemas: dict[str, type[Any]] = {
+        "train": RunConfig,
+        "sft": SftConfig,
+        "generate": GenerateConfig,
+        "evaluate": EvaluateConfig,
+    }
     return schemas[program]
 
 
@@ -301,10 +324,10 @@ def _refused(answer: Answer, algorithm: str) -> tuple[list[Violation], Any]:
         except ConfigError as error:
             return list(error.violations), None
         program = answer.verl.program
-        if program != "train":
+        if program in ("generate", "evaluate"):
             violations = generate_violations(composed) if program == "generate" else evaluate_violations(composed)
             return [each for each in violations if not each.problem.startswith("is not set")], composed
-        violations = run_violations(composed, planned=True)
+        violations = run_violations(composed, planned=True) if program == "train" else composed.violations(planned=True)
         unread = [each for each in violations if each.problem.startswith(NOT_READ) and each.key in answer.settings]
         if not unread:
             return violations, composed

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
-from mcore_rl.config.verl.rows_roles import KL, NO_SUCH_KL, REMOTE
+from mcore_rl.from_verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
+from mcore_rl.from_verl.rows_roles import KL, NO_SUCH_KL, REMOTE
 
-TOOLS = "not yet: one answer to one prompt"
 COLUMN = "rows with images, videos or sounds are refused"
 CORRECTION = "algorithm.rollout_correction"
 OWN_DATASET = "files are parquet in the field's schema: a dataset class of one's own is not here"
@@ -15,7 +14,7 @@ DISTILLATION = (
     "beside another algorithm (docs/distillation.md)"
 )
 NSIGHT = "nsys profile takes them around mcore-rl; trainer.profile_steps traces with torch's profiler"
-RESUME = of_names({"auto": "auto", "disable": "off", "resume_path": "path"}, "`auto`, `disable` or `resume_path`")
+RESUME_MODE = of_names({"auto": "auto", "disable": "off", "resume_path": "path"}, "`auto`, `disable` or `resume_path`")
 DEVICE = of_names({"cuda": None, "cpu": "cpu"}, "accelerators are NVIDIA's and AMD's: trainer.device")
 TRUNCATION = of_names(
     {name: name for name in ("error", "left", "right", "middle")}, "`error`, `left`, `right` or `middle`"
@@ -26,10 +25,10 @@ METRIC = of_names(
 )
 
 DATA_ROWS = [
-    to("data.train_files", "data.train_files", listed, "always a list"),
-    to("data.val_files", "data.val_files", listed, "always a list"),
+    to("data.train_files", "data.train_files", listed, "always a list", needed=True),
+    to("data.val_files", "data.val_files", listed, "always a list", needed=True),
     to("data.train_batch_size", "data.train_batch_size", note="prompts of a step, also here"),
-    to("data.gen_batch_size", "data.gen_batch_size"),
+    part("data.gen_batch_size", "data.gen_batch_size", "filtered", "read with algorithm.filter_groups alone"),
     to("data.val_batch_size", "data.val_batch_size", note="no prompt is dropped"),
     to("data.max_prompt_length", "data.max_prompt_length"),
     to("data.max_response_length", "data.max_response_length"),
@@ -53,8 +52,8 @@ DATA_ROWS = [
     gone("data.trust_remote_code", REMOTE),
     absent("data.custom_cls.{path,name}", OWN_DATASET),
     absent("data.{sampler.class_path,sampler.class_name,datagen.path,datagen.name}", OWN_DATASET),
-    absent("data.{tool_config_path,function_tool_path}", TOOLS),
-    absent("data.continuous_token.enable", TOOLS),
+    gone("data.{tool_config_path,function_tool_path}", "the rollout's: actor_rollout_ref.rollout.multi_turn"),
+    absent("data.continuous_token.enable", "what a model said is never encoded again: there is nothing to switch on"),
     gone("data.continuous_token.model_family", "read with continuous_token.enable alone"),
 ]
 
@@ -163,7 +162,7 @@ TRAINER_ROWS = [
     to("trainer.test_freq", "trainer.test_freq", or_never, "never is 0, verl's -1"),
     to("trainer.val_before_train", "trainer.val_before_train"),
     to("trainer.val_only", "trainer.val_only"),
-    to("trainer.resume_mode", "trainer.resume_mode", RESUME, "`disable` is `off`, `resume_path` is `path`"),
+    to("trainer.resume_mode", "trainer.resume_mode", RESUME_MODE, "`disable` is `off`, `resume_path` is `path`"),
     to(
         "trainer.resume_from_path",
         "trainer.resume_from_path",
@@ -197,19 +196,51 @@ TRAINER_ROWS = [
     ),
     gone("trainer.esi_redundant_time", "SIGTERM saves a checkpoint: docs/resilience.md"),
     gone("trainer.{use_legacy_worker_impl,use_v1}", "verl's own"),
-    absent("trainer.v1.trainer_mode", "not yet: sampling and training take turns"),
+    part(
+        "trainer.v1.{trainer_mode,sampler.max_off_policy_threshold}",
+        "trainer.mode trainer.placement async.max_staleness",
+        "asynchrony",
+        "`separate_async` is `trainer.mode=async`; `colocate_async` is not here, since both work at once",
+    ),
     gone(
         "trainer.v1.{sync,sampler.custom_sampler.name,sampler.custom_sampler.path,sampler.max_off_policy_strategy,"
-        "sampler.max_off_policy_threshold,sampler.sampler_kwargs,sampler.sync_refill_failed_groups,"
+        "sampler.sampler_kwargs,sampler.sync_refill_failed_groups,"
         "colocate_async.num_warmup_batches,separate_async.num_warmup_batches,separate_async.parameter_sync_step}",
-        "read with other modes than sync",
+        "what is too old is never drawn, and a step is data.train_batch_size",
     ),
     to("actor_rollout_ref.nccl_timeout", "trainer.timeout_s", note="seconds, of a collective"),
-    absent("actor_rollout_ref.hybrid_engine", "trainer.placement=separate gives engines devices of their own"),
+    gone("actor_rollout_ref.hybrid_engine", "trainer.placement=separate gives engines devices of their own"),
+    part(
+        "async_training.{staleness_threshold,trigger_parameter_sync_step,require_batches,partial_rollout}",
+        "trainer.mode trainer.placement async.max_staleness async.partial_rollout data.train_batch_size",
+        "asynchrony",
+        "a step is what verl trains between two updates of the engines' weights: trigger_parameter_sync_step times "
+        "require_batches minibatches. `async.max_staleness` counts versions of the weights, and is the threshold "
+        "rounded up",
+    ),
+    part("rollout.{nnodes,n_gpus_per_node}", "trainer.placement rollout.dp", "asynchrony", "the engines' own devices"),
+    part(
+        "rollout.total_rollout_steps",
+        "trainer.total_training_steps",
+        "asynchrony",
+        "prompts; divided by a step's",
+    ),
+    gone("rollout.n", "actor_rollout_ref.rollout.n is there once"),
+    absent("async_training.use_dynamic_resource_scheduling", "engines and trainer keep their devices"),
+    gone(
+        "async_training.{dynamic_schedule_policy,dynamic_schedule_deactivate_ratio,dynamic_schedule_enable_rebalance,"
+        "concurrent_samples_per_replica}",
+        "read with use_dynamic_resource_scheduling alone",
+    ),
+    gone("async_training.{use_trainer_do_validate,compute_prox_log_prob,use_rollout_log_probs}", "engines validate"),
     to("{ray_init,ray_kwargs.ray_init}.num_cpus", "ray_init.num_cpus"),
     to("{ray_init,ray_kwargs}.timeline_json_file", "ray_init.timeline_json_file"),
+    gone("{ray_init,ray_kwargs.ray_init}.{runtime_env,address,namespace,_temp_dir}", "Ray starts by itself"),
+    gone("{ray_init,ray_kwargs.ray_init}.runtime_env.*", "workers have the environment of the run"),
     gone("{model_engine,hydra}.*", "verl's own"),
     gone("model_engine", "Megatron"),
+    gone("trainer.v1.separate_async.hybrid_rollout.*", "engines and trainer keep their devices"),
+    gone("global_profiler.{finish_hook_all_ranks,finish_hook_cmd,finish_hook_ranks,relocate_results}", NSIGHT),
     gone("trainer.{controller_nsight_options,worker_nsight_options}.*", NSIGHT),
     gone("global_profiler.global_tool_config.nsys.*", NSIGHT),
     gone("global_profiler.{tool,save_path,profile_continuous_steps}", NSIGHT),

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_rl.config.algorithm import Rejection
+from mcore_rl.config.algorithm_registry import policy_loss
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.trainer import Logger
-from mcore_rl.config.verl.answer import ROLES, Answer, Difference, Entry
-from mcore_rl.config.verl.facts import versions
-from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
-from mcore_rl.config.verl.rules_adapters import lora
-from mcore_rl.config.verl.rules_distillation import distillation
-from mcore_rl.config.verl.rules_megatron import (
+from mcore_rl.config.vllm_fields import VLLM_FIELDS
+from mcore_rl.from_verl.answer import Answer, Difference, Entry
+from mcore_rl.from_verl.facts import versions
+from mcore_rl.from_verl.programs import ASYNC
+from mcore_rl.from_verl.rows_roles import CLIP, LOSSES
+from mcore_rl.from_verl.rules_adapters import lora
+from mcore_rl.from_verl.rules_distillation import distillation
+from mcore_rl.from_verl.rules_megatron import (
     balance,
     chunks,
     dispatcher,
@@ -25,9 +28,9 @@ from mcore_rl.config.verl.rules_megatron import (
     recompute,
     transformer_field,
 )
-from mcore_rl.config.verl.table import row_for
-from mcore_rl.config.verl.written import Verl
-from mcore_rl.config.vllm_fields import VLLM_FIELDS
+from mcore_rl.from_verl.rules_modes import BATCHES, agents, asynchrony, conversation, fine_tuning_batches
+from mcore_rl.from_verl.table import row_for
+from mcore_rl.from_verl.written import Verl
 
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 ESTIMATORS = {
@@ -54,7 +57,7 @@ REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_m
 
 def microbatches(verl: Verl, answer: Answer, role: str) -> None:
     """One budget of tokens: that of verl's dynamic batches, or of its micro batches of the longest sequences."""
-    base = ROLES[role]
+    base = verl.places[role].role
     dynamic, budget, micro = (
         f"{base}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
     )
@@ -82,11 +85,16 @@ def microbatches(verl: Verl, answer: Answer, role: str) -> None:
 
 def aggregation(verl: Verl, answer: Answer, role: str) -> None:
     """How losses of tokens become one."""
-    base = ROLES[role]
+    base = verl.places[role].role
     mode, factor = f"{base}.loss_agg_mode", f"{base}.loss_scale_factor"
     ours = {each.value.replace("_", "-"): each.value for each in LossAggregation}
     ours |= {"seq-mean-token-sum-norm": LossAggregation.sum_over_constant.value}
-    if str(verl[mode]) in ours:
+    loss = answer.settings.get("actor.loss_mode")
+    fixed = policy_loss(loss.value).aggregation if loss and role == "actor" else None
+    if loss and fixed is not None:
+        answer.set(f"{role}.loss_agg_mode", fixed.value, mode, *loss.sources)
+        answer.tell(Difference.changed, mode, f"with {loss.value}, whatever is written", f"{role}.loss_agg_mode")
+    elif str(verl[mode]) in ours:
         answer.set(f"{role}.loss_agg_mode", ours[str(verl[mode])], mode)
         if versions().index(verl.version) < versions().index("0.7.0"):
             text = "over the whole minibatch; verl's, before 0.7, over each micro batch, and the mean of these"
@@ -99,7 +107,11 @@ def aggregation(verl: Verl, answer: Answer, role: str) -> None:
 
 def updates_of_a_step(verl: Verl, role: str) -> int:
     """Optimizer steps in a step of the run."""
-    base = ROLES[role]
+    if verl.program != "train":
+        return 1
+    base = verl.places[role].role
+    if verl.mode == ASYNC:
+        return int(verl[BATCHES]) * int(verl[f"{base}.ppo_epochs"] or 1)
     batch, mini, epochs = (
         verl[key] or 1 for key in ("data.train_batch_size", f"{base}.ppo_mini_batch_size", f"{base}.ppo_epochs")
     )
@@ -108,7 +120,10 @@ def updates_of_a_step(verl: Verl, role: str) -> int:
 
 def warmup(verl: Verl, answer: Answer, role: str) -> None:
     """verl's scheduler counts steps of the run; ours, optimizer steps."""
-    steps, ratio = (f"{ROLES[role]}.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
+    steps, *ratios = (
+        f"{verl.places[role].optim}.{name}"
+        for name in ("lr_warmup_steps", "lr_warmup_steps_ratio", "warmup_steps_ratio")
+    )
     if verl[steps] is not None and int(verl[steps]) > 0:
         updates = updates_of_a_step(verl, role)
         answer.set(f"{role}.optim.lr_warmup_steps", int(verl[steps]) * updates, steps)
@@ -119,14 +134,16 @@ def warmup(verl: Verl, answer: Answer, role: str) -> None:
             text,
             f"{role}.optim.lr_warmup_steps={int(verl[steps]) * updates}",
         )
-    elif verl[ratio]:
-        answer.set(f"{role}.optim.warmup_ratio", verl[ratio], ratio)
+    else:
+        for ratio in ratios:
+            if verl[ratio]:
+                answer.set(f"{role}.optim.warmup_ratio", verl[ratio], ratio)
 
 
 def decay(verl: Verl, answer: Answer, role: str) -> None:
     """The schedule, where it ends, and at which share of the rate."""
-    base = f"{ROLES[role]}.optim"
-    styles = [f"{base}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type")]
+    base = verl.places[role].optim
+    styles = [f"{base}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type", "lr_scheduler")]
     style = next((each for each in styles if verl[each] is not None), styles[0])
     ours = DECAYS.get(str(verl[style]))
     if ours is None:
@@ -156,7 +173,7 @@ def decay(verl: Verl, answer: Answer, role: str) -> None:
 
 def betas(verl: Verl, answer: Answer, role: str) -> None:
     """Adam's, from the fields of Megatron's optimizer."""
-    base = f"{ROLES[role]}.optim"
+    base = verl.places[role].optim
     keys = [f"{base}.override_optimizer_config.{name}" for name in ("adam_beta1", "adam_beta2")]
     if verl.has(*keys):
         first, second = verl[f"{base}.betas"] or (0.9, 0.999)
@@ -187,6 +204,11 @@ def loss(verl: Verl, answer: Answer) -> None:
     mode = str(verl[key] or "vanilla").replace("-", "_")
     if mode in LOSSES:
         answer.set("actor.loss_mode", LOSSES[mode], key)
+        updates = updates_of_a_step(verl, "actor")
+        if updates > 1 and policy_loss(LOSSES[mode]).updates_per_batch is not None:
+            answer.set("actor.allow_stale_updates", True, key)
+            text = f"it has no ratio, and a batch takes {updates} updates: all but the first are of an older policy"
+            answer.tell(Difference.changed, key, text, "actor.allow_stale_updates=true")
     else:
         answer.tell(
             Difference.absent, key, f"there are {', '.join(LOSSES)}; docs/algorithms.md: a new loss is one file"
@@ -305,6 +327,13 @@ def sampling(verl: Verl, answer: Answer) -> None:
             answer.set(ours, 0 if greedy else verl[temperature], draws, temperature)
 
 
+def filtered(verl: Verl, answer: Answer) -> None:
+    """Prompts that are sampled at a time, where groups are filtered."""
+    key = "data.gen_batch_size"
+    if verl[key] and verl["algorithm.filter_groups.enable"]:
+        answer.set(key, verl[key], key)
+
+
 def replicas(verl: Verl, answer: Answer) -> None:
     """Experts that replicas share, and replicas."""
     dp, ep = (f"actor_rollout_ref.rollout.{name}_parallel_size" for name in ("data", "expert"))
@@ -345,8 +374,8 @@ def loggers(verl: Verl, answer: Answer) -> None:
         return
     wanted = verl[key] if isinstance(verl[key], list) else [verl[key]]
     known = [str(each) for each in wanted if str(each) in Logger.__members__]
-    answer.set(key, known, key)
-    if lost := [str(each) for each in wanted if str(each) not in Logger.__members__]:
+    answer.set(key, known or ["console"], key)
+    if lost := [str(each) for each in wanted if str(each) not in (*Logger.__members__, "file")]:
         answer.tell(Difference.absent, key, f"{', '.join(lost)}: there are {', '.join(Logger.__members__)}")
 
 
@@ -387,9 +416,14 @@ RULES: dict[str, Callable[[Verl, Answer], None]] = {
         clip,
         loss,
         estimator,
+        asynchrony,
+        agents,
+        conversation,
+        fine_tuning_batches,
         distillation,
         correction,
         sampling,
+        filtered,
         replicas,
         generating_replicas,
         engine_field,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
+from mcore_rl.from_verl.row import KeyRow, absent, gone, of_names, part, to
 
 FILES = "the Hugging Face files are read in any layout"
 ACTOR = "actor_rollout_ref.actor"
@@ -12,14 +12,14 @@ QAT = "not yet: nothing is quantised in training"
 MUON = "AdamW alone is here"
 FLOAT32 = "main weights, gradients and Adam's moments are float32"
 FSDP = "Megatron shards by `parallel`: mcore-rl plan --search finds a layout"
+FSDP_CP = "context parallelism; verl's of FSDP"
 UPDATES = "optimizer steps, where verl counts steps of the run: times minibatches and epochs of a step"
 ENTROPY = "entropies are always measured, piece by piece"
 PIPELINE = "layers of every chunk, in order; from-verl writes them if it knows the model, by its name or its folder"
 
 
 def optimizer(verl: str, ours: str) -> list[KeyRow]:
-    """The rows of a role's optimizer: Megatron's and FSDP's."""
-    verl, ours = f"{verl}.optim", f"{ours}.optim"
+    """The rows of a group ``optim``: Megatron's and FSDP's."""
     adam = of_names({"adam": None, "AdamW": None, "adamw": None, "Adam": None}, MUON)
     return [
         to(f"{verl}.lr", f"{ours}.lr"),

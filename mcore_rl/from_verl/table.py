@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from mcore_rl.config.verl.facts import EVALUATION, FSDP, GENERATION, MEGATRON, keys_of
-from mcore_rl.config.verl.row import KeyRow
-from mcore_rl.config.verl.rows_roles import ACTOR_ROWS, CRITIC_ROWS, MODEL_ROWS, REFERENCE_ROWS
-from mcore_rl.config.verl.rows_rollout import EVALUATION_ROWS, GENERATION_ROWS, REWARD_ROWS, ROLLOUT_ROWS
-from mcore_rl.config.verl.rows_run import ALGORITHM_ROWS, DATA_ROWS, TRAINER_ROWS
+from mcore_rl.from_verl.facts import PROGRAM, keys_of
+from mcore_rl.from_verl.row import KeyRow
+from mcore_rl.from_verl.rows_roles import ACTOR_ROWS, CRITIC_ROWS, MODEL_ROWS, REFERENCE_ROWS
+from mcore_rl.from_verl.rows_rollout import EVALUATION_ROWS, GENERATION_ROWS, REWARD_ROWS, ROLLOUT_ROWS
+from mcore_rl.from_verl.rows_run import ALGORITHM_ROWS, DATA_ROWS, TRAINER_ROWS
+from mcore_rl.from_verl.rows_sft import SFT_ROWS
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,10 @@ SECTIONS = (
     Section("Critic", "critic.", CRITIC_ROWS),
     Section("Rewards", "", REWARD_ROWS),
     Section("Trainer", "", TRAINER_ROWS),
+    Section("Supervised fine-tuning", "", SFT_ROWS, "sft"),
     Section("Generation", "", GENERATION_ROWS, "generate"),
     Section("Evaluation", "", EVALUATION_ROWS, "evaluate"),
 )
-PROGRAM = {
-    MEGATRON: "train",
-    FSDP: "train",
-    GENERATION: "generate",
-    EVALUATION: "evaluate",
-}  # verl's configuration -> ours
 
 
 @cache
@@ -81,7 +77,6 @@ def row_for(key: str, program: str = "train") -> KeyRow | None:
 
 
 def config_of(program: str, keys: set[str]) -> str:
-    """verl's configuration that a program of ours stands for: of the trainers, that which has more of ``keys``."""
-    if program != "train":
-        return GENERATION if program == "generate" else EVALUATION
-    return max((MEGATRON, FSDP), key=lambda config: len(keys & keys_of(config).keys()))
+    """verl's configuration that a program of ours stands for: of several, the one that has most of ``keys``."""
+    configs = [config for config, each in PROGRAM.items() if each == program]
+    return max(configs, key=lambda config: len(keys & keys_of(config).keys()))

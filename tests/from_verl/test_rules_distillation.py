@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.config.verl.answer import Difference
-from tests.config.verl.test_translate import translated
+from mcore_rl.from_verl.answer import Difference
+from tests.from_verl.test_translate import translated
 
 DISTILLED = (
     "distillation.enabled=True", "distillation.distillation_loss.loss_mode=k1",

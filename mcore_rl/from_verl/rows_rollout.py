@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.verl.row import KeyRow, absent, gone, of_names, part, to
-from mcore_rl.config.verl.rows_engine import profiler
+from mcore_rl.from_verl.row import KeyRow, absent, gone, of_names, part, to
+from mcore_rl.from_verl.rows_engine import profiler
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MICROBATCHES = "the actor's microbatches"
 LENGTHS = "data.max_prompt_length plus data.max_response_length"
 VLLM = "vLLM, in engines that answer as soon as each response is done"
-AGENTS = "not translated: agents are rollout.agent (docs/agents.md)"
+AGENTS = "write rollout.agent.loops.NAME=FILE.py:CLASS, a loop of your own (docs/agents.md)"
 OBSERVERS = "the run directory has metrics and samples; Ray's dashboard has its own"
 OWN_DEVICES = "trainer.placement=separate gives engines devices of their own"
 BFLOAT16 = "bfloat16 and float32 are here"
@@ -84,14 +84,40 @@ ROLLOUT_ROWS = [
     absent(f"{ROLLOUT}.over_sample_rate", "nothing unfinished is thrown away; `rollout.partial=true` keeps it"),
     absent(f"{ROLLOUT}.use_fire_sampling", "not here"),
     absent(f"{ROLLOUT}.chat_scheduler", AGENTS),
-    absent(f"{ROLLOUT}.multi_turn.enable", AGENTS),
-    gone(
-        f"{ROLLOUT}.multi_turn.{{completion_callback,format,function_tool_path,interaction_config_path,max_assistant_turns,"
-        "max_parallel_calls,max_tool_response_length,max_turns,max_user_turns,num_repeat_rollouts,"
-        "tokenization_sanity_check_mode,tool_config_path,tool_response_truncate_side,use_inference_chat_template}",
-        "read with multi_turn.enable alone, which is not translated",
+    part(
+        f"{ROLLOUT}.{{multi_turn.enable,agent.default_agent_loop}}",
+        "rollout.agent.default_agent_loop",
+        "agents",
+        "`multi_turn.enable` is the loop `tool_agent`, for rows that name none",
     ),
-    absent(f"{ROLLOUT}.agent.{{agent_loop_config_path,default_agent_loop}}", AGENTS),
+    part(f"{ROLLOUT}.multi_turn.tool_config_path", "rollout.agent.tool_config_path", "agents", "the same file works"),
+    part(
+        f"{ROLLOUT}.multi_turn.interaction_config_path",
+        "rollout.agent.interaction_config_path",
+        "agents",
+        "the same file works",
+    ),
+    part(f"{ROLLOUT}.multi_turn.format", "rollout.agent.tool_parser", "agents", "vLLM's parsers, by name"),
+    part(
+        f"{ROLLOUT}.multi_turn.{{max_assistant_turns,max_user_turns}}",
+        "rollout.agent.max_turns",
+        "agents",
+        "turns of the model, 8 unless written; verl's are as many as the response has room for",
+    ),
+    part(f"{ROLLOUT}.multi_turn.max_tool_response_length", "rollout.agent.max_tool_response_length", "agents"),
+    part(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", "rollout.agent.tool_response_cut", "agents"),
+    part(f"{ROLLOUT}.multi_turn.function_tool_path", "rollout.agent.tools", "agents", "FILE.py:FUNCTION each"),
+    gone(
+        f"{ROLLOUT}.multi_turn.max_parallel_calls",
+        "all calls of a turn run, rollout.agent.max_parallel_calls at once; verl runs the first, by default one",
+    ),
+    gone(
+        f"{ROLLOUT}.multi_turn.{{max_turns,num_repeat_rollouts,tokenization_sanity_check_mode,"
+        "use_inference_chat_template}",
+        "tokens that were drawn are trained, and never encoded again",
+    ),
+    absent(f"{ROLLOUT}.multi_turn.completion_callback", AGENTS),
+    absent(f"{ROLLOUT}.agent.agent_loop_config_path", AGENTS),
     absent(f"{ROLLOUT}.agent.custom_async_server.{{name,path}}", "engines are vLLM's"),
     gone(f"{ROLLOUT}.agent.num_workers", VLLM),
     gone(f"{ROLLOUT}.engine_kwargs.{{vllm,sglang,trtllm}}", "an empty group"),
@@ -112,8 +138,14 @@ ROLLOUT_ROWS = [
         "prefill_replicas,transfer_backend}",
         "read with disaggregation.enabled alone",
     ),
-    absent(f"{ROLLOUT}.nnodes", OWN_DEVICES),
-    gone(f"{ROLLOUT}.n_gpus_per_node", OWN_DEVICES),
+    part(
+        f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}",
+        "trainer.placement rollout.dp",
+        "asynchrony",
+        f"with trainer.v1.trainer_mode=separate_async; {OWN_DEVICES}",
+    ),
+    gone(f"{ROLLOUT}.moe_tensor_parallel_size", "experts are sliced over rollout.tp, or whole with rollout.ep"),
+    gone(f"{ROLLOUT}.standalone_gpu_memory_utilization", "engines are all alike: rollout.gpu_memory_utilization"),
     absent(f"{ROLLOUT}.{{skip_rollout,skip.enable}}", "responses are always drawn anew"),
     gone(f"{ROLLOUT}.{{skip_dump_dir,skip.action,skip.dump_dir,skip.max_dump_step}}", "read with skip alone"),
     gone(f"{ROLLOUT}.{{prometheus,trace}}.*", OBSERVERS),
@@ -178,8 +210,8 @@ REWARD_ROWS = [
     *custom("reward.custom_reward_function"),
     to(f"{JUDGE}.enable", "reward_model.enable", bool, CLASSIFIER, differs=True),
     to("reward.reward_model.enable", "reward_model.enable", bool, CLASSIFIER, differs=True),
-    to(f"{JUDGE}.model.path", "reward_model.model.path"),
-    to("reward.reward_model.model_path", "reward_model.model.path"),
+    to(f"{JUDGE}.model.path", "reward_model.model.path", needed=True),
+    to("reward.reward_model.model_path", "reward_model.model.path", needed=True),
     to(
         f"{JUDGE}.model.input_tokenizer",
         "reward_model.model.tokenizer_path",
@@ -222,11 +254,11 @@ REWARD_ROWS = [
 
 SCRIPT = "python3 -m verl.trainer.main_generation is mcore-rl generate"
 GENERATION_ROWS = [
-    to("model.path", "model.path"),
-    to("data.path", "data.files", lambda path: path if isinstance(path, list) else [path]),
+    to("model.path", "model.path", needed=True),
+    to("data.path", "data.files", lambda path: path if isinstance(path, list) else [path], needed=True),
     to("data.prompt_key", "data.prompt_key"),
     to("data.n_samples", "rollout.n", note="responses to each prompt"),
-    to("data.output_path", "out", note="a parquet file with a column of responses"),
+    to("data.output_path", "out", note="a parquet file with a column of responses", needed=True),
     gone("data.batch_size", "engines take all prompts, and answer as they can"),
     part("rollout.{do_sample,temperature}", "rollout.temperature", "sampling", "`do_sample=False` is temperature 0"),
     to("rollout.top_p", "rollout.top_p"),
@@ -256,12 +288,13 @@ GENERATION_ROWS = [
     absent("rollout.use_fire_sampling", "not here"),
     gone("actor.*", "nothing is trained"),
     absent("model.external_lib", "no module is imported for a model"),
+    gone("model.{trust_remote_code,use_remove_padding,use_shm}", "families are written here, and rows packed"),
     to("{ray_init,ray_kwargs.ray_init}.num_cpus", "ray_init.num_cpus"),
     to("{ray_init,ray_kwargs}.timeline_json_file", "ray_init.timeline_json_file"),
 ]
 
 EVALUATION_ROWS = [
-    to("data.path", "path", note="with responses, as mcore-rl generate writes it"),
+    to("data.path", "path", note="with responses, as mcore-rl generate writes it", needed=True),
     to("data.prompt_key", "prompt_key"),
     to("data.response_key", "response_key"),
     gone("data.{data_source_key,reward_model_key}", "the columns are data_source and reward_model"),

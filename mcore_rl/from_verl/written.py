@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.verl.facts import FSDP, MEGATRON, defaults, newest_with
-from mcore_rl.config.verl.shell import UNKNOWN
-from mcore_rl.config.verl.table import PROGRAM, config_of
+from mcore_rl.from_verl.facts import FSDP, MEGATRON, PLACES, PROGRAM, Places, defaults, newest_with
+from mcore_rl.from_verl.programs import ASYNC, ONE_STEP_OFF, SYNC, Launch
+from mcore_rl.from_verl.shell import OUTPUT
+from mcore_rl.from_verl.table import config_of
 
 MAX_BYTES = 1 << 20  # of a file of verl's
-MODULES = {"main_generation": "generate", "main_generation_server": "generate", "main_eval": "evaluate"}
+# main_generation_server has the keys of a trainer, and its defaults -> those of main_generation.
+SERVER = {
+    "data.train_files": "data.path",
+    "actor_rollout_ref.rollout.n": "data.n_samples",
+    "actor_rollout_ref.rollout.": "rollout.",
+    "actor_rollout_ref.model.": "model.",
+}
+SERVER_DEFAULTS = {
+    "data.n_samples": 1,
+    "rollout.temperature": 1.0,
+    "rollout.top_k": -1,
+    "rollout.top_p": 1,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.tensor_model_parallel_size": 2,
+}
+# Of the configurations of verl's other trainers, over those of main_ppo.
+MODE_DEFAULTS = {
+    SYNC: {},
+    ONE_STEP_OFF: {"algorithm.rollout_correction.bypass_mode": True, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 8},
+    ASYNC: {
+        "algorithm.rollout_correction.bypass_mode": True,
+        "async_training.staleness_threshold": 0.1,
+        "async_training.trigger_parameter_sync_step": 4,
+        "async_training.require_batches": 1,
+        "async_training.partial_rollout": True,
+        "rollout.nnodes": 1,
+        "rollout.n_gpus_per_node": 8,
+        "rollout.total_rollout_steps": 100,
+    },
+}
 
 
 @dataclass
 class Verl:
     """program: ours that stands for it.  config, version: verl's configuration and version whose defaults hold.
 
-    written: dotted key -> value.  unread: (text, why) of what could not be read.
+    written: dotted key -> value.  unread: (text, why) of what could not be read.  mode: whether sampling and training
+    take turns.  others: defaults that are not the configuration's.
     """
 
     program: str
@@ -28,30 +59,43 @@ class Verl:
     version: str
     written: dict[str, Any]
     unread: list[tuple[str, str]] = field(default_factory=list)
+    mode: str = SYNC
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_megatron(self) -> bool:
         """Whether Megatron trains in verl, too."""
-        return self.config == MEGATRON
+        engine = "megatron" in (self.written.get("engine"), self.written.get("optim"))
+        return self.config == MEGATRON or (self.program == "sft" and engine)
+
+    @property
+    def places(self) -> Mapping[str, Places]:
+        """Where verl has the settings of the roles that are trained, by our names of them."""
+        return PLACES.get(self.program, {})
+
+    @cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """verl's own value of each key that it has."""
+        return {**defaults(self.config, self.version), **MODE_DEFAULTS[self.mode], **self.others}
 
     @property
     def keys(self) -> set[str]:
         """The keys that it has: those of the version, and those that were written."""
-        return {*defaults(self.config, self.version), *self.written}
+        return {*self.defaults, *self.written}
 
     @cached_property
     def _tree(self) -> Any:
         from omegaconf import OmegaConf  # a tenth of a second; --help needs none
 
         tree: dict[str, Any] = {}
-        for key, value in {**defaults(self.config, self.version), **self.written}.items():
+        for key, value in {**self.defaults, **self.written}.items():
             *groups, name = key.split(".")
             place = tree
             for group in groups:
                 if not isinstance(place.get(group), dict):
                     place[group] = {}
                 place = place[group]
-            if not (value == {} and isinstance(place.get(name), dict)):
+            if not isinstance(place.get(name), dict):  # ``engine=megatron`` chooses, and is no value
                 place[name] = value
         return OmegaConf.create(tree)
 
@@ -71,13 +115,13 @@ class Verl:
         return not self.written.keys().isdisjoint(keys)
 
 
-def of_overrides(module: str, words: Sequence[str], version: str = "") -> Verl:
-    """What verl's ``module`` composes of the arguments of its command line.
+def of_launch(launch: Launch, version: str = "") -> Verl:
+    """What a program of verl's composes of its command line.
 
     version: of verl; "": the newest that has the keys.
     """
     written, unread, config = dict[str, Any](), list[tuple[str, str]](), ""
-    waiting = list(words)
+    waiting = list(launch.words)
     while waiting:
         word = waiting.pop(0)
         if word.startswith("--"):
@@ -89,38 +133,54 @@ def of_overrides(module: str, words: Sequence[str], version: str = "") -> Verl:
         if not equals:
             if word.strip(" \\") and not word.startswith("-"):
                 unread.append((word, "is no override"))
-        elif UNKNOWN in word:
-            unread.append((word.replace(UNKNOWN, "..."), "only a run of the script would tell: write its value"))
+        elif OUTPUT.search(word):
+            unread.append((word, "only a run of that program would tell: write its value"))
         elif not text:
             unread.append((word, "has no value: a variable of the script is not set"))
         else:
             written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else value_of(word, text)))
-    program = MODULES.get(
-        module.rpartition(".")[2] if not module.endswith(".py") else module.rpartition("/")[2][:-3], "train"
-    )
-    if config not in PROGRAM:
-        config = (
-            MEGATRON if str(written.get("model_engine")).startswith("megatron") else config_of(program, set(written))
-        )
-        if program == "train" and config == MEGATRON and not _names_megatron(written):
+    program = launch.program
+    if program == "sft":
+        found = {"trainer.nnodes": launch.nodes, "trainer.n_gpus_per_node": launch.devices}
+        written = {key: int(value) for key, value in found.items() if value} | written
+    others: Mapping[str, Any] = {}
+    if launch.module.endswith("main_generation_server"):
+        written, others = {_of_server(key): value for key, value in written.items()}, SERVER_DEFAULTS
+    if PROGRAM.get(config) != program:
+        asked = f"{config} {written.get('model_engine')}"
+        config = config_of(program, set(written))
+        if "megatron" in asked and program == "train":
+            config = MEGATRON
+        elif config == MEGATRON and not _names_megatron(written):
             config = FSDP  # verl's own default
-    return Verl(program, config, version or newest_with(config, written), written, unread)
+    return Verl(program, config, version or newest_with(config, written), written, unread, launch.mode, others)
+
+
+def _of_server(key: str) -> str:
+    for theirs, ours in SERVER.items():
+        if key == theirs or (theirs.endswith(".") and key.startswith(theirs)):
+            return key.replace(theirs, ours, 1)
+    return key
 
 
 def of_tree(values: Mapping[str, Any], version: str = "") -> Verl:
     """What a yaml file of verl's configuration says; keys that have verl's default count as not written."""
     tree = {str(key): value for key, value in values.items() if key not in ("defaults", "hydra")}
     leaves = dict(each for key, value in tree.items() for each in _leaves(key, value))
-    program = (
-        "generate" if "data.output_path" in leaves else "evaluate" if "data.reward_model_key" in leaves else "train"
-    )
+    program = "train"
+    if "data.output_path" in leaves:
+        program = "generate"
+    elif "data.reward_model_key" in leaves:
+        program = "evaluate"
+    elif "model.path" in leaves or "model.partial_pretrain" in leaves:
+        program = "sft"
+    mode = ASYNC if "async_training" in tree else ONE_STEP_OFF if "rollout" in tree and program == "train" else SYNC
     config = config_of(program, set(leaves))
     version = version or newest_with(config, leaves)
-    there = defaults(config, version)
+    there = {**defaults(config, version), **MODE_DEFAULTS[mode]}
     written = {key: value for key, value in leaves.items() if key not in there or there[key] != value}
-    return Verl(
-        program, config, version, {key: value for key, value in written.items() if not key.endswith("_target_")}
-    )
+    written = {key: value for key, value in written.items() if not key.endswith("_target_")}
+    return Verl(program, config, version, written, mode=mode)
 
 
 def _names_megatron(written: Mapping[str, Any]) -> bool:
@@ -138,7 +198,10 @@ def value_of(word: str, text: str) -> Any:
         value = OverridesParser.create().parse_override(word).value()
     except HydraException:
         return text
-    return str(value) if type(value).__name__ == "QuotedString" else value
+    if type(value).__name__ != "QuotedString":
+        return value
+    inside = str(value)  # a list may be in quotes that a script did not mean for hydra
+    return value_of(f"key={inside}", inside) if inside.startswith("[") else inside
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
