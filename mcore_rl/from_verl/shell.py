@@ -72,9 +72,11 @@ def words_of(text: str) -> list[str] | None:
 
 
 def expand(
-    text: str, file: Path | None = None, words: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+    text: str, file: Path | None = None, words: Sequence[str] = (), *, environment: Mapping[str, str]
 ) -> Expanded:
-    """Runs a script of bash in the cage.  file: where ``text`` is from.  words: its arguments.
+    """Runs a script of bash in the cage.
+
+    file: where ``text`` is from.  words: its arguments.  environment: the user's variables.
 
     Raises NoCageError.
     """
@@ -113,6 +115,8 @@ def _run(
         program.kill()
         code = program.end()
         program.output.close()
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        broken = broken or f"it did not end within {DEADLINE_S} s of a processor"
     said = [line for line in messages.splitlines() if not line.startswith("+")]
     stopped = broken or ((said[-1] if said else f"exit code {code}") if code else "")
     return Expanded(_programs(records), stopped, bool(broken)), messages

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.from_verl.facts import FSDP, MEGATRON, PLACES, PROGRAM, Places, defaults, newest_with
+from mcore_rl.from_verl.facts import FSDP, MEGATRON, PLACES, PROGRAM, KeyPlaces, defaults, newest_with
 from mcore_rl.from_verl.programs import ASYNC, ONE_STEP_OFF, SYNC, Launch
 from mcore_rl.from_verl.shell import OUTPUT
 from mcore_rl.from_verl.table import config_of
@@ -69,14 +69,14 @@ class Verl:
         return self.config == MEGATRON or (self.program == "sft" and engine)
 
     @property
-    def places(self) -> Mapping[str, Places]:
+    def places(self) -> Mapping[str, KeyPlaces]:
         """Where verl has the settings of the roles that are trained, by our names of them."""
         return PLACES.get(self.program, {})
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
         """verl's own value of each key that it has."""
-        return {**defaults(self.config, self.version), **MODE_DEFAULTS[self.mode], **self.others}
+        return {**defaults(self.config, self.version), **MODE_DEFAULTS.get(self.mode, {}), **self.others}
 
     @property
     def keys(self) -> set[str]:
@@ -141,8 +141,8 @@ def of_launch(launch: Launch, version: str = "") -> Verl:
             written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else value_of(word, text)))
     program = launch.program
     if program == "sft":
-        found = {"trainer.nnodes": launch.nodes, "trainer.n_gpus_per_node": launch.devices}
-        written = {key: int(value) for key, value in found.items() if value} | written
+        devices = {"trainer.nnodes": launch.nodes, "trainer.n_gpus_per_node": launch.devices}
+        written = {key: int(value) for key, value in devices.items() if value} | written
     others: Mapping[str, Any] = {}
     if launch.module.endswith("main_generation_server"):
         written, others = {_of_server(key): value for key, value in written.items()}, SERVER_DEFAULTS
@@ -177,7 +177,7 @@ def of_tree(values: Mapping[str, Any], version: str = "") -> Verl:
     mode = ASYNC if "async_training" in tree else ONE_STEP_OFF if "rollout" in tree and program == "train" else SYNC
     config = config_of(program, set(leaves))
     version = version or newest_with(config, leaves)
-    there = {**defaults(config, version), **MODE_DEFAULTS[mode]}
+    there = {**defaults(config, version), **MODE_DEFAULTS.get(mode, {})}
     written = {key: value for key, value in leaves.items() if key not in there or there[key] != value}
     written = {key: value for key, value in written.items() if not key.endswith("_target_")}
     return Verl(program, config, version, written, mode=mode)
