@@ -62,7 +62,7 @@ def test_conversations_with_pictures_are_refused(tmp_path: Path) -> None:
     lines = tmp_path / "y.jsonl"
     lines.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (TURNS, seen)))
     said = "message 0 has a part of type image, and text alone is read. Leave the row out"
-    assert f"y.jsonl:1: chat: {said}" in str(refusal(lines, messages_key="chat"))
+    assert f"y.jsonl:1: {said}" in str(refusal(lines, messages_key="chat"))
 
 
 @pytest.mark.parametrize("template", [None, prompt_files.CHATML, prompt_files.TAGGED])
