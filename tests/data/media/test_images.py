@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from mcore_rl.data.media import images
 from mcore_rl.data.media.images import decoded, image_size, read_image, values_of
@@ -121,6 +121,15 @@ def test_the_size_is_read_of_the_header_alone(kind: str) -> None:
     assert image_size(whole) == decoded(whole).size == (123, 45)
     with pytest.raises(ValueError, match="cannot be read"):
         decoded(half)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_nothing_is_decoded_for_the_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL's own reader of a PNG's EXIF decodes the picture."""
+    content = encoded(noise(30, 20), kind)
+    loaded = list[object]()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: loaded.append(image))
+    assert image_size(content) == (30, 20) and loaded == []
 
 
 def test_a_photograph_with_previews_of_itself_is_one_picture() -> None:
