@@ -30,7 +30,7 @@ SERVER_DEFAULTS = {
     "rollout.tensor_model_parallel_size": 2,
 }
 # Of the configurations of verl's other trainers, over those of main_ppo.
-MODE_DEFAULTS = {
+MODE_DEFAULTS: dict[str, dict[str, Any]] = {
     SYNC: {},
     ONE_STEP_OFF: {"algorithm.rollout_correction.bypass_mode": True, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 8},
     ASYNC: {
@@ -76,7 +76,7 @@ class Verl:
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
         """verl's own value of each key that it has."""
-        return {**defaults(self.config, self.version), **MODE_DEFAULTS.get(self.mode, {}), **self.others}
+        return {**defaults(self.config, self.version), **MODE_DEFAULTS[self.mode], **self.others}
 
     @property
     def keys(self) -> set[str]:
@@ -177,7 +177,7 @@ def of_tree(values: Mapping[str, Any], version: str = "") -> Verl:
     mode = ASYNC if "async_training" in tree else ONE_STEP_OFF if "rollout" in tree and program == "train" else SYNC
     config = config_of(program, set(leaves))
     version = version or newest_with(config, leaves)
-    there = {**defaults(config, version), **MODE_DEFAULTS.get(mode, {})}
+    there = {**defaults(config, version), **MODE_DEFAULTS[mode]}
     written = {key: value for key, value in leaves.items() if key not in there or there[key] != value}
     written = {key: value for key, value in written.items() if not key.endswith("_target_")}
     return Verl(program, config, version, written, mode=mode)

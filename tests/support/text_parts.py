@@ -138,6 +138,17 @@ def _experts(name: str, tensor: Tensor, experts: str) -> dict[str, Tensor]:
     }
 
 
+def _fill_padding(model: PreTrainedModel) -> None:
+    """Makes the padding's token one like the others.
+
+    transformers makes its row 0, where a norm amplifies by a thousand what differs, and drops its gradient.
+    """
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.weight[embedding.weight.norm(dim=1) == 0] = embedding.weight[-1].clone()
+    embedding.padding_idx = None
+
+
 def write(
     architecture: str,
     directory: Path,
@@ -149,6 +160,7 @@ def write(
 ) -> PreTrainedModel:
     """Write a checkpoint of ``build(architecture)`` with the files beside it; its tower is in float32 in any case."""
     model = build(architecture)
+    _fill_padding(model)
     kind = TEXT[architecture][0]
     spelling = spelling or PUBLISHED[architecture][0]
     experts = experts or ("alone" if kind == "kimi_k25" else "published")
