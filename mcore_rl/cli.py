@@ -160,7 +160,7 @@ def _offered(error: McoreRLError, name: str) -> McoreRLError:
         return error
     from mcore_rl.families.checkpoints import offered
 
-    violations = error.violations
+    violations = list(error.violations)
     if name not in PROGRAMS[1:] and any(each.problem == NO_KEY for each in violations):
         from mcore_rl.from_verl.hints import hinted
 

@@ -156,6 +156,7 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
     """The list, under its headings.  aside: programs that a script would have run, too."""
     from mcore_rl.from_verl.answer import Difference
     from mcore_rl.from_verl.facts import versions_with
+    from mcore_rl.tracking.secrets import redacted
 
     verl, lines = translation.verl, list[str]()
     known = versions_with(verl.config, verl.written)
@@ -172,7 +173,7 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
             lines += said(entries)
     if translation.violations:
         lines += ["", "Refused by ours:", *(f"  {each}" for each in translation.violations)]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print(redacted("\n".join(lines)), markup=False, highlight=False, soft_wrap=True)
 
 
 def said(entries: list[Entry]) -> list[str]:

@@ -113,6 +113,8 @@ def _run(
         program.kill()
         code = program.end()
         program.output.close()
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        broken = broken or f"it did not end within {DEADLINE_S} s of a processor"
     said = [line for line in messages.splitlines() if not line.startswith("+")]
     stopped = broken or ((said[-1] if said else f"exit code {code}") if code else "")
     return Expanded(_programs(records), stopped, bool(broken)), messages

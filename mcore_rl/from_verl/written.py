@@ -30,7 +30,7 @@ SERVER_DEFAULTS = {
     "rollout.tensor_model_parallel_size": 2,
 }
 # Of the configurations of verl's other trainers, over those of main_ppo.
-MODE_DEFAULTS = {
+MODE_DEFAULTS: dict[str, dict[str, Any]] = {
     SYNC: {},
     ONE_STEP_OFF: {"algorithm.rollout_correction.bypass_mode": True, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 8},
     ASYNC: {

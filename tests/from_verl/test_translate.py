@@ -275,8 +275,6 @@ def test_adapters_of_peft_are_ours() -> None:
 
 # What is not here -> said so, and left out; its harmless value is not.
 ABSENT = {
-    "actor_rollout_ref.model.lora.rank": ("32", "0"),
-    f"{R}.multi_turn.enable": ("True", "False"),
     f"{R}.quantization": ("fp8", "null"),
     f"{R}.engine_kwargs.vllm.some_setting": ("1", "null"),
     f"{R}.pipeline_model_parallel_size": ("2", "1"),
@@ -295,7 +293,7 @@ ABSENT = {
     f"{FIELDS}.no_such_field": ("1", None),
     "algorithm.adv_estimator": ("grpo_passk", "grpo"),
     "algorithm.use_pf_ppo": ("True", "False"),
-    "trainer.v1.trainer_mode": ("separate_async", "sync"),
+    "trainer.v1.trainer_mode": ("colocate_async", "sync"),
     "trainer.logger": ("[console,clearml]", "[console,wandb]"),
     "trainer.device": ("npu", "cuda"),
     "distillation.enabled": ("True", "False"),  # its default is a loss over estimates, k3
