@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import sys
 import tempfile
@@ -52,7 +53,11 @@ def measured(checkout: Path, script: Path) -> Measured | None:
     path = str(script.relative_to(checkout))
     text, launches = script.read_text(encoding="utf-8"), []
     for words in ((), ARGUMENTS):
-        launches = [launch for each in expand(text, script, words).programs if (launch := launch_of(each))]
+        launches = [
+            launch
+            for each in expand(text, script, words, environment=os.environ).programs
+            if (launch := launch_of(each))
+        ]
         if launches:
             break
     else:
@@ -63,11 +68,11 @@ def measured(checkout: Path, script: Path) -> Measured | None:
         code = command(["from-verl", str(script), *words, "--out", str(out)])
         made = yaml.safe_load(out.read_text()) if out.exists() else {}
     model = str((made.get("model") or {}).get("path") or "")
-    found = Measured(path, code, log.getvalue(), model, launches[0].words)
+    outcome = Measured(path, code, log.getvalue(), model, launches[0].words)
     for heading in ("Not here, and left out", "Not understood, and left out", "Refused by ours"):
-        section = re.search(rf"^{heading}:\n((?:  .*\n?)+)", found.log, re.M)
-        found.lost += [line.strip() for line in section[1].splitlines()] if section else []
-    return found
+        section = re.search(rf"^{heading}:\n((?:  .*\n?)+)", outcome.log, re.M)
+        outcome.lost += [line.strip() for line in section[1].splitlines()] if section else []
+    return outcome
 
 
 def is_ours(each: Measured) -> bool:
@@ -85,16 +90,16 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a folder of verl's files")
     parser.add_argument("--each", action="store_true", help="show each script")
     options = parser.parse_args()
-    found = [each for path in sorted(options.checkout.rglob("*.sh")) if (each := measured(options.checkout, path))]
-    ours = [each for each in found if is_ours(each)]
-    for each in found if options.each else ():
+    outcomes = [each for path in sorted(options.checkout.rglob("*.sh")) if (each := measured(options.checkout, path))]
+    ours = [each for each in outcomes if is_ours(each)]
+    for each in outcomes if options.each else ():
         print(each.code, "" if each in ours else "elsewhere", each.path, *each.lost[:6], sep="\t")
         if each.code == 2:
             print("\t", each.log.strip()[:300])
-    for name, some in (("all", found), ("Megatron's or vLLM's, of text", ours)):
+    for name, some in (("all", outcomes), ("Megatron's or vLLM's, of text", ours)):
         codes = Counter(each.code for each in some)
         print(f"{name}: {len(some)} scripts,", ", ".join(f"{codes[code]} exit {code}" for code in sorted(codes)))
-    print("yamls with a model that the script does not name:", sum(each.names_another_model for each in found))
+    print("yamls with a model that the script does not name:", sum(each.names_another_model for each in outcomes))
     reasons = Counter(line for each in ours if each.code for line in each.lost)
     for line, count in reasons.most_common(60):
         print(f"{count:4}  {line[:200]}")

@@ -24,6 +24,7 @@ is left out of the yaml; 2 there is nothing to translate.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -104,7 +105,11 @@ def read(source: str, words: Sequence[str], version: str) -> tuple[Verl, list[st
             raise _nothing(source, str(error)) from None
     text = sys.stdin.read(MAX_BYTES) if source == "-" else read_limited(path, MAX_BYTES) if is_file else source
     plain = None if words else words_of(text)
-    expanded = Expanded([plain]) if plain is not None else expand(text, path if is_file else None, words)
+    expanded = (
+        Expanded([plain])
+        if plain is not None
+        else expand(text, path if is_file else None, words, environment=os.environ)
+    )
     launches = [launch for each in expanded.programs if (launch := launch_of(each))]
     if not launches:  # a.b=1 is none of bash's assignments, and taken for a program
         launches = [Launch("", each) for each in expanded.programs if each and "=" in each[0]]

@@ -72,7 +72,7 @@ def words_of(text: str) -> list[str] | None:
 
 
 def expand(
-    text: str, file: Path | None = None, words: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+    text: str, file: Path | None = None, words: Sequence[str] = (), *, environment: Mapping[str, str]
 ) -> Expanded:
     """Runs a script of bash in the cage.  file: where ``text`` is from.  words: its arguments.
 

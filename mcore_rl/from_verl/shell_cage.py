@@ -35,8 +35,8 @@ from mcore_rl.rewards.system_calls import (
     ALLOWED,
     ARCHITECTURES,
     CHECKED,
+    ArgumentCondition,
     Bits,
-    Condition,
     Numbers,
     OneOf,
     Pretended,
@@ -62,7 +62,7 @@ SHELL_ALLOWED: dict[str, dict[str, Numbers]] = {
     },
     "its own folder and mask": {"chdir": (80, 49), "umask": (95, 166)},
 }
-SHELL_CHECKED: dict[str, tuple[Numbers, dict[int, Condition], str]] = {
+SHELL_CHECKED: dict[str, tuple[Numbers, dict[int, ArgumentCondition], str]] = {
     **CHECKED,
     "open": (CHECKED["open"][0], {1: Pretended((WRITING, True))}, "for reading; for writing it is /dev/null"),
     "openat": (CHECKED["openat"][0], {2: Pretended((WRITING, True))}, "as open"),

@@ -91,7 +91,7 @@ class Pretended(tuple[int, bool]):
     """
 
 
-Condition = OneOf | Bits | Null | Pretended
+ArgumentCondition = OneOf | Bits | Null | Pretended
 
 
 AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 1, 0o4000, 0o2000000
@@ -103,7 +103,7 @@ THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | CLONE_THREAD | 0x40000 | 0x80000 
 OPEN_FLAGS = 3 | 0o100 | 0o200 | 0o400 | 0o2000 | 0o4000 | 0o2000000
 OPENING = Bits(((OPEN_FLAGS | 0o700000, OPEN_FLAGS | 0o540000), 0))
 # Name -> (numbers, {index of an argument: what it must be}, the same in words).
-CHECKED: dict[str, tuple[Numbers, dict[int, Condition], str]] = {
+CHECKED: dict[str, tuple[Numbers, dict[int, ArgumentCondition], str]] = {
     "open": ((2, None), {1: OPENING}, "without O_TRUNC, O_TMPFILE, O_PATH, O_ASYNC, O_DIRECT, O_SYNC, O_NOATIME"),
     "openat": ((257, 56), {2: OPENING}, "as open"),
     "clone": ((56, 220), {0: Bits(((THREAD_FLAGS, THREAD_FLAGS), CLONE_THREAD))}, "threads only, in no namespace of "
@@ -194,7 +194,7 @@ def system_call_filter(
     architecture: int,
     pid: int,
     allowed: Mapping[str, Mapping[str, Numbers]] = ALLOWED,
-    checked: Mapping[str, tuple[Numbers, Mapping[int, Condition], str]] = CHECKED,
+    checked: Mapping[str, tuple[Numbers, Mapping[int, ArgumentCondition], str]] = CHECKED,
 ) -> bytes:
     """The seccomp filter as classic BPF.
 

@@ -85,10 +85,10 @@ def test_arguments_and_files_beside_a_script(tmp_path: Path) -> None:
         'if [ $# -lt 1 ]; then exit 1; fi\nsource "$(dirname "${BASH_SOURCE[0]}")/env.sh"\n'
         'source "$(dirname "$0")/secret.txt"\npython3 -m verl.trainer.main_ppo a=$SIZE b=$1 "${@:2}"\n'
     )
-    programs = expand(script.read_text(), script, ["x", "c=1"], {}).programs
+    programs = expand(script.read_text(), script, ["x", "c=1"], environment={}).programs
     assert programs[-1] == ["python3", "-m", "verl.trainer.main_ppo", "a=7", "b=x", "c=1"]
     assert programs[0] == ["source", f"{tmp_path}/secret.txt"], "a file that is no script is not read"
-    assert expand(script.read_text(), script, [], {}).stopped
+    assert expand(script.read_text(), script, environment={}).stopped
 
 
 def test_what_a_program_prints_is_a_mark() -> None:
@@ -222,7 +222,7 @@ def test_without_a_cage_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(shell, "GuardedProgram", Bare)
     with pytest.raises(NoCageError, match="no cage for it \\(Landlock\\)"):
-        expand("python3 -m verl.main a=$X")
+        expand("python3 -m verl.main a=$X", environment={})
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def rows(page: str) -> list[list[str]]:
 @cache
 def keys() -> frozenset[str]:
     schemas = (RunConfig, SftConfig, GenerateConfig, EvaluateConfig)
-    return frozenset(key for schema in schemas for key in all_keys(OmegaConf.structured(schema)))
+    return frozenset(key_of(key) for schema in schemas for key in all_keys(OmegaConf.structured(schema)))
 
 
 def test_every_key_of_ours_beside_verls_is_there() -> None:
