@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import re
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import yaml
 from mcore_rl.cli import main as command
 from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import expand
+from mcore_rl.tracking.secrets import without_secrets
 
 ARGUMENTS = ("8", "checkpoints")
 ELSEWHERE = ("sglang", "trtllm", "_npu", "ascend", "veomni", "torchtitan", "automodel", "megatron_lite", "mlite")
@@ -53,11 +53,8 @@ def measured(checkout: Path, script: Path) -> Measured | None:
     path = str(script.relative_to(checkout))
     text, launches = script.read_text(encoding="utf-8"), []
     for words in ((), ARGUMENTS):
-        launches = [
-            launch
-            for each in expand(text, script, words, environment=os.environ).programs
-            if (launch := launch_of(each))
-        ]
+        programs = expand(text, script, words, environment=without_secrets()).programs
+        launches = [launch for each in programs if (launch := launch_of(each))]
         if launches:
             break
     else:

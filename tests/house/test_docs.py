@@ -20,6 +20,7 @@ from mcore_rl.config.compose import all_keys
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.launch import load_recipe
+from mcore_rl.config.names import key_of
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from tests.house.source import ROOT, python_files, repository_files
