@@ -25,6 +25,7 @@ import yaml
 from mcore_rl.cli import main as command
 from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import expand
+from mcore_rl.tracking.secrets import without_secrets
 
 ARGUMENTS = ("8", "checkpoints")
 ELSEWHERE = ("sglang", "trtllm", "_npu", "ascend", "veomni", "torchtitan", "automodel", "megatron_lite", "mlite")
@@ -52,9 +53,8 @@ def measured(checkout: Path, script: Path) -> Measured | None:
     path = str(script.relative_to(checkout))
     text, launches = script.read_text(encoding="utf-8"), []
     for words in ((), ARGUMENTS):
-        launches = [
-            launch for each in expand(text, script, words, environment={}).programs if (launch := launch_of(each))
-        ]
+        programs = expand(text, script, words, environment=without_secrets()).programs
+        launches = [launch for each in programs if (launch := launch_of(each))]
         if launches:
             break
     else:
@@ -87,16 +87,16 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a folder of verl's files")
     parser.add_argument("--each", action="store_true", help="show each script")
     options = parser.parse_args()
-    scripts = [each for path in sorted(options.checkout.rglob("*.sh")) if (each := measured(options.checkout, path))]
-    ours = [each for each in scripts if is_ours(each)]
-    for each in scripts if options.each else ():
+    outcomes = [each for path in sorted(options.checkout.rglob("*.sh")) if (each := measured(options.checkout, path))]
+    ours = [each for each in outcomes if is_ours(each)]
+    for each in outcomes if options.each else ():
         print(each.code, "" if each in ours else "elsewhere", each.path, *each.lost[:6], sep="\t")
         if each.code == 2:
             print("\t", each.log.strip()[:300])
-    for name, some in (("all", scripts), ("Megatron's or vLLM's, of text", ours)):
+    for name, some in (("all", outcomes), ("Megatron's or vLLM's, of text", ours)):
         codes = Counter(each.code for each in some)
         print(f"{name}: {len(some)} scripts,", ", ".join(f"{codes[code]} exit {code}" for code in sorted(codes)))
-    print("yamls with a model that the script does not name:", sum(each.names_another_model for each in scripts))
+    print("yamls with a model that the script does not name:", sum(each.names_another_model for each in outcomes))
     reasons = Counter(line for each in ours if each.code for line in each.lost)
     for line, count in reasons.most_common(60):
         print(f"{count:4}  {line[:200]}")

@@ -88,11 +88,11 @@ def of_version(clone: Path, version: str, name: str) -> dict[str, Any]:
         for group, file in each.items() if isinstance(each, dict) else ():
             inside, _, place = group.partition("@")
             for chosen in ENGINES if file in ENGINES else (file,):
-                inner = OmegaConf.to_container(
+                inside_file = OmegaConf.to_container(
                     OmegaConf.create(shown(clone, version, f"{folder}/{inside}/{chosen}.yaml") or "{}")
                 )
-                assert isinstance(inner, dict)
-                groups |= dict(leaves({str(key): value for key, value in inner.items()}, f"{place or inside}."))
+                assert isinstance(inside_file, dict)
+                groups |= dict(leaves({str(key): value for key, value in inside_file.items()}, f"{place or inside}."))
     return groups | dict(leaves({str(key): value for key, value in values.items()}))
 
 

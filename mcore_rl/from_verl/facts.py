@@ -25,7 +25,7 @@ CONFIGS = tuple(PROGRAM)
 
 
 @dataclass(frozen=True)
-class KeyPlaces:
+class VerlGroups:
     """Where verl has the settings of a trained role: its own group, its model's, its optimizer's, Megatron's."""
 
     role: str
@@ -34,15 +34,15 @@ class KeyPlaces:
     megatron: str
 
 
-PLACES = {  # our program -> our role -> verl's groups
+VERL_GROUPS = {  # our program -> our role -> verl's groups
     "train": {
-        role: KeyPlaces(verl, model, f"{verl}.optim", f"{verl}.megatron")
+        role: VerlGroups(verl, model, f"{verl}.optim", f"{verl}.megatron")
         for role, verl, model in (
             ("actor", "actor_rollout_ref.actor", "actor_rollout_ref.model"),
             ("critic", "critic", "critic.model"),
         )
     },
-    "sft": {"actor": KeyPlaces("data", "model", "optim", "engine")},
+    "sft": {"actor": VerlGroups("data", "model", "optim", "engine")},
 }
 
 

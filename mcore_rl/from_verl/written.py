@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.from_verl.facts import FSDP, MEGATRON, PLACES, PROGRAM, KeyPlaces, defaults, newest_with
+from mcore_rl.from_verl.facts import FSDP, MEGATRON, PROGRAM, VERL_GROUPS, VerlGroups, defaults, newest_with
 from mcore_rl.from_verl.programs import ASYNC, ONE_STEP_OFF, SYNC, Launch
 from mcore_rl.from_verl.shell import OUTPUT
 from mcore_rl.from_verl.table import config_of
@@ -69,9 +69,9 @@ class Verl:
         return self.config == MEGATRON or (self.program == "sft" and engine)
 
     @property
-    def places(self) -> Mapping[str, KeyPlaces]:
+    def places(self) -> Mapping[str, VerlGroups]:
         """Where verl has the settings of the roles that are trained, by our names of them."""
-        return PLACES.get(self.program, {})
+        return VERL_GROUPS.get(self.program, {})
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
@@ -141,8 +141,8 @@ def of_launch(launch: Launch, version: str = "") -> Verl:
             written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else value_of(word, text)))
     program = launch.program
     if program == "sft":
-        devices = {"trainer.nnodes": launch.nodes, "trainer.n_gpus_per_node": launch.devices}
-        written = {key: int(value) for key, value in devices.items() if value} | written
+        torchrun = {"trainer.nnodes": launch.nodes, "trainer.n_gpus_per_node": launch.devices}
+        written = {key: int(value) for key, value in torchrun.items() if value} | written
     others: Mapping[str, Any] = {}
     if launch.module.endswith("main_generation_server"):
         written, others = {_of_server(key): value for key, value in written.items()}, SERVER_DEFAULTS

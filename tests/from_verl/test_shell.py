@@ -88,7 +88,7 @@ def test_arguments_and_files_beside_a_script(tmp_path: Path) -> None:
     programs = expand(script.read_text(), script, ["x", "c=1"], environment={}).programs
     assert programs[-1] == ["python3", "-m", "verl.trainer.main_ppo", "a=7", "b=x", "c=1"]
     assert programs[0] == ["source", f"{tmp_path}/secret.txt"], "a file that is no script is not read"
-    assert expand(script.read_text(), script, [], environment={}).stopped
+    assert expand(script.read_text(), script, environment={}).stopped
 
 
 def test_what_a_program_prints_is_a_mark() -> None:
