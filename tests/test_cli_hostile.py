@@ -67,9 +67,8 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (("doctor", f"--{LONG}"), "x...", "unrecognized arguments"),
         (("train", "data", "~"), "data=", "is no override"),
         (("train", "data="), "data=", "is a group of keys"),
-        (("train", "data.train_files=null"), "data.train_files=null", "not Optional"),
-        (("train", "trainer.default_local_dir=~"), "trainer.default_local_dir=~", "Write it in quotes"),
-        (("train", "data.train_files=[~/x]"), "data.train_files=[~/x]", "Write it in quotes"),
+        (("train", "data.train_files=null"), "data.train_files=null", "must have a value"),
+        (("train", "data.train_files=[(x]"), "data.train_files=[(x]", "Write it in quotes"),
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_by_its_key(

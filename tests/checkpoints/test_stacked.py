@@ -120,7 +120,7 @@ def test_what_is_written_part_by_part_is_the_stack(form: tuple[bool, bool], tmp_
     with write(tmp_path / "source", tensors) as files:
         source = unstacked(files, table)
         specs = [TensorSpec(name, torch.float32, info.shape) for name, info in table.hf_tensors.items()]
-        with StackedWriter(tmp_path / "out", specs, table, max_shard_bytes=50_000) as writer:
+        with StackedWriter(tmp_path / "out", specs, table, table.family.stacks, max_shard_bytes=50_000) as writer:
             for spec in specs:  # each in two parts, the second first
                 whole, middle = source.read(spec.name), spec.shape[0] // 2
                 for begin, end in ((middle, spec.shape[0]), (0, middle)):
@@ -136,7 +136,7 @@ def test_a_slab_that_lacks_a_part_does_not_get_the_name(tmp_path: Path) -> None:
     with write(tmp_path / "source", tensors_of(TABLE)) as files:
         source = unstacked(files, TABLE)
         specs = [TensorSpec(name, torch.float32, info.shape) for name, info in TABLE.hf_tensors.items()]
-        writer = StackedWriter(tmp_path / "out", specs, TABLE)
+        writer = StackedWriter(tmp_path / "out", specs, TABLE, TABLE.family.stacks)
         for spec in specs:
             if spec.name != GATE:
                 writer.write(spec.name, source.read(spec.name))

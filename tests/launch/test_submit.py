@@ -101,7 +101,7 @@ def test_the_doctor_is_a_step_where_the_cluster_asks_for_it(tmp_path: Path) -> N
     script = render(job(tmp_path, "cluster.slurm.doctor=quick"))
     assert "doctor=quick #" in script
     assert f"-m mcore_rl.cli doctor --cluster {tmp_path}/run/logs/slurm/cluster.yaml " in script
-    assert "expected one of [none, nodes, quick, full, only]" in refusal(tmp_path, *PLAIN, "cluster.slurm.doctor=fast")
+    assert "Write none, nodes, quick, full or only" in refusal(tmp_path, *PLAIN, "cluster.slurm.doctor=fast")
 
 
 def test_the_model_is_staged_where_the_cluster_asks_for_it(tmp_path: Path) -> None:

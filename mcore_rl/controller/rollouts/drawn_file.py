@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan
 from mcore_rl.rewards.score import Score
@@ -172,6 +173,7 @@ def _episode_rest(episode: Episode) -> dict[str, Any]:
                 "reward": each.reward,
                 "text": each.text,
                 "tool_s": each.tool_s,
+                "media": [asdict(placed) for placed in each.media],
             }
             for each in episode.segments
         ],
@@ -198,6 +200,7 @@ def _episode(
                 reward=each["reward"],
                 text=each["text"],
                 tool_s=each["tool_s"],
+                media=tuple(map(_placed, each.get("media", []))),
             )
         )
     assert (at, scored) == (len(tokens), len(logprobs)), f"{rest['prompt_id']}: its segments are not all of its tokens"
@@ -252,6 +255,10 @@ def _sample(
 
 def _spans(versions: Sequence[VersionSpan]) -> list[list[int]]:
     return [[each.version, each.start, each.end] for each in versions]
+
+
+def _placed(fields: Mapping[str, Any]) -> Placed:
+    return Placed(ImageRef(**fields["image"]), fields["first"], Grid(**fields["grid"]))
 
 
 def _versions(spans: Sequence[Sequence[int]]) -> tuple[VersionSpan, ...]:

@@ -17,6 +17,7 @@ import pytest
 
 from mcore_rl.controller.rollouts.drawn_file import META, DrawnFileError, DrawnGroup, read_drawn, write_drawn
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rewards.score import Score
@@ -66,7 +67,15 @@ def segment(draw: random.Random) -> Segment:
         reward=draw.choice([None, *NUMBERS]) if trained else None,
         text=draw.choice(TEXTS),
         tool_s=float(draw.choice(NUMBERS)),
+        media=pictures(draw, count) if author is not Author.model else (),
     )
+
+
+def pictures(draw: random.Random, count: int) -> tuple[Placed, ...]:
+    """Pictures of one token each."""
+    places = [place for place in range(count) if draw.random() < 0.2]
+    sizes = [Grid(1, 2, 2), Grid(1, 4, 4, merge=4)]
+    return tuple(Placed(ImageRef(f"{place:064x}", draw.choice(TEXTS)), place, draw.choice(sizes)) for place in places)
 
 
 def score(draw: random.Random) -> Score | None:
@@ -148,7 +157,7 @@ def test_every_field_is_written() -> None:
     """A field that is added must be written, too, and drawn at random above."""
     known = {
         Episode: "row prompt_id group index segments end score experts agent pair part",
-        Segment: "author tokens trained logprobs versions reward text tool_s",
+        Segment: "author tokens trained logprobs versions reward text tool_s media",
         AgentCounts: "reason turns calls failed_calls tool_s cached_tokens begins",
         Score: "value parts correct error answer turn_rewards",
         Sample: "prompt_id index tokens logprobs versions finish stop text cached_tokens experts",
