@@ -201,7 +201,7 @@ def _placed(violation: Violation, values: Sequence[Override], files: Iterable[Ya
         return violation
     key = violation.key.partition("[")[0]
     for file in files:
-        if any(key == each or f"{each}.".startswith(f"{key}.") for each in leaves(file.values)):
+        if any(f"{each}.".startswith(f"{key}.") for each in leaves(file.values)):
             return Violation(f"{file.path}: {violation.key}", violation.value, violation.problem, violation.remedy)
     return violation
 

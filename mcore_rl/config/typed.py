@@ -180,14 +180,11 @@ def _is_interpolation(tree: Tree, key: str) -> bool:
 def _list_single_items(tree: Tree, schema: type[Any]) -> None:
     """Makes lists of single texts where the schema wants lists: ``data.train_files=x.parquet`` is a list of it."""
     for each in settings(schema):  # type: ignore[arg-type]  # a class is hashable
-        *groups, name = each.key.split(".")
-        node: Any = tree
-        for group in groups:
-            node = node.get(group) if isinstance(node, dict) else None
-        if isinstance(node, dict) and each.listed and not isinstance(each.default, tuple):
-            value = node.get(name)
-            if value is not None and not isinstance(value, (list, dict)):
-                node[name] = [value]
+        if not each.listed or isinstance(each.default, tuple):
+            continue
+        value = value_at(tree, each.key)
+        if value is not None and not isinstance(value, (list, dict)):
+            put(tree, each.key, [value])
 
 
 @cache

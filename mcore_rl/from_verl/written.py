@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.from_verl.facts import FSDP, MEGATRON, PROGRAM, VERL_GROUPS, VerlGroups, defaults, newest_with
 from mcore_rl.from_verl.programs import ASYNC, ONE_STEP_OFF, SYNC, Launch
 from mcore_rl.from_verl.shell import OUTPUT
@@ -138,7 +139,8 @@ def of_launch(launch: Launch, version: str = "") -> Verl:
         elif not text:
             unread.append((word, "has no value: a variable of the script is not set"))
         else:
-            written |= dict(_leaves(key.lstrip("+~"), None if key.startswith("~") else value_of(word, text)))
+            read = None if key.startswith("~") else value_of(word, text)
+            written |= dict(leaf_values({key.lstrip("+~"): read}))
     program = launch.program
     if program == "sft":
         torchrun = {"trainer.nnodes": launch.nodes, "trainer.n_gpus_per_node": launch.devices}
@@ -166,7 +168,7 @@ def _of_server(key: str) -> str:
 def of_tree(values: Mapping[str, Any], version: str = "") -> Verl:
     """What a yaml file of verl's configuration says; keys that have verl's default count as not written."""
     tree = {str(key): value for key, value in values.items() if key not in ("defaults", "hydra")}
-    leaves = dict(each for key, value in tree.items() for each in _leaves(key, value))
+    leaves = dict(leaf_values(tree))
     program = "train"
     if "data.output_path" in leaves:
         program = "generate"
@@ -202,14 +204,6 @@ def value_of(word: str, text: str) -> Any:
         return value
     inside = str(value)  # a list may be in quotes that a script did not mean for hydra
     return value_of(f"key={inside}", inside) if inside.startswith("[") else inside
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _leaves(f"{key}.{name}", each)
-    else:
-        yield key, value
 
 
 def read_tree(path: Path) -> dict[str, Any]:
