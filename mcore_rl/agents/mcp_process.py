@@ -22,21 +22,28 @@ from typing import Any, TextIO
 
 MAX_TEXT = 1 << 20  # characters of a result
 MAX_TAIL = 2000  # bytes of what a server said last
+LAST_WORDS_S = 2.0
 MAX_MEMORY = 4 << 30  # bytes of this process, once the server has been started, so that it is not the server's limit
 LINE = 16 << 20  # bytes
 
 
 class Tail:
-    """What a server writes to its standard error: the last of it is kept."""
+    """What a server writes to its standard error, ``errors``: the last of it is kept."""
 
     def __init__(self) -> None:
-        reading, self.descriptor = os.pipe()
+        reading, writing = os.pipe()
+        self.errors = os.fdopen(writing, "w")
         self._last = b""
-        threading.Thread(target=self._read, args=(reading,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
+        self._reader.start()
 
-    @property
-    def text(self) -> str:
-        """The last line that says something."""
+    def last_line(self) -> str:
+        """The last line that says something, of a server that has gone or is given up.
+
+        Waits at most ``LAST_WORDS_S`` for what is still in the pipe: a daemon of the server may hold it open.
+        """
+        self.errors.close()
+        self._reader.join(LAST_WORDS_S)
         lines = [line for line in self._last.decode(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
 
@@ -62,10 +69,10 @@ async def _serve(connection: socket.socket) -> None:
 
     async with AsyncExitStack() as stack:
         try:
-            client = await stack.enter_async_context(_client(given, os.fdopen(tail.descriptor, "w"), stack))
+            client = await stack.enter_async_context(_client(given, tail.errors, stack))
             tools = await _tools(client)
         except BaseException as error:  # noqa: BLE001  whatever the server does
-            say({"error": f"{_said(error)}. {tail.text}".strip()})
+            say({"error": f"{_said(error)}. {tail.last_line()}".strip()})
             await writer.drain()
             return
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
@@ -126,7 +133,7 @@ async def _answer(client: Any, asked: dict[str, Any], say: Any, tail: Tail) -> N
     try:  # an error of the call, or has the server gone?
         await asyncio.wait_for(client.session.list_tools(), 5)
     except Exception:  # noqa: BLE001
-        problem = f"the server is gone ({problem}). {tail.text}".strip()
+        problem = f"the server is gone ({problem}). {tail.last_line()}".strip()
         say({"gone": problem[:MAX_TEXT]})
         os.kill(os.getpid(), signal.SIGTERM)
     else:

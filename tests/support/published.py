@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import UserDict
 from typing import Any
 
 import torch
@@ -13,8 +14,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.house.source import ROOT
 
 MODEL_CONFIGS = ROOT / "model_configs"
-FACTS: dict[str, dict[str, Any]] = json.loads((MODEL_CONFIGS / "hf_configs.json").read_text(encoding="utf-8"))
-TINY = {facts["model_type"]: facts for hf_id, facts in FACTS.items() if hf_id.startswith("tiny-")}
+
+
+class _Copied(UserDict[str, dict[str, Any]]):
+    """Gives copies: transformers' classes fill in the dictionaries that they are given."""
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return copy.deepcopy(super().__getitem__(name))
+
+
+FACTS = _Copied(json.loads((MODEL_CONFIGS / "hf_configs.json").read_text(encoding="utf-8")))
+TINY = _Copied({facts["model_type"]: facts for hf_id, facts in FACTS.items() if hf_id.startswith("tiny-")})
 
 # What every checkpoint of a family writes, because the class's default is none of vLLM's.
 WRITTEN = {
