@@ -35,12 +35,15 @@ _VISION: dict[str, dict[str, Any]] = {
         pos_emb_width=4,
     ),
 }  # fmt: skip
+TOKENS_OF_TEXT = 195  # of 199: the others stand for pictures, and Kimi's whole embeds them otherwise
 _WHOLE: dict[str, dict[str, Any]] = {
-    "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7},
-    "mistral3": {"image_token_index": 5},
-    "kimi_k25": {"projection_hidden_size": 32, "image_token_id": 5, "video_token_id": 6},
+    "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 195, "boi_token_index": 196, "eoi_token_index": 197},
+    "mistral3": {"image_token_index": 195},
+    "kimi_k25": {"projection_hidden_size": 32, "image_token_id": 195, "video_token_id": 196},
 }
-_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+_TOKENS = {
+    "image_token_id": 195, "video_token_id": 196, "vision_start_token_id": 197, "vision_end_token_id": 198,
+}  # fmt: skip
 _NOT_TEXT = ("architectures", "model_type", "quantization_config", "topk_method", "scoring_func")
 
 
