@@ -160,9 +160,10 @@ def write(
     *,
     files: int = 2,
     dtype: torch.dtype = torch.float32,
+    **text_changes: object,
 ) -> PreTrainedModel:
     """Write a checkpoint of ``build(architecture)`` with the files beside it; its tower is in float32 in any case."""
-    model = build(architecture)
+    model = build(architecture, **text_changes)
     _fill_padding(model)
     kind = TEXT[architecture][0]
     spelling = spelling or PUBLISHED[architecture][0]
