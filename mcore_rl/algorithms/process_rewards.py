@@ -18,8 +18,7 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.rloo import rloo
 from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, discounted_sums, sequence_counts, sequence_sums
-from mcore_rl.config.algorithm import AlgorithmConfig, ProcessNorm
-from mcore_rl.config.algorithms.prime import PROCESS_REWARD, ProcessRewardConfig
+from mcore_rl.config.algorithms.prime import PROCESS_REWARD, PrimeConfig, ProcessNorm, ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS
 from mcore_rl.types import SentAsArrays, TrainBatch
 
@@ -85,7 +84,7 @@ def centred(
     member_S: Tensor,
     *,
     beta: float,
-    config: AlgorithmConfig,
+    config: PrimeConfig,
 ) -> CentredRewards:
     """Leave-one-out of process rewards and of outcomes, each by itself, for all responses of a step.
 
@@ -118,7 +117,7 @@ def compare(values: Mapping[str, Any], groups: StepBatch, run: RunConfig) -> tup
     """The stage of the controller: what is subtracted from the rewards of each response, and metrics."""
     assert groups.sample_S is None, "preparation has refused programs"
     algorithm, config, stats = run.algorithm, run.role_config(PROCESS_REWARD), values["process_stats"]
-    assert isinstance(config, ProcessRewardConfig)
+    assert isinstance(config, ProcessRewardConfig) and isinstance(algorithm, PrimeConfig)
     beta, outcomes = config.beta, groups.outcomes
     member_S = torch.ones_like(outcomes.truncated_S)
     if algorithm.mask_truncated and not algorithm.masked_in_baseline:

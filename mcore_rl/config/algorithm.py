@@ -171,17 +171,6 @@ class RolloutCorrectionConfig:
     reject_lower: PositiveFloat | None = None
 
 
-class ProcessNorm(Enum):
-    """How process rewards are scaled.
-
-    ``none``: not at all.  ``batch``: so that the largest sum of a token's and all later process rewards is 1 in the
-    step, up to its sign (PRIME's code, ``batch_norm``).
-    """
-
-    none = "none"
-    batch = "batch"
-
-
 class FilterMetric(Enum):
     """What the filter of groups compares, without the overlong penalty.
 
@@ -239,29 +228,19 @@ class DistillConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """Advantages, KL, and samples that another policy drew.
+    """Advantages, KL, and samples that another policy drew.  An estimator's own settings are in a subclass, its file's.
 
     adv_estimator: the estimator's name in docs/algorithms.md, or ``FILE.py:NAME`` of a file of your own.
-    gamma, lam: discount, and GAE's lambda.
     whiten_advantages: advantages get mean 0 and variance 1 over the trained tokens of the whole batch.
     use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
     off_policy: whose log-probs the ratio of the policy loss is taken to, and whether ``rollout_correction`` weighs it.
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     masked_in_baseline: their scores stay in the mean and deviation of their group, as in that paper, which masks their
     loss; false: they leave their group.
-    gdpo_reward_keys: for ``gdpo``: parts of the reward as the grader names them, ``acc`` (whether the answer is right)
-    or ``score`` (the whole).
-    gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
-    pass_k: for ``pass_at_k``: the k of pass@k, at most ``rollout.n``.
-    process_coef, outcome_coef: for ``prime``: factors of the process rewards and of the outcome.
-    process_norm: for ``prime``: see ``ProcessNorm``.
-    sppo_eta: for ``win_rate`` and ``softmean``: nats of log-ratio that a whole win, or a score of 1, is worth.
     ref_update_freq: the reference becomes the policy after every so many steps; 0: it stays the policy of the start.
     """
 
     adv_estimator: str = "grpo"
-    gamma: Share = 1.0
-    lam: Share = 1.0
     whiten_advantages: bool = False
     use_kl_in_reward: bool = False
     kl_penalty: KlPenalty = KlPenalty.k1
@@ -272,14 +251,12 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     mask_truncated: bool = False
     masked_in_baseline: bool = True
-    gdpo_reward_keys: list[str] = field(default_factory=list)
-    gdpo_reward_weights: list[float] | None = None
-    pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
-    process_coef: NonNegativeFloat = 1.0
-    outcome_coef: NonNegativeFloat = 1.0
-    process_norm: ProcessNorm = ProcessNorm.batch
-    sppo_eta: PositiveFloat = 1.0
     ref_update_freq: NonNegativeInt = 0
+
+    @property
+    def reward_parts(self) -> list[str]:
+        """The parts of the reward that the estimator reads, as the grader names them."""
+        return []
 
     @property
     def reads_sampler(self) -> tuple[str, object] | None:

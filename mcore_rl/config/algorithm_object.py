@@ -10,17 +10,21 @@ file may hold the function itself instead of its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.algorithm import AlgorithmConfig, KlPenalty
 from mcore_rl.config.role import Role
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.roles import ActorConfig, LossAggregation
 from mcore_rl.config.stages import StepStage
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
+    from mcore_rl.errors import Violation
 
 T = TypeVar("T")
 Function = str | Callable[..., Any]
@@ -67,11 +71,11 @@ class Estimator:
     min_group: the fewest samples per prompt (``rollout.n``) with which it works.
     over_step: True if scores of other prompts' responses are in its baseline, so that it compares without a group.
     greedy: True if it needs the score of a greedy response to each prompt.
-    parts: True if it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
     refuses_kl: why ``algorithm.use_kl_in_reward`` is refused with it, to follow its name; empty: it is not.
     whitens: True if it always whitens advantages over the batch, whatever ``algorithm.whiten_advantages`` says.
     answers: True if its pairs have the row's own answer (``data.answer_key``).
-    reads: the keys that it reads and that some other estimators do not.
+    settings: the group ``algorithm`` with the keys that it has and others do not.
+    rules: find what contradicts it in a run.
     """
 
     name: str
@@ -84,11 +88,21 @@ class Estimator:
     min_group: int = 1
     over_step: bool = False
     greedy: bool = False
-    parts: bool = False
     refuses_kl: str = ""
     whitens: bool = False
     answers: bool = False
-    reads: frozenset[str] = frozenset()
+    settings: type[AlgorithmConfig] = AlgorithmConfig
+    rules: tuple[Callable[[RunConfig], Iterable[Violation]], ...] = ()
+
+    @property
+    def parts(self) -> bool:
+        """Whether it needs parts of the reward, which its settings name."""
+        return self.settings.reward_parts is not AlgorithmConfig.reward_parts
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The dotted keys and groups of ``settings`` that not every estimator has."""
+        return _own_keys(self.settings, AlgorithmConfig, "algorithm")
 
     @property
     def role_names(self) -> tuple[str, ...]:
@@ -137,10 +151,11 @@ class PolicyLoss:
     updates_per_batch: the most optimizer steps that it may take on samples of one policy; None is any number.
     aggregation: the only ``actor.loss_agg_mode`` with which it is the paper's loss; None is any.
     selection: how it selects tokens over the whole step; None if it treats all tokens alike.
-    pairs: True if it looks at both responses of a pair (``actor.preference.*``).
+    pairs: True if it looks at both responses of a pair.
     fields: what it reads of the batch beside log-probs, advantages and weights: ``NAME_T`` as ``extra_N["NAME_N"]``,
     ``NAME_S`` as ``extra_S["NAME_S"]``.  ``outcome_S``: whether each response is right, 0 to 1.
-    reads: the keys that it reads and that some other losses do not.
+    settings: the group ``actor`` with the keys that it has and others do not.
+    rules: find what contradicts it in a run.
     """
 
     name: str
@@ -153,7 +168,13 @@ class PolicyLoss:
     selection: TokenSelection | None = None
     pairs: bool = False
     fields: tuple[str, ...] = ()
-    reads: frozenset[str] = frozenset()
+    settings: type[ActorConfig] = ActorConfig
+    rules: tuple[Callable[[RunConfig], Iterable[Violation]], ...] = ()
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The dotted keys and groups of ``settings`` that not every loss has."""
+        return _own_keys(self.settings, ActorConfig, "actor")
 
     def load(self) -> Callable[..., Any]:
         """Imports ``function`` if it is a name, and returns it."""
@@ -244,6 +265,11 @@ class Algorithm:
         if self.teacher is not None:
             settings["algorithm.distill.coef"] = self.teacher
         return settings | dict(self.settings)
+
+
+def _own_keys(settings: type[Any], common: type[Any], group: str) -> frozenset[str]:
+    shared = {each.name for each in fields(common)}
+    return frozenset(f"{group}.{each.name}" for each in fields(settings) if each.name not in shared)
 
 
 @cache

@@ -6,9 +6,7 @@ A user's file is chosen by its path, ``algorithm=FILE.py``.  The configuration t
 
 from __future__ import annotations
 
-import importlib.util
 import pkgutil
-import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -19,6 +17,7 @@ from mcore_rl.config import algorithms as folder
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss
 from mcore_rl.config.files import input_problem
 from mcore_rl.config.names import meant
+from mcore_rl.config.user_files import import_file
 from mcore_rl.errors import ConfigError, Violation
 
 P = TypeVar("P", Estimator, PolicyLoss)
@@ -107,12 +106,8 @@ def algorithms_of_file(path: Path, key: str, written: str) -> Mapping[str, Algor
 def _run_file(path: Path) -> Mapping[str, Algorithm]:
     if problem := input_problem(path):
         raise _UnfitFileError(problem[0], "Write the path of a Python file")
-    spec = importlib.util.spec_from_file_location(f"mcore_rl_algorithm_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path)
     except (Exception, SystemExit) as error:  # whatever the user's file does
         raise _UnfitFileError(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
     among = [value for value in vars(module).values() if isinstance(value, Algorithm)]

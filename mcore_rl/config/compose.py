@@ -71,13 +71,14 @@ def compose(
     for each in values:
         put(tree, each.key_or_group, each.value())
     try:
-        config = typed(schema, tree)
+        config = typed(schema.schema_for(tree) if issubclass(schema, Composed) else schema, tree)
     except ConfigError as error:
         said = [_placed(each, values, files) for each in sorted(error.violations, key=partial(_place, values))]
         raise ConfigError([*wrong, *said]) from error
     refuse_if_any(wrong)
     if isinstance(config, Composed):
         config.written = frozenset(_written(parsed, files))
+        config = config.narrowed()
     return config
 
 

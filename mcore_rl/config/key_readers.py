@@ -16,7 +16,7 @@ import yaml
 
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, algorithms
 from mcore_rl.config.compose import compose
-from mcore_rl.config.names import field_of, value_at
+from mcore_rl.config.names import field_of, has_key, value_at
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.unread_keys import why_unread
 
@@ -72,7 +72,7 @@ def as_condition(remedy: str, key: str) -> str:
     """``remedy`` with every value that makes ``key`` read, where its values are few."""
     switch, _, _ = remedy.partition("=")
     for run in runs().values():
-        value = value_at(run, switch)
+        value = value_at(run, switch) if has_key(run, switch) else None
         if not isinstance(value, Enum) or remedy not in [each for _, each in why_unread(run, key)]:
             continue
         reading = [

@@ -40,3 +40,12 @@ def value_at(config: Any, key: str) -> Any:
     name, dot, rest = key.partition(".")
     value = config[name] if isinstance(config, dict) else getattr(config, field_of(name))
     return value_at(value, rest) if dot else value
+
+
+def has_key(config: Any, key: str) -> bool:
+    """Whether ``value_at`` finds a value."""
+    try:
+        value_at(config, key)
+    except (AttributeError, KeyError):
+        return False
+    return True

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mcore_rl.config.algorithm import OffPolicy, Rejection
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, estimator, estimators, policy_loss
+from mcore_rl.config.algorithms.online_dpo import PairsConfig
 from mcore_rl.config.preference import PreferenceLoss, parted_pairs, preference_violations
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.errors import Violation
@@ -51,7 +52,7 @@ def pair_violations(run: RunConfig) -> Iterator[Violation]:
     if (chosen.scope is Scope.pair) != loss.pairs:
         yield _mismatch(chosen.name, loss.name, pairs=loss.pairs)
         return
-    if not loss.pairs:
+    if not isinstance(actor, PairsConfig):
         return
     yield from preference_violations(actor.preference, GROUP)
     if not actor.preference.row.pairs:

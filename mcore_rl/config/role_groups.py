@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -121,8 +121,9 @@ def group_defaults(schema: type[Any]) -> dict[str, dict[str, Any]]:
     defaults = dict[str, dict[str, Any]]()
     if not issubclass(schema, RoleGroups):
         return defaults
+    held = {each.name for each in fields(schema)}  # type: ignore[arg-type]  # every subclass is a dataclass
     for role in ROLES.values():
-        if role.config is None or role.publishes or role.name not in schema.__annotations__:
+        if role.config is None or role.publishes or role.name not in held:
             continue
         defaults[role.name] = {"device": "${trainer.device}", "precision": "${actor.precision}"}
         defaults[role.name]["microbatch_tokens"] = 16384

@@ -6,24 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.bounds import (
     CrossCheck,
     InputModel,
-    Interval,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    PositiveShare,
     check,
 )
 from mcore_rl.config.engine import EngineConfig, engine_rules
 from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.errors import Violation
 
 
@@ -136,74 +133,32 @@ class TrainedModelConfig(TrainedConfig):
 
 @dataclass(kw_only=True)
 class ActorConfig(TrainedConfig):
-    """The policy that is trained.
+    """The policy that is trained.  A policy loss's own settings are in a subclass, its file's.
 
     allow_stale_updates: permit several updates per batch with a loss that has no ratio (``policy_gradient``, ``gpg``).
     All but the first then treat samples of an older policy as samples of the current one.
     loss_mode: the policy loss's name in docs/algorithms.md, or ``FILE.py:NAME`` of a file of your own.
-    clip_ratio: the clip range of PPO.
-    clip_ratio_low, clip_ratio_high: the ranges below and above 1, if they differ (arXiv:2503.14476); None is
-    clip_ratio.  ``geo_mean`` clips the ratio's logarithm by them.
-    clip_ratio_c: bound of the dual clip (arXiv:1912.09729), TRL's delta; None is no dual clip.
-    tau_pos, tau_neg: temperatures of ``sapo``, for advantages above 0 and for the others.
-    clip_cov_ratio: share of tokens that ``clip_cov`` leaves out of the loss.
-    clip_cov_lb, clip_cov_ub: the covariances between which it draws them.
-    kl_cov_ratio, ppo_kl_coef: share of tokens that ``kl_cov`` penalises for moving, and the penalty's coefficient.
     entropy_coeff: coefficient of the entropy bonus.
     use_kl_loss: add ``kl_loss_coef`` times the KL to the reference, estimated by ``kl_loss_type``, to the loss.
     kl_loss_coef: the coefficient of that KL.
     full_kl_gib: the most host memory that a process takes for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
     router_replay: see ``RouterReplay``; of a mixture of experts alone.
-    preference: the loss of pairs, with ``loss_mode=preference``; see ``PreferenceConfig``.
     """
 
     allow_stale_updates: bool = False
     loss_mode: str = "ppo_clip"
-    clip_ratio: NonNegativeFloat = 0.2
-    clip_ratio_low: NonNegativeFloat | None = None
-    clip_ratio_high: NonNegativeFloat | None = None
-    clip_ratio_c: Annotated[float, Interval("(1, inf)")] | None = None
-    tau_pos: PositiveFloat = 1.0
-    tau_neg: PositiveFloat = 1.05
-    clip_cov_ratio: PositiveShare = 0.0002
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: PositiveShare = 0.0002
-    ppo_kl_coef: NonNegativeFloat = 1.0
     entropy_coeff: NonNegativeFloat = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: KlPenalty = KlPenalty.k3
     full_kl_gib: NonNegativeFloat = 8.0
     router_replay: RouterReplay = RouterReplay.off
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-
-    @property
-    def clip_low(self) -> float:
-        """The clip range below 1."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """The clip range above 1."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property
     def with_full_kl(self) -> bool:
         """Whether the loss has the exact KL to the reference."""
         return self.use_kl_loss and self.kl_loss_type is KlPenalty.full
-
-    def rules(self, key: str) -> list[CrossCheck[Any]]:
-        """As ``RoleConfig.rules``."""
-        return [*super().rules(key), partial(_covariance_violations, key=key)]
-
-
-def _covariance_violations(actor: ActorConfig, key: str) -> list[Violation]:
-    if actor.clip_cov_lb < actor.clip_cov_ub:
-        return []
-    problem = f"leaves no covariance below clip_cov_ub={actor.clip_cov_ub:g}"
-    return [Violation(f"{key}.clip_cov_lb", actor.clip_cov_lb, problem, "Write 1.0, and clip_cov_ub=5.0")]
 
 
 @dataclass(kw_only=True)

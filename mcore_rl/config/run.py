@@ -6,20 +6,31 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache, partial
 from math import isqrt
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE, TEACHER
-from mcore_rl.config.algorithm_registry import estimator, policy_loss
+from mcore_rl.config.algorithm_registry import (
+    ESTIMATOR_KEY,
+    LOSS_KEY,
+    estimator,
+    estimators,
+    policy_loss,
+    policy_losses,
+)
+from mcore_rl.config.algorithms.online_dpo import PairsConfig
+from mcore_rl.config.algorithms.ppo import PpoClipConfig
 from mcore_rl.config.asynchrony import AsyncConfig, mode_violations, trains_stale
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.judge import judge_violations
-from mcore_rl.config.pairs import pair_violations, trains_pairs
+from mcore_rl.config.names import has_key, value_at
+from mcore_rl.config.pairs import pair_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
@@ -36,6 +47,8 @@ from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 
+T = TypeVar("T")
+
 
 @dataclass(kw_only=True)
 @with_role_groups
@@ -46,7 +59,7 @@ class RunConfig(RoleGroups, Composed):
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor: ActorConfig = field(default_factory=PpoClipConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
@@ -55,6 +68,25 @@ class RunConfig(RoleGroups, Composed):
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
+    @classmethod
+    def schema_for(cls, tree: Mapping[str, Any]) -> type[RunConfig]:
+        """The schema with the keys of every estimator and loss, those of the user's files that ``tree`` names too."""
+        named = (_named(tree, *key.split(".")) for key in (ESTIMATOR_KEY, LOSS_KEY))
+        return _with_keys_of(*named)
+
+    def narrowed(self) -> RunConfig:
+        """The same with the keys of the chosen estimator and loss alone; written ones that they lack are in ``absent``.
+
+        Unchanged if there is no such estimator or loss.
+        """
+        if _unknown_parts(self):
+            return self
+        run = RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+        run.algorithm = _as(estimator(self.algorithm.adv_estimator).settings, self.algorithm)
+        run.actor = _as(policy_loss(self.actor.loss_mode).settings, self.actor)
+        run.absent = {key: value_at(self, key) for key in self.written if not has_key(run, key)}
+        return run
+
     @property
     def roles(self) -> tuple[str, ...]:
         """The names of the roles that the run builds, in the order of the table.
@@ -62,7 +94,7 @@ class RunConfig(RoleGroups, Composed):
         These are the roles that the algorithm needs, and roles on request whose weights are named.
         Raises ConfigError if there is no such estimator.
         """
-        in_loss = trains_pairs(self) and self.actor.preference.row.reference
+        in_loss = isinstance(self.actor, PairsConfig) and self.actor.preference.row.reference
         refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or in_loss
         needed = {ACTOR, *estimator(self.algorithm.adv_estimator).role_names, *([REFERENCE] if refers else [])}
         needed |= {TEACHER} if self.algorithm.distill.coef else set()
@@ -120,6 +152,42 @@ class RunConfig(RoleGroups, Composed):
         return estimator(self.algorithm.adv_estimator).greedy
 
 
+@cache
+def _with_keys_of(estimator_name: str, loss_name: str) -> type[RunConfig]:
+    """The schema of a run with the keys of all estimators and losses, and of these two, which may be of files."""
+    algorithms = {each.settings for each in estimators().values()}
+    actors = {each.settings for each in policy_losses().values()}
+    with suppress(ConfigError):  # a violation of ``run_violations``
+        algorithms.add(estimator(estimator_name).settings)
+    with suppress(ConfigError):
+        actors.add(policy_loss(loss_name).settings)
+    unions = {"algorithm": _union("AnyAlgorithmConfig", algorithms), "actor": _union("AnyActorConfig", actors)}
+    groups = [(name, kind, field(default_factory=kind)) for name, kind in unions.items()]
+    return make_dataclass("AnyRunConfig", groups, bases=(RunConfig,), kw_only=True, namespace={"__doc__": ""})
+
+
+def _union(name: str, kinds: Collection[type[Any]]) -> type[Any]:
+    """A dataclass with the fields of all ``kinds``."""
+    apart = [kind for kind in kinds if not any(kind is not each and issubclass(each, kind) for each in kinds)]
+    bases = tuple(sorted(apart, key=lambda kind: (kind.__module__, kind.__name__)))
+    return make_dataclass(name, [], bases=bases, kw_only=True, namespace={"__doc__": ""})
+
+
+def _named(tree: Mapping[str, Any], group: str, name: str) -> str:
+    value = tree.get(group, {}).get(name, "")
+    return value if isinstance(value, str) else ""
+
+
+def _as(kind: type[T], group: Any) -> T:
+    """The settings of ``group`` that ``kind`` has, as such."""
+    return kind(**{each.name: getattr(group, each.name) for each in fields(kind)})  # type: ignore[arg-type]
+
+
+def any_run_schema() -> type[RunConfig]:
+    """The schema with the keys of every estimator and policy loss of the package."""
+    return _with_keys_of("", "")
+
+
 def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
     """Every violation that can be seen without opening a file of data or of a model.
 
@@ -137,6 +205,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: trainer_violations(run.trainer),
         *(() if planned else (_missing,)),
         *(partial(_role_violations, role=role) for role in (() if unknown else run.group_rows)),
+        *(() if unknown else [*estimator(run.algorithm.adv_estimator).rules, *policy_loss(run.actor.loss_mode).rules]),
         unread_violations,
         mode_violations,
         _batch_violations,
@@ -145,9 +214,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _group_violations,
         pair_violations,
         _distribution_violations,
-        _parts_violations,
         _kl_in_reward_violations,
-        _pass_k_violations,
         _teacher_violations,
         _warmup_violations,
         _schedule_violations,
@@ -264,10 +331,6 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
         problem = f"actor.loss_mode={loss.name} is defined with another ({loss.paper})"
         remedy = f"Write actor.loss_agg_mode={loss.aggregation.value}"
         violations.append(Violation("actor.loss_agg_mode", actor.loss_agg_mode.value, problem, remedy))
-    most = actor.clip_ratio_c
-    if "actor.clip_ratio_c" in loss.reads and most is not None and most <= 1 + actor.clip_high:
-        problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
-        violations.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
     if run.algorithm.off_policy is OffPolicy.bypass and not loss.needs_old:
         problem = f"actor.loss_mode={loss.name} has no ratio, and would not read the sampler's log-probs"
         remedy = "Write decoupled, which weighs this loss too, or another loss"
@@ -301,22 +364,6 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     return violations
 
 
-def _parts_violations(run: RunConfig) -> list[Violation]:
-    """Violations of an estimator that reads the parts of the reward."""
-    algorithm = run.algorithm
-    if not estimator(algorithm.adv_estimator).parts:
-        return []
-    violations, keys, weights = [], algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if not keys:
-        problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
-        remedy = "Write [acc,format], say: parts that the grader names, acc or score"
-        violations.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
-    if weights is not None and len(weights) != len(keys):
-        problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
-        violations.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
-    return violations
-
-
 def _kl_in_reward_violations(run: RunConfig) -> list[Violation]:
     """Refuses a KL in the reward of an estimator that cannot read one."""
     reason = estimator(run.algorithm.adv_estimator).refuses_kl
@@ -324,14 +371,6 @@ def _kl_in_reward_violations(run: RunConfig) -> list[Violation]:
         return []
     problem = f"{run.algorithm.adv_estimator} {reason}"
     return [Violation("algorithm.use_kl_in_reward", True, problem, "Write false, and actor.use_kl_loss=true")]
-
-
-def _pass_k_violations(run: RunConfig) -> list[Violation]:
-    """Refuses a k of pass@k for which a prompt has too few samples."""
-    k, n = run.algorithm.pass_k, run.rollout.n
-    if "algorithm.pass_k" not in estimator(run.algorithm.adv_estimator).reads or k <= n:
-        return []
-    return [Violation("algorithm.pass_k", k, f"is more than rollout.n={n}", f"Write {n} or less, or rollout.n={k}")]
 
 
 def _teacher_violations(run: RunConfig) -> list[Violation]:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_rl.config.bounds import settings
-from mcore_rl.config.names import NO_KEY, field_of, key_of, meant, value_at
+from mcore_rl.config.names import NO_KEY, field_of, has_key, key_of, meant, value_at
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -120,17 +120,9 @@ def _resolved(tree: Tree, key: str) -> Any:
             break
         if "${" in str(value):
             mentioned = MENTIONED.findall(str(value))
-            waiting += [each for each in mentioned if _has(tree, each) and not _has(told, each)]
+            waiting += [each for each in mentioned if has_key(tree, each) and not has_key(told, each)]
     value = OmegaConf.select(OmegaConf.create(told), key, throw_on_missing=True)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _has(tree: Tree, key: str) -> bool:
-    try:
-        value_at(tree, key)
-    except (AttributeError, KeyError):
-        return False
-    return True
 
 
 def all_keys(schema: type[Any], prefix: str = "") -> Iterator[str]:

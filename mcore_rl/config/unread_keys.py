@@ -21,12 +21,13 @@ from mcore_rl.config.algorithm_registry import (
     policy_loss,
     policy_losses,
 )
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.judge import WAY, JudgeConfig
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.names import value_at
-from mcore_rl.config.pairs import needs_answers, trains_pairs
+from mcore_rl.config.pairs import needs_answers
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig, LossAggregation
@@ -109,12 +110,6 @@ SWITCHES = (
         "actor.use_kl_loss=true",
     ),
     Switch(
-        ("actor.preference.",),
-        trains_pairs,
-        f"{LOSS_KEY} looks at no pairs",
-        f"{LOSS_KEY}=preference",
-    ),
-    Switch(
         ("data.answer_key",),
         needs_answers,
         "the rows' own answers are not trained",
@@ -134,7 +129,10 @@ SWITCHES = (
     ),
     Switch(
         ("actor.clip_ratio",),
-        lambda run: run.actor.clip_ratio_low is None or run.actor.clip_ratio_high is None,
+        lambda run: (
+            isinstance(run.actor, ClippedConfig)
+            and (run.actor.clip_ratio_low is None or run.actor.clip_ratio_high is None)
+        ),
         "actor.clip_ratio_low and actor.clip_ratio_high are both there instead of it",
         "these two",
     ),
@@ -343,12 +341,12 @@ def unread_violations(run: RunConfig) -> list[Violation]:
 
 def why_unread(run: RunConfig, key: str) -> list[tuple[str, str]]:
     """(problem, remedy) for each reason why ``run`` does not read ``key``; none if it does."""
-    return [*_of_switches(run, key), *_of_parts(run, key)]
+    return [*_of_parts(run, key)] or [*_of_switches(run, key)]
 
 
 def _violation(run: RunConfig, key: str) -> Violation | None:
     for problem, remedy in why_unread(run, key):
-        value = value_at(run, key)
+        value = run.absent[key] if key in run.absent else value_at(run, key)
         if isinstance(value, Unsound):
             return None  # its bounds are another violation
         shown = value.value if isinstance(value, Enum) else value
@@ -370,6 +368,10 @@ def _of_parts(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:
         (LOSS_KEY, policy_loss(run.actor.loss_mode), [*policy_losses().values()]),
     )
     for part_key, part, others in chosen:
-        readers = [other.name for other in others if key in other.reads]
-        if readers and key not in part.reads:
+        readers = [other.name for other in others if _has(other, key)]
+        if readers and not _has(part, key):
             yield f"{part_key}={part.name} has no use for it", f"{part_key}={' or '.join(readers)}"
+
+
+def _has(part: Estimator | PolicyLoss, key: str) -> bool:
+    return any(f"{key}.".startswith(f"{own}.") for own in part.own_keys)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+NO_KEY = {"omegaconf_ignore": True}
 
 
 @dataclass(kw_only=True)
@@ -12,9 +14,22 @@ class Composed:
     """A configuration that knows which of its keys the user wrote.
 
     written: dotted keys; empty if the configuration was made in Python instead of composed.  Not itself a key.
+    absent: those of ``written`` that the configuration has no place for, and their values.  Not itself a key.
     """
 
     written: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"omegaconf_ignore": True})
+    absent: Mapping[str, Any] = field(
+        default_factory=dict, compare=False, repr=False, metadata={"omegaconf_ignore": True}
+    )
+
+    @classmethod
+    def schema_for(cls, tree: Mapping[str, Any]) -> type[Self]:
+        """The schema that the values of ``tree`` are read by: this one, or one with more keys."""
+        return cls
+
+    def narrowed(self) -> Self:
+        """This configuration without keys that it does not choose: itself, or an instance of another schema."""
+        return self
 
 
 def leaves(values: Mapping[str, Any]) -> Iterator[str]:

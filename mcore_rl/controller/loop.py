@@ -39,7 +39,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)
-    keys, needed = config.algorithm.gdpo_reward_keys, reads_outcomes(config)
+    keys, needed = config.algorithm.reward_parts, reads_outcomes(config)
     groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=needed, teachers=config.teachers)
     place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 

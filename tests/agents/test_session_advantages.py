@@ -14,7 +14,7 @@ from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.losses.aggregation import loss_denominator, sum_token_losses
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.agent import AgentConfig
-from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
+from mcore_rl.config.algorithm import KlControlConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.controller.step.batch_assembly import assemble
@@ -25,6 +25,7 @@ from mcore_rl.types import LossInputs
 from tests.controller.step.test_advantages import over_ranks
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import DrawnTurns, agent_row
+from tests.support.settings import algorithm_config
 
 GAMMA, LAM = 0.9, 0.8
 CHECK = '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}</tool_call>'
@@ -82,7 +83,7 @@ def test_gae_passes_over_what_others_wrote() -> None:
     values_T[mask_T] = torch.tensor(values, dtype=torch.float32)
     assert batch.batch.rollout_logprobs_T is not None
     scored = replace(batch.batch, old_logprobs_T=batch.batch.rollout_logprobs_T.clone(), old_values_T=values_T)
-    algorithm = AlgorithmConfig(adv_estimator="gae", gamma=GAMMA, lam=LAM, use_kl_in_reward=False)
+    algorithm = algorithm_config(adv_estimator="gae", gamma=GAMMA, lam=LAM, use_kl_in_reward=False)
     estimated = over_ranks(replace(batch, batch=scored), algorithm, KlController(KlControlConfig()), 1)
     advantages, returns, start = [], [], 0
     for each in made:

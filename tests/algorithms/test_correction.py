@@ -13,7 +13,6 @@ import torch
 from mcore_rl.algorithms.correction import REJECTIONS, Correction, correct, correction_metrics, mean_weight
 from mcore_rl.algorithms.ragged import Trained
 from mcore_rl.config.algorithm import (
-    AlgorithmConfig,
     CorrectionLevel,
     CorrectionMode,
     Rejection,
@@ -22,6 +21,7 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.tracking.metrics import metric_of
 from tests.algorithms.cases import ALL, Case
+from tests.support.settings import algorithm_config
 
 Rows = list[list[float]]
 
@@ -252,7 +252,7 @@ def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
 def test_a_bound_that_a_message_names_rejects_little(reject: Rejection) -> None:
     """Of responses of 200 tokens, to which sampler and trainer give log-probs that differ by 0.02 nats."""
     config = RolloutCorrectionConfig(reject=reject)
-    (violation,) = algorithm_violations(AlgorithmConfig(rollout_correction=config))
+    (violation,) = algorithm_violations(algorithm_config(rollout_correction=config))
     bound = float(violation.remedy.removeprefix("Write ").removesuffix(", say"))
     old_T = torch.randn(100 * 200, generator=torch.Generator().manual_seed(1)) * 0.02
     everything = Trained(torch.ones(len(old_T), dtype=torch.bool))

@@ -30,6 +30,7 @@ from tests.algorithms.loss_cases import (
     partitions,
     whole,
 )
+from tests.support.settings import actor_config
 
 LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
 TAU_POS, TAU_NEG, PAID = 1.1, 1.7, 0.6
@@ -41,7 +42,7 @@ EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
 
 
 def actor(mode: str, aggregation: LossAggregation = LossAggregation.token_mean, **changes: object) -> ActorConfig:
-    return ActorConfig(
+    return actor_config(
         loss_mode=mode,
         loss_agg_mode=aggregation,
         clip_ratio_low=LOW,
@@ -407,7 +408,7 @@ def test_a_clip_fraction_does_not_count_rounding(mode: str) -> None:
             change = torch.where(change.abs() < 0.1, change, change.sign() * low)
         fields = batch.fields | {"logprobs": logprobs + change, "old_logprobs": logprobs}
         fields["selection"] = torch.full_like(logprobs, -1.0)
-        config = ActorConfig(loss_mode=mode, clip_ratio=low, clip_ratio_c=3.0)
+        config = actor_config(loss_mode=mode, clip_ratio=low, clip_ratio_c=3.0)
         measured = policy_loss(config)(whole(replace(batch, fields=fields))).metrics
         clips = {name: float(value) for name, value in measured.items() if "clip_fraction" in name}
         assert clips and not any(clips.values()), clips

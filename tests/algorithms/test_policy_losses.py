@@ -6,8 +6,8 @@ import torch
 
 from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.config.algorithm_registry import policy_losses
-from mcore_rl.config.roles import ActorConfig
 from tests.algorithms.loss_cases import drawn, whole
+from tests.support.settings import actor_config
 from tests.support.spy import spied
 
 LOSSES = {mode: row for mode, row in policy_losses().items() if not row.pairs}  # the other needs pairs: test_preference
@@ -17,7 +17,7 @@ def test_rows_say_whether_old_logprobs_are_read() -> None:
     inputs = whole(drawn(0).without("old_logprobs"))
     for mode, row in LOSSES.items():
         try:
-            row.load()(inputs, ActorConfig(loss_mode=mode))
+            row.load()(inputs, actor_config(loss_mode=mode))
         except AssertionError:
             assert row.needs_old, mode
         else:
@@ -26,7 +26,7 @@ def test_rows_say_whether_old_logprobs_are_read() -> None:
 
 def test_a_loss_reads_the_keys_that_it_says() -> None:
     for mode, row in LOSSES.items():
-        config, read = spied(ActorConfig(loss_mode=mode))
+        config, read = spied(actor_config(loss_mode=mode))
         row.load()(whole(drawn(0)), config)
         if row.selection is not None:
             row.selection.load()(torch.zeros(2), torch.zeros(2), config)
@@ -39,6 +39,6 @@ def test_a_loss_counts_clips_of_trained_rows_alone() -> None:
     for seed in range(5):
         inputs = whole(drawn(seed, lengths=(3, 4, 2, 6, 4)))
         for mode, row in LOSSES.items():
-            config = ActorConfig(loss_mode=mode)
+            config = actor_config(loss_mode=mode)
             alone, zeroed = row.load()(inputs, config).metrics, row.load()(trained_rows(inputs), config).metrics
             assert {name: float(x) for name, x in alone.items()} == {name: float(x) for name, x in zeroed.items()}, mode

@@ -20,12 +20,14 @@ from mcore_rl.algorithms.process_rewards import (
     token_rewards,
 )
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
-from mcore_rl.config.algorithm import AlgorithmConfig, ProcessNorm
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.prime import ProcessNorm
 from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
+from tests.support.settings import algorithm_config
 
 BETA = 0.3
-PLAIN = AlgorithmConfig(adv_estimator="prime", process_coef=5.0, outcome_coef=2.0)
+PLAIN = algorithm_config(adv_estimator="prime", process_coef=5.0, outcome_coef=2.0)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 
 from mcore_rl.algorithms.selection import Moments, num_selected, select, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import TrainBatch
+from tests.support.settings import actor_config
 
 LENGTHS = (4, 3, 5)
 
@@ -32,7 +32,7 @@ def batch_of(seed: int) -> TrainBatch:
 def test_the_keys_of_kl_cov_are_the_covariances() -> None:
     batch = batch_of(1)
     moments = Moments(advantage=0.25, logprob=-0.5, num_selected=3, seed=1)
-    keys_T, largest = select(batch, [0, 1, 2], ActorConfig(loss_mode="kl_cov"), moments)
+    keys_T, largest = select(batch, [0, 1, 2], actor_config(loss_mode="kl_cov"), moments)
     assert batch.advantages_T is not None and batch.old_logprobs_T is not None
     expected = [
         (a - 0.25) * (p + 0.5) if kept else -math.inf
@@ -45,7 +45,7 @@ def test_the_keys_of_kl_cov_are_the_covariances() -> None:
 
 
 def test_the_draws_of_clip_cov_are_of_the_place_in_the_step_alone() -> None:
-    batch, config = batch_of(2), ActorConfig(loss_mode="clip_cov", clip_cov_lb=-1e9, clip_cov_ub=1e9)
+    batch, config = batch_of(2), actor_config(loss_mode="clip_cov", clip_cov_lb=-1e9, clip_cov_ub=1e9)
     moments = Moments(advantage=0.0, logprob=0.0, num_selected=99, seed=1)
     keys_T, _ = select(batch, [7, 8, 9], config, moments)
     turned_T, _ = select(batch.select([2, 0, 1]), [9, 7, 8], config, moments)
@@ -61,7 +61,7 @@ def test_the_draws_of_clip_cov_are_of_the_place_in_the_step_alone() -> None:
 def test_the_bounds_of_clip_cov_leave_candidates_out() -> None:
     batch = batch_of(3)
     moments = Moments(advantage=0.0, logprob=0.0, num_selected=99, seed=1)
-    keys_T, largest = select(batch, [0, 1, 2], ActorConfig(loss_mode="clip_cov", clip_cov_lb=0.3), moments)
+    keys_T, largest = select(batch, [0, 1, 2], actor_config(loss_mode="clip_cov", clip_cov_lb=0.3), moments)
     assert batch.advantages_T is not None and batch.old_logprobs_T is not None
     covariance_T = batch.advantages_T * batch.old_logprobs_T
     candidate_T = batch.mask_T & (covariance_T > 0.3) & (covariance_T < 5)
@@ -91,7 +91,7 @@ def test_without_a_candidate_nothing_is_selected() -> None:
 
 
 def test_at_least_one_token_is_selected_by_a_loss_that_selects() -> None:
-    config = ActorConfig(loss_mode="kl_cov", kl_cov_ratio=0.01, clip_cov_ratio=0.5)
+    config = actor_config(loss_mode="kl_cov", kl_cov_ratio=0.01, clip_cov_ratio=0.5)
     assert [num_selected(config, n) for n in (10, 99, 100, 250)] == [1, 1, 1, 2]
-    assert num_selected(ActorConfig(loss_mode="clip_cov", clip_cov_ratio=0.5), 10) == 5
-    assert num_selected(ActorConfig(), 1000) == 0
+    assert num_selected(actor_config(loss_mode="clip_cov", clip_cov_ratio=0.5), 10) == 5
+    assert num_selected(actor_config(), 1000) == 0

@@ -9,7 +9,8 @@ import torch
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.shaping import has_signal, mask_truncated
-from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import FilterGroupsConfig
+from tests.support.settings import algorithm_config
 
 RIGHT, WRONG = 1.0, 0.0
 
@@ -31,13 +32,13 @@ RIGHT, WRONG = 1.0, 0.0
 def test_a_group_has_a_signal_where_training_sees_one(
     scores: list[float], truncated: list[bool], masks: bool, in_baseline: bool, expected: bool
 ) -> None:
-    config = AlgorithmConfig(mask_truncated=masks, masked_in_baseline=in_baseline)
+    config = algorithm_config(mask_truncated=masks, masked_in_baseline=in_baseline)
     assert has_signal(scores, truncated, config) is expected
 
 
 def test_a_group_has_a_signal_if_two_that_are_trained_make_a_pair() -> None:
     """Whatever stays in a baseline, which pairs do not have."""
-    config = AlgorithmConfig(adv_estimator="best_worst", mask_truncated=True, masked_in_baseline=True)
+    config = algorithm_config(adv_estimator="best_worst", mask_truncated=True, masked_in_baseline=True)
     assert has_signal([RIGHT, WRONG, RIGHT], [False, False, True], config)
     assert not has_signal([RIGHT, WRONG, RIGHT], [False, True, False], config)
     assert not has_signal([RIGHT, WRONG], [True, True], config)
@@ -49,7 +50,7 @@ def test_a_group_has_a_signal_if_two_that_are_trained_make_a_pair() -> None:
 )
 def test_prompts_that_are_too_hard_or_too_easy_have_no_signal(right: int, of: int, expected: bool) -> None:
     """The bounds themselves are within."""
-    config = AlgorithmConfig(filter_groups=FilterGroupsConfig(lower=0.2, upper=0.8))
+    config = algorithm_config(filter_groups=FilterGroupsConfig(lower=0.2, upper=0.8))
     assert has_signal([RIGHT] * right + [WRONG] * (of - right), [False] * of, config) is expected
 
 
@@ -59,7 +60,7 @@ def test_each_bound_is_by_itself_and_of_the_members_of_the_group() -> None:
         (dict(lower=0.5), False, False), (dict(upper=0.25), False, True), (dict(upper=0.2), False, False),
         (dict(lower=0.5), True, True),
     ):  # fmt: skip
-        config = AlgorithmConfig(
+        config = algorithm_config(
             filter_groups=FilterGroupsConfig(**bounds), mask_truncated=masks, masked_in_baseline=False
         )
         assert has_signal(scores, cut, config) is expected, (bounds, masks)
@@ -96,7 +97,7 @@ def test_a_group_has_a_signal_if_the_algorithm_trains_one_of_its_responses(
     name: str, masks: bool, in_baseline: bool
 ) -> None:
     """Every group of three, against what each algorithm's paper says that it trains."""
-    config = AlgorithmConfig(adv_estimator=name, mask_truncated=masks, masked_in_baseline=in_baseline, pass_k=2)
+    config = algorithm_config(adv_estimator=name, mask_truncated=masks, masked_in_baseline=in_baseline, pass_k=2)
     met = set()
     for scores in itertools.product([RIGHT, WRONG], repeat=3):
         for truncated in itertools.product([False, True], repeat=3):
@@ -112,7 +113,7 @@ def test_a_group_has_a_signal_if_the_algorithm_trains_one_of_its_responses(
     "name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "pass_at_k", "best_of_n", "win_rate", "best_worst"]
 )
 def test_scores_that_differ_by_rounding_are_no_signal(name: str) -> None:
-    config = AlgorithmConfig(adv_estimator=name, pass_k=2)
+    config = algorithm_config(adv_estimator=name, pass_k=2)
     assert not has_signal([0.1 + 0.2, 0.3, 0.1 + 0.1 + 0.1], [False] * 3, config)
     assert not has_signal([1e6 + 0.1 + 0.2, 1e6 + 0.3], [False] * 2, config)
     assert has_signal([0.3, 0.30001, 0.3], [False] * 3, config)
@@ -120,7 +121,7 @@ def test_scores_that_differ_by_rounding_are_no_signal(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "gdpo", "softmean", "none"])
 def test_where_a_group_alone_says_nothing_the_scores_have_to_differ(name: str) -> None:
-    config = AlgorithmConfig(adv_estimator=name)
+    config = algorithm_config(adv_estimator=name)
     assert has_signal([RIGHT, WRONG], [False] * 2, config)
     assert not has_signal([RIGHT, RIGHT], [False] * 2, config)
     assert not has_signal([0.1 + 0.2, 0.3], [False] * 2, config)

@@ -26,10 +26,10 @@ from mcore_rl.config.algorithm import (
     Rejection,
     RolloutCorrectionConfig,
 )
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import NOT_DRAWN, TokenScores, TrainBatch
 from tests.algorithms.cases import ALL, Case
 from tests.algorithms.loss_cases import Minibatch, over_context, whole
+from tests.support.settings import actor_config, algorithm_config
 
 CLIP, STEP = 0.2, 1e-6
 BOUNDS = dict(upper=1.5, lower=0.6)
@@ -65,7 +65,7 @@ def flat(rows: list[list[float]]) -> torch.Tensor:
 
 def algorithm(off_policy: OffPolicy, level: CorrectionLevel, mode: CorrectionMode, **more: object) -> AlgorithmConfig:
     config = RolloutCorrectionConfig(level=level, mode=mode, **BOUNDS, **more)  # type: ignore[arg-type]
-    return AlgorithmConfig(adv_estimator="remax", off_policy=off_policy, rollout_correction=config)
+    return algorithm_config(adv_estimator="remax", off_policy=off_policy, rollout_correction=config)
 
 
 def weight_by_hand(row: list[float], at: int, algorithm: AlgorithmConfig) -> tuple[float, bool]:
@@ -144,7 +144,7 @@ def minibatch(x: LogProbs, algorithm: AlgorithmConfig) -> Minibatch:
     return Minibatch(x.case.lengths, tokens.mask_T, fields)
 
 
-LOSS = policy_loss(ActorConfig(clip_ratio=CLIP, clip_ratio_c=None))
+LOSS = policy_loss(actor_config(clip_ratio=CLIP, clip_ratio_c=None))
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(each.value for each in choice))
@@ -234,7 +234,7 @@ def test_what_no_sampler_drew_is_trained_and_not_measured() -> None:
             old_logprobs_T=old_T,
         ).select(members)
         outcomes = Outcomes(scores_S=torch.zeros(len(members)), truncated_S=torch.zeros(len(members)).bool())
-        config = AlgorithmConfig(adv_estimator="true_answer")
+        config = algorithm_config(adv_estimator="true_answer")
         tokens, stats = compute_advantages(whole, outcomes, config, 0.0)
         own = own_scores(whole, TokenScores(logprobs_T=whole.old_logprobs_T))
         assert stats.correction is not None

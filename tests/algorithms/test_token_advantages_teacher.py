@@ -18,6 +18,7 @@ from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.types import TrainBatch
 from tests.algorithms.advantages.test_estimation import ETA, GAMMA, LAM, PASS_K, WEIGHTS, expected
 from tests.algorithms.cases import ALL, Case
+from tests.support.settings import algorithm_config
 
 COEF = 0.6
 ESTIMATORS = [name for name, each in estimators().items() if each.scope is not Scope.pair]  # pairs have no advantages
@@ -35,7 +36,7 @@ def flat(rows: Rows) -> torch.Tensor:
 
 
 def config_of(estimator: str, whiten: bool, off_policy: OffPolicy = OffPolicy.recompute) -> AlgorithmConfig:
-    return AlgorithmConfig(
+    return algorithm_config(
         adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten, gdpo_reward_weights=WEIGHTS,
         pass_k=PASS_K, sppo_eta=ETA, off_policy=off_policy, distill=DistillConfig(coef=COEF),
     )  # fmt: skip
@@ -118,7 +119,7 @@ def test_the_distance_is_from_the_policy_that_the_ratio_is_taken_to(off_policy: 
 
 
 def test_without_a_coefficient_there_is_no_teacher() -> None:
-    case, algorithm = ALL["drawn_0"], AlgorithmConfig(adv_estimator="grpo")
+    case, algorithm = ALL["drawn_0"], algorithm_config(adv_estimator="grpo")
     old, sampler = drawn(case, 1), drawn(case, 2)
     _, stats = estimated(case, algorithm, old, sampler, [[math.nan] * len(row) for row in old])
     assert stats.reverse_kl is None

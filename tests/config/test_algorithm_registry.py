@@ -14,14 +14,13 @@ import torch
 from mcore_rl.algorithms.advantages.estimation import estimate_advantages
 from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.config import algorithms as folder
-from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE, InLoss, InReward, Scope
 from mcore_rl.config.algorithm_registry import algorithms, estimator, estimators, policy_loss, policy_losses
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.errors import ConfigError
 from tests.algorithms.cases import ALL
 from tests.algorithms.loss_cases import drawn, whole
 from tests.support.own_algorithm import LOSS, MEDIAN
+from tests.support.settings import actor_config, algorithm_config
 
 FILES = sorted(path.stem for path in Path(folder.__path__[0]).glob("[!_]*.py"))
 
@@ -109,11 +108,11 @@ def test_a_file_is_found_from_its_name_alone(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(MEDIAN + LOSS)
     case = ALL["drawn_0"]
-    config = AlgorithmConfig(adv_estimator=f"{path}:median")
+    config = algorithm_config(adv_estimator=f"{path}:median")
     assert estimator(config.adv_estimator).scope is Scope.sequence
     here = estimate_advantages(case.inputs(), case.group_S, config).advantages_T
     batch = whole(drawn(0))
-    loss, plain = (ActorLoss(ActorConfig(loss_mode=mode)) for mode in (f"{path}:median", "gpg"))
+    loss, plain = (ActorLoss(actor_config(loss_mode=mode)) for mode in (f"{path}:median", "gpg"))
     assert float(loss(batch).total.detach()) == pytest.approx(3 * float(plain(batch).total.detach()))
 
     sent, back = tmp_path / "sent", tmp_path / "back"
@@ -138,7 +137,7 @@ def test_the_median_of_a_group_is_its_baseline(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(MEDIAN)
     case = ALL["drawn_0"]
-    advantages = estimate_advantages(case.inputs(), case.group_S, AlgorithmConfig(adv_estimator=f"{path}:median"))
+    advantages = estimate_advantages(case.inputs(), case.group_S, algorithm_config(adv_estimator=f"{path}:median"))
     scores = [sum(row) for row in case.trained(case.rewards)]
     expected = []
     for own, group, row in zip(scores, case.groups, case.trained(case.rewards), strict=True):

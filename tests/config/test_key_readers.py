@@ -26,9 +26,9 @@ from mcore_rl.config.algorithm import (
     KlPenalty,
     KlUnit,
     OffPolicy,
-    ProcessNorm,
 )
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
+from mcore_rl.config.algorithms.prime import ProcessNorm
 from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
 from mcore_rl.config.names import value_at
 from mcore_rl.config.run import RunConfig

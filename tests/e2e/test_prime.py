@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.cli import main
-from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.controller.rollouts.recording import record_file
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.ledger import audit
@@ -28,11 +27,12 @@ from tests.e2e.test_learning import REWARD, SETTINGS
 from tests.e2e.test_roles import write_dense
 from tests.support.crash_runs import bits_of, doing, nothing_survives, start
 from tests.support.run_task import AGREEMENT, SPEED, overrides, write_task
+from tests.support.settings import algorithm_config
 
 STEPS, BETA = 3, 0.05
 LIFT = 0.1  # of the share that the reward is
 RECORD = "trainer.record_rollouts=true"
-CONFIG = AlgorithmConfig(adv_estimator="prime", process_coef=5.0, outcome_coef=5.0)
+CONFIG = algorithm_config(adv_estimator="prime", process_coef=5.0, outcome_coef=5.0)
 
 
 def of_prime(task: Path, *more: str) -> list[str]:

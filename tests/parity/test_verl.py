@@ -28,7 +28,6 @@ from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.algorithm import (
-    AlgorithmConfig,
     CorrectionLevel,
     CorrectionMode,
     KlControl,
@@ -41,6 +40,7 @@ from mcore_rl.config.roles import CriticConfig, LossAggregation
 from tests.algorithms import cases, loss_cases
 from tests.support.loss_parity import CONSTANT, NEAR, TIGHT, actor, minibatches, ours_and_theirs, rows_of
 from tests.support.oracles import oracles
+from tests.support.settings import algorithm_config
 
 KNOWN = {
     "only members": "the only member of a group gets 0 here; verl passes its raw reward on, divided by 1",
@@ -114,7 +114,7 @@ def steps(least: int = 2) -> Iterator[Padded]:
 
 
 def ours(step: Padded, estimator: str, **changes: Any) -> Any:
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lam=0.8, **changes)
+    config = algorithm_config(adv_estimator=estimator, gamma=0.9, lam=0.8, **changes)
     return estimate_advantages(step.case.inputs(), step.case.group_S, config, step.case.parts_SK())
 
 

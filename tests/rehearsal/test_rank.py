@@ -20,7 +20,7 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import ActorConfig, AdaptedConfig
+from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.flops import visible_pairs
 from mcore_rl.parallel.launch import Rank
@@ -46,6 +46,7 @@ from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.adapters import adapter_table
 from tests.support.forked import run_ranks
+from tests.support.settings import actor_config
 
 WIDE = models.dense(
     num_layers=4, hidden_size=256, ffn_hidden_size=640, num_attention_heads=8, num_query_groups=4, head_dim=32,
@@ -178,9 +179,9 @@ def test_memory_is_what_torchs_allocator_gives_in_a_real_step(processes: None) -
 
 HEAD = replace(WIDE, vocab_size=8192, num_layers=2)  # the most is taken where logits are
 OVER_VOCABULARY = {
-    "forward_kl": ActorLoss(ActorConfig(), DistillConfig(divergence=Divergence.forward_kl)),
-    "jensen_shannon": ActorLoss(ActorConfig(), DistillConfig(divergence=Divergence.jensen_shannon)),
-    "full KL": ActorLoss(ActorConfig(use_kl_loss=True, kl_loss_type=KlPenalty.full)),
+    "forward_kl": ActorLoss(actor_config(), DistillConfig(divergence=Divergence.forward_kl)),
+    "jensen_shannon": ActorLoss(actor_config(), DistillConfig(divergence=Divergence.jensen_shannon)),
+    "full KL": ActorLoss(actor_config(use_kl_loss=True, kl_loss_type=KlPenalty.full)),
 }
 
 

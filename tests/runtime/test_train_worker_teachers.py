@@ -25,7 +25,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.config.role_table import TEACHER_HIDDEN, TEACHER_SCORED
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.controller.step.teaching import assignments
 from mcore_rl.parallel.launch import Rank
@@ -36,6 +35,7 @@ from mcore_rl.training.distillation import Teacher
 from mcore_rl.types import TAUGHT_BY, StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
+from tests.support.settings import actor_config
 
 POLICY = models.dense(num_layers=2)
 MODELS = {"dense": models.dense(vocab_size=POLICY.vocab_size + 7), "mixture": models.moe(vocab_size=POLICY.vocab_size)}
@@ -102,7 +102,7 @@ def train(directory: Path, layout: str, hidden: dict[int, Tensor], config: Disti
         directories = [directory / str(number) for number in range(2)]
         engine.teacher = Teacher.load(directories, Precision.float32, POLICY, groups, engines.CPU, NUMBERS)
         batch = taught_batch(hidden)
-        loss = replace(policy_loss(ActorConfig()), teacher=config, taught_by=NAMES)
+        loss = replace(policy_loss(actor_config()), teacher=config, taught_by=NAMES)
         return engine.train_step(
             engines.share_of(batch, groups), loss, batches.denominators(batch), temperature=TEMPERATURE, distill=config
         )

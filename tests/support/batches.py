@@ -11,13 +11,14 @@ from mcore_rl.algorithms.outcome_loss import OUTCOME
 from mcore_rl.algorithms.preference import WEIGHT, PreferencesLoss
 from mcore_rl.algorithms.reward_loss import STEP_LABEL_T, ScoresLoss
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
-from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, OffPolicy, RolloutCorrectionConfig
+from mcore_rl.config.algorithm import CorrectionLevel, OffPolicy, RolloutCorrectionConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss
 from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.training.model import padded_vocab_size
 from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
+from tests.support.settings import algorithm_config
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
 NUM_PAIRS = 4
@@ -181,7 +182,7 @@ def value_loss(inputs: LossInputs) -> LossSums:
 def weighed(batch: TrainBatch, scores: TokenScores, level: CorrectionLevel) -> TrainBatch:
     """``batch`` as decoupled PPO trains it: a rank's own scores are the old log-probs, and give its weights."""
     number = len(batch.lengths_S)
-    algorithm = AlgorithmConfig(
+    algorithm = algorithm_config(
         adv_estimator="remax",
         off_policy=OffPolicy.decoupled,
         rollout_correction=RolloutCorrectionConfig(level=level, upper=1.2),

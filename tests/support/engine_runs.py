@@ -17,7 +17,6 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConf
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.data.pairs import units_of
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -34,6 +33,7 @@ from tests.support import adapters, batches, full_weights, hf_reference
 from tests.support.full_weights import Weights
 from tests.support.late_copies import LateCopies
 from tests.support.sabotage import SABOTAGE
+from tests.support.settings import actor_config
 
 STEPS = 2
 SMALL_BUCKET = 2000  # elements: several buckets of a tiny model
@@ -239,9 +239,9 @@ def _loss(problem: Problem, counts: Denominators) -> tuple[Loss, Denominators]:
     if problem.outcomes:
         return outcome_loss(ProcessRewardConfig(beta=0.3)), replace(counts, loss=batches.NUM_RESPONSES)
     if problem.weighed is not None:
-        return policy_loss(ActorConfig()), counts
+        return policy_loss(actor_config()), counts
     if problem.distill is not None:
-        return ActorLoss(ActorConfig(), DistillConfig(coef=0.7, divergence=problem.distill, jsd_beta=0.3)), counts
+        return ActorLoss(actor_config(), DistillConfig(coef=0.7, divergence=problem.distill, jsd_beta=0.3)), counts
     return batches.value_loss if problem.head is Head.value else batches.policy_loss, counts
 
 

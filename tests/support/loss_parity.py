@@ -16,6 +16,7 @@ from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms import loss_cases
 from tests.algorithms.loss_cases import Minibatch
+from tests.support.settings import actor_config
 
 TIGHT = dict(atol=1e-9, rtol=1e-9)
 NEAR = dict(atol=1e-7, rtol=1e-7)  # where verl adds 1e-8 to a count
@@ -38,7 +39,7 @@ def minibatches() -> Iterator[Minibatch]:
 
 
 def actor(mode: str, aggregation: LossAggregation = LossAggregation.token_mean, **changes: Any) -> ActorConfig:
-    return ActorConfig(
+    return actor_config(
         loss_mode=mode, loss_agg_mode=aggregation, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.6,
         tau_pos=1.125, tau_neg=1.75, **changes,
     )  # fmt: skip

@@ -24,7 +24,6 @@ from mcore_rl.config.algorithm import DistillConfig, Divergence
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.groups import ProcessGroups
@@ -34,6 +33,7 @@ from mcore_rl.types import StepResult, TrainBatch
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
+from tests.support.settings import actor_config
 
 POLICY = models.dense(num_layers=2)
 TEACHERS = {
@@ -94,7 +94,7 @@ def train(groups: ProcessGroups, layout: str, teacher: Path, hidden_MH: Tensor, 
     batch = replace(batch_of(), teacher_hidden_MH=hidden_MH, teacher_scored_T=batch_of().mask_T)
     # Corrections may leave out tokens that the teacher scored.
     batch = replace(batch, mask_T=batch.mask_T & (torch.arange(len(batch.mask_T)) % 5 != 0))
-    loss = replace(policy_loss(ActorConfig()), teacher=config)
+    loss = replace(policy_loss(actor_config()), teacher=config)
     return engine.train_step(
         engines.share_of(batch, groups), loss, batches.denominators(batch), temperature=TEMPERATURE, distill=config
     )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import OptimizerConfig
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.episodes import Author
 from mcore_rl.parallel.groups import ProcessGroups
@@ -25,6 +24,7 @@ from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 from tests.support.scripted_rollout import answered, conversation, turn
+from tests.support.settings import actor_config
 
 TOLERANCE = 1e-5
 MODEL = models.dense()
@@ -79,7 +79,7 @@ def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
 
     batch = whole()
     mine = engines.share_of(batch, groups)
-    loss = policy_loss(ActorConfig(loss_mode="policy_gradient"))
+    loss = policy_loss(actor_config(loss_mode="policy_gradient"))
     alone = prefixes(mine)
     logprobs_T, of_prefixes_T = build().score(mine).logprobs_T, build().score(alone).logprobs_T
     assert logprobs_T is not None and of_prefixes_T is not None

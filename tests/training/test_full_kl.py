@@ -17,13 +17,13 @@ from torch import Tensor
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.roles import ActorConfig
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.logprobs import token_logprobs
 from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
+from tests.support.settings import actor_config
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def test_a_vocabulary_over_two_ranks(ranks: list[Found]) -> None:
 MODELS: dict[str, ModelConfig] = {"dense": models.dense(num_layers=2), "gemma2": models.gemma2()}
 LAYOUTS = ("tp=2", "pp=2", "cp=2", "")
 TEMPERATURE, COEF = 0.7, 0.5
-ACTOR = ActorConfig(use_kl_loss=True, kl_loss_coef=COEF, kl_loss_type=KlPenalty.full)
+ACTOR = actor_config(use_kl_loss=True, kl_loss_coef=COEF, kl_loss_type=KlPenalty.full)
 
 
 def batch_of(model: ModelConfig) -> TrainBatch:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.ragged import discounted_sums
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.ppo import GaeConfig
 
 
-def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def gae(inputs: AdvantageInputs, config: GaeConfig) -> Advantages:
     """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t``; the returns are ``A + V``.
 
     t counts trained tokens only; tokens that the environment wrote are skipped, as in verl.  After the last trained

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.grpo import EPSILON, grpo
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.gdpo import GdpoConfig
 
 
-def gdpo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+def gdpo(groups: PromptGroups, config: GdpoConfig) -> Tensor:
     """``A = Z / (std(Z) + 1e-6)``, ``Z = sum over k of w_k (R_k - mean_k) / (std_k + 1e-6)``.
 
     R_k: the parts of the reward that ``gdpo_reward_keys`` names; w_k: ``gdpo_reward_weights``.  ``mean_k`` and

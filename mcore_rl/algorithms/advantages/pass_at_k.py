@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.groups import PromptGroups
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.pkpo import PassAtKConfig
 
 
-def pass_at_k(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+def pass_at_k(groups: PromptGroups, config: PassAtKConfig) -> Tensor:
     """The mean, over all sets of ``pass_k`` members with this response, of ``max(set) - max(set without it)``.
 
     ``comb(n, k) / comb(n - 1, k - 1) = n / k`` times the paper's ``s^(loo-1)`` (eq. 33), whose sum is divided by all

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.prime import PrimeConfig
 
 
-def prime(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def prime(inputs: AdvantageInputs, config: PrimeConfig) -> Advantages:
     """As REINFORCE++, of the rewards that ``algorithms/process_rewards.py`` has centred; whitened later."""
     return reinforce_plus_plus(inputs, config)

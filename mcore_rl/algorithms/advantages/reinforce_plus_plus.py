@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.ragged import discounted_sums
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.ppo import DiscountedConfig
 
 
-def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def reinforce_plus_plus(inputs: AdvantageInputs, config: DiscountedConfig) -> Advantages:
     """``A_t = r_t + gamma A_{t+1}``; ``estimate`` whitens it later.
 
     t counts trained tokens only, as in verl (0.9.1): tokens that the environment wrote are skipped, so that the final

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.groups import PromptGroups
-from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithms.sppo import SppoConfig
 
 
-def win_rate(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+def win_rate(groups: PromptGroups, config: SppoConfig) -> Tensor:
     """``A = eta (P - 1/2)``, P the share of the other members that score less; an equal score counts half.
 
     Scores that differ by rounding alone are equal (``PromptGroups.ranked_S``).
@@ -27,7 +27,7 @@ def win_rate(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     return config.sppo_eta * margins_S * groups.sizes_S / (groups.sizes_S - 1).clamp(min=1)
 
 
-def softmean(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+def softmean(groups: PromptGroups, config: SppoConfig) -> Tensor:
     """``A = eta R - log mean exp(eta R)``, the mean over all responses of the step (verl's recipe/sppo).
 
     It needs no group.  The policy that has these log-ratios is ``pi_t exp(eta R) / Z``, if all prompts had one Z.

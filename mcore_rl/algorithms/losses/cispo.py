@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.types import LossInputs
 
 
-def cispo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def cispo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     """``-sg[clip(r, 1 - low, 1 + high)] A log p``, ``r = p / p_old``.
 
     The paper has no lower bound: ``clip_ratio_low=1`` or more.  Metrics count clipped weights.

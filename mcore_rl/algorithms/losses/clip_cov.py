@@ -7,11 +7,11 @@ from torch import Tensor
 
 from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate, surrogate_clips
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, masked_sum
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.clip_cov import ClipCovConfig
 from mcore_rl.types import LossInputs
 
 
-def clip_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> TokenLosses:
     """PPO's clipped loss without the dual clip; 0, without gradient, at the selected tokens.
 
     The share ``clip_cov_ratio`` of the step's tokens is selected, at random from those whose covariance lies between
@@ -26,7 +26,7 @@ def clip_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     return TokenLosses(loss_N=loss_N.masked_fill(selected_N, 0), metrics=metrics)
 
 
-def clip_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ActorConfig) -> Tensor:
+def clip_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ClipCovConfig) -> Tensor:
     """The uniform draw of each candidate for selection, -inf for other tokens; [M]."""
     candidate_M = (config.clip_cov_lb < covariance_M) & (covariance_M < config.clip_cov_ub)
     return torch.where(candidate_M, uniform_M, -torch.inf)

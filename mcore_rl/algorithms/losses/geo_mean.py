@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, ROUNDING, TokenLosses, clip_metrics, log_ratios
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.types import LossInputs
 
 
-def geo_mean(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def geo_mean(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     """``-A s``, ``log s = mean over the response of c``: c is ``log r``, clipped to ``[-low, high]`` as PPO clips.
 
     As PPO clips: to at most ``high`` if A > 0, to at least ``-low`` if A < 0.  The clip range is of the logarithm: the

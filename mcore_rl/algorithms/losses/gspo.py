@@ -12,11 +12,11 @@ from mcore_rl.algorithms.losses.token_losses import (
     clip_metrics,
     log_ratios,
 )
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.types import LossInputs
 
 
-def gspo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def gspo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     """``max(-A s_t, -A clip(s_t, 1 - low, 1 + high))`` with ``s_t = sg[s] p_t / sg[p_t]``, ``log s = mean log r``.
 
     The paper's token form (section 4.3): each token has the value of the sequence and its own gradient.  With

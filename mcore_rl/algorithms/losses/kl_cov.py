@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.kl_cov import KlCovConfig
 from mcore_rl.types import LossInputs
 
 
-def kl_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def kl_cov(inputs: LossInputs, config: KlCovConfig) -> TokenLosses:
     """``-A r``, and at the selected tokens ``-A r + ppo_kl_coef |log r|``; there is no clip.
 
     The share ``kl_cov_ratio`` of the step's tokens is selected, those with the largest covariance
@@ -23,6 +23,6 @@ def kl_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     return TokenLosses(loss_N=paid_N - inputs.advantages_N * changes_N.exp(), metrics=metrics)
 
 
-def kl_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ActorConfig) -> Tensor:
+def kl_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: KlCovConfig) -> Tensor:
     """The keys are the covariances themselves; [M]."""
     return covariance_M

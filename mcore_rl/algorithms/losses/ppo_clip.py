@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios, masked_sum
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.ppo import ClippedConfig, PpoClipConfig
 from mcore_rl.types import LossInputs
 
 
-def ppo_clip(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def ppo_clip(inputs: LossInputs, config: PpoClipConfig) -> TokenLosses:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, and at most ``-A c`` if A < 0; ``r = p / p_old``.
 
     low, high: ``clip_low``, ``clip_high`` (arXiv:2503.14476, section 3.1).  c: ``clip_ratio_c``, the dual clip
@@ -31,7 +31,7 @@ def ppo_clip(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     return TokenLosses(loss_N=loss_N, metrics=metrics)
 
 
-def clipped_surrogate(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(inputs: LossInputs, config: ClippedConfig) -> tuple[Tensor, Tensor]:
     """(``max(-A r, -A clip(r, 1 - low, 1 + high))``, r), each [N] and with gradient."""
     assert inputs.advantages_N is not None
     ratio_N = log_ratios(inputs).exp()
@@ -40,7 +40,7 @@ def clipped_surrogate(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def surrogate_clips(ratio_N: Tensor, advantages_N: Tensor, mask_N: Tensor, config: ActorConfig) -> dict[str, Tensor]:
+def surrogate_clips(ratio_N: Tensor, advantages_N: Tensor, mask_N: Tensor, config: ClippedConfig) -> dict[str, Tensor]:
     """The metrics of tokens that the clip leaves without gradient: below if A < 0, above if A > 0."""
     low_N, high_N = below(ratio_N, 1 - config.clip_low), above(ratio_N, 1 + config.clip_high)
     return clip_metrics((advantages_N < 0) & low_N, (advantages_N > 0) & high_N, mask_N)

@@ -6,13 +6,13 @@ import torch
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses
 from mcore_rl.algorithms.preference import losses_of_pairs
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.online_dpo import PairsConfig
 from mcore_rl.types import LossInputs
 
 PREFIX = "pairs/"  # of its metrics
 
 
-def preference(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def preference(inputs: LossInputs, config: PairsConfig) -> TokenLosses:
     """The loss that ``config.preference`` names, of each pair.
 
     Both responses of a pair have a trained token, and each has the whole loss of its pair, spread evenly over its

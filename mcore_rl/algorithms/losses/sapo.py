@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.config.algorithms.sapo import SapoConfig
 from mcore_rl.types import LossInputs
 
 
-def sapo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+def sapo(inputs: LossInputs, config: SapoConfig) -> TokenLosses:
     """``-A f(r)``, ``f(r) = sigmoid(tau (r - 1)) 4 / tau``: at r = 1 its slope is 1, and it flattens on both sides.
 
     tau: ``tau_pos`` if A > 0, else ``tau_neg``, which is a little larger because the gradient of an unwanted token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.algorithms.ppo import CLIP_RANGES
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.roles import LossAggregation
 
 CLIPPED_WEIGHT = PolicyLoss(
@@ -12,7 +12,7 @@ CLIPPED_WEIGHT = PolicyLoss(
     function="mcore_rl.algorithms.losses.cispo:cispo",
     formula="`-sg[clip(r, 1 - low, 1 + high)] A log p`",
     paper="arXiv:2506.13585",
-    reads=CLIP_RANGES,
+    settings=ClippedConfig,
 )
 
 CISPO = Algorithm(

@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
 from mcore_rl.config.algorithms.ppo import PPO_CLIP
 from mcore_rl.config.roles import LossAggregation
+from mcore_rl.errors import Violation
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
+
+
+@dataclass(kw_only=True)
+class GdpoConfig(AlgorithmConfig):
+    """Which parts of the reward are normalized.
+
+    gdpo_reward_keys: as the grader names them, ``acc`` (whether the answer is right) or ``score`` (the whole).
+    gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
+    """
+
+    gdpo_reward_keys: list[str] = field(default_factory=list)
+    gdpo_reward_weights: list[float] | None = None
+
+    @property
+    def reward_parts(self) -> list[str]:
+        """``gdpo_reward_keys``."""
+        return self.gdpo_reward_keys
+
+
+def _part_violations(run: RunConfig) -> Iterator[Violation]:
+    algorithm = run.algorithm
+    assert isinstance(algorithm, GdpoConfig)
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
+        remedy = "Write [acc,format], say: parts that the grader names, acc or score"
+        yield Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy)
+    if weights is not None and len(weights) != len(keys):
+        problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
+        yield Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none")
+
 
 REWARD_DECOUPLED = Estimator(
     name="gdpo",
@@ -13,9 +53,9 @@ REWARD_DECOUPLED = Estimator(
     formula="`Z / (std of Z over the step + 1e-6)`, `Z = sum of w_k (R_k - mean_k) / (std_k + 1e-6)` over rewards k",
     paper="arXiv:2601.05242",
     min_group=2,
-    parts=True,
     refuses_kl="reads the parts of the reward, and the KL is none",
-    reads=frozenset({"algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"}),
+    settings=GdpoConfig,
+    rules=(_part_violations,),
 )
 
 GDPO = Algorithm(

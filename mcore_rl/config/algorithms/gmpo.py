@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.algorithms.ppo import CLIP_RANGES
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.roles import LossAggregation
 
 GEOMETRIC_MEAN = PolicyLoss(
@@ -13,7 +13,7 @@ GEOMETRIC_MEAN = PolicyLoss(
     formula="`-A s`, `s` the geometric mean of ratios that are clipped as PPO clips, at `e^-low` and `e^high`",
     paper="arXiv:2507.20673",
     aggregation=LossAggregation.seq_mean_token_mean,
-    reads=CLIP_RANGES,
+    settings=ClippedConfig,
 )
 
 GMPO = Algorithm(

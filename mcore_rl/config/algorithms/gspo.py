@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.algorithms.ppo import CLIP_RANGES
+from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.roles import LossAggregation
 
 SEQUENCE_CLIP = PolicyLoss(
@@ -13,7 +13,7 @@ SEQUENCE_CLIP = PolicyLoss(
     formula="`max(-A s, -A clip(s, 1 - low, 1 + high))`, `s` the geometric mean of the response's ratios",
     paper="arXiv:2507.18071",
     aggregation=LossAggregation.seq_mean_token_mean,
-    reads=CLIP_RANGES,
+    settings=ClippedConfig,
 )
 
 GSPO = Algorithm(

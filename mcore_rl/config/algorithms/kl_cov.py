@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced, TokenSelection
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.bounds import NonNegativeFloat, PositiveShare
+from mcore_rl.config.roles import ActorConfig, LossAggregation
 
 RECIPE = "PRIME-RL/Entropy-Mechanism-of-RL, recipe/dapo/7b_kl_cov.sh"
+
+
+@dataclass(kw_only=True)
+class KlCovConfig(ActorConfig):
+    """kl_cov_ratio, ppo_kl_coef: the share of tokens that pay for moving, and the coefficient of what they pay."""
+
+    kl_cov_ratio: PositiveShare = 0.0002
+    ppo_kl_coef: NonNegativeFloat = 1.0
+
 
 COVARIANCE_KL = PolicyLoss(
     name="kl_cov",
@@ -14,7 +26,7 @@ COVARIANCE_KL = PolicyLoss(
     formula="`-A r`, and `+ ppo_kl_coef abs(log r)` at selected tokens",
     paper="arXiv:2505.22617",
     selection=TokenSelection(keys="mcore_rl.algorithms.losses.kl_cov:kl_cov_keys", share="kl_cov_ratio"),
-    reads=frozenset({"actor.kl_cov_ratio", "actor.ppo_kl_coef"}),
+    settings=KlCovConfig,
 )
 
 KL_COV = Algorithm(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss, Scope, Sourced
-from mcore_rl.config.preference import PreferenceLoss
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss
+from mcore_rl.config.roles import ActorConfig, LossAggregation
 
 BEST_WORST = Estimator(
     name="best_worst",
@@ -16,6 +18,14 @@ BEST_WORST = Estimator(
     refuses_kl="ranks responses by their scores, and the loss has the reference in it",
 )
 
+
+@dataclass(kw_only=True)
+class PairsConfig(ActorConfig):
+    """A policy that learns from pairs of responses.  preference: how; see ``PreferenceConfig``."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+
+
 PREFERENCE = PolicyLoss(
     name="preference",
     function="mcore_rl.algorithms.losses.preference:preference",
@@ -24,6 +34,7 @@ PREFERENCE = PolicyLoss(
     needs_old=False,
     aggregation=LossAggregation.seq_mean_token_sum,
     pairs=True,
+    settings=PairsConfig,
 )
 
 ONLINE_DPO = Algorithm(

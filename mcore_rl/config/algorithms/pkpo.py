@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
 from mcore_rl.config.algorithms.rloo import POLICY_GRADIENT
+from mcore_rl.config.bounds import Interval
 from mcore_rl.config.roles import LossAggregation
+from mcore_rl.errors import Violation
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
+
+
+@dataclass(kw_only=True)
+class PassAtKConfig(AlgorithmConfig):
+    """pass_k: the k of pass@k, at most ``rollout.n``."""
+
+    pass_k: Annotated[int, Interval("[2, inf)", "Write 2 or more; with 1 it would be rloo")] = 2
+
+
+def _k_violations(run: RunConfig) -> Iterator[Violation]:
+    """Refuses a k for which a prompt has too few samples."""
+    assert isinstance(run.algorithm, PassAtKConfig)
+    k, n = run.algorithm.pass_k, run.rollout.n
+    if k > n:
+        yield Violation("algorithm.pass_k", k, f"is more than rollout.n={n}", f"Write {n} or less, or rollout.n={k}")
+
 
 BEST_OF_K_GAIN = Estimator(
     name="pass_at_k",
@@ -13,7 +39,8 @@ BEST_OF_K_GAIN = Estimator(
     formula="mean of `max(set) - max(set without it)` over the sets of `pass_k` responses with this one",
     paper="arXiv:2505.15201",
     min_group=2,
-    reads=frozenset({"algorithm.pass_k"}),
+    settings=PassAtKConfig,
+    rules=(_k_violations,),
 )
 
 PKPO = Algorithm(

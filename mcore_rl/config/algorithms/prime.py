@@ -8,10 +8,9 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.algorithm import ProcessNorm
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
-from mcore_rl.config.algorithms.ppo import PPO_CLIP
-from mcore_rl.config.bounds import CrossCheck, PositiveFloat
+from mcore_rl.config.algorithms.ppo import PPO_CLIP, DiscountedConfig
+from mcore_rl.config.bounds import CrossCheck, NonNegativeFloat, PositiveFloat
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import LossAggregation, TrainedModelConfig
 from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, OnController, OnRanks, StepStage
@@ -33,6 +32,30 @@ class RewardUpdate(Enum):
 
     before = "before"
     after = "after"
+
+
+class ProcessNorm(Enum):
+    """How process rewards are scaled.
+
+    ``none``: not at all.  ``batch``: so that the largest sum of a token's and all later process rewards is 1 in the
+    step, up to its sign (PRIME's code, ``batch_norm``).
+    """
+
+    none = "none"
+    batch = "batch"
+
+
+@dataclass(kw_only=True)
+class PrimeConfig(DiscountedConfig):
+    """How tokens are rewarded.
+
+    process_coef, outcome_coef: factors of the process rewards and of the outcome.
+    process_norm: see ``ProcessNorm``.
+    """
+
+    process_coef: NonNegativeFloat = 1.0
+    outcome_coef: NonNegativeFloat = 1.0
+    process_norm: ProcessNorm = ProcessNorm.batch
 
 
 @dataclass(kw_only=True)
@@ -109,7 +132,7 @@ PROCESS_AND_OUTCOME = Estimator(
     ),
     min_group=2,
     whitens=True,
-    reads=frozenset({"algorithm.gamma", "algorithm.process_coef", "algorithm.outcome_coef", "algorithm.process_norm"}),
+    settings=PrimeConfig,
 )
 
 PRIME = Algorithm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, InReward, Scope, Sourced
-from mcore_rl.config.algorithms.ppo import PPO_CLIP
+from mcore_rl.config.algorithms.ppo import PPO_CLIP, DiscountedConfig
 from mcore_rl.config.roles import LossAggregation
 
 RETURNS = Estimator(
@@ -14,7 +14,7 @@ RETURNS = Estimator(
     formula="`A_t = r_t + gamma A_{t+1}`; whitened",
     paper="arXiv:2501.03262",
     whitens=True,
-    reads=frozenset({"algorithm.gamma"}),
+    settings=DiscountedConfig,
 )
 
 REINFORCE_PLUS_PLUS = Algorithm(

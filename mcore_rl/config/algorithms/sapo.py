@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.bounds import PositiveFloat
+from mcore_rl.config.roles import ActorConfig, LossAggregation
+
+
+@dataclass(kw_only=True)
+class SapoConfig(ActorConfig):
+    """tau_pos, tau_neg: temperatures of the gate, for advantages above 0 and for the others."""
+
+    tau_pos: PositiveFloat = 1.0
+    tau_neg: PositiveFloat = 1.05
+
 
 SOFT_GATE = PolicyLoss(
     name="sapo",
     function="mcore_rl.algorithms.losses.sapo:sapo",
     formula="`-A sigmoid(tau (r - 1)) 4 / tau`, `tau` is `tau_pos` where A > 0, else `tau_neg`",
     paper="arXiv:2511.20347",
-    reads=frozenset({"actor.tau_pos", "actor.tau_neg"}),
+    settings=SapoConfig,
 )
 
 SAPO = Algorithm(

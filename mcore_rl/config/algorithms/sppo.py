@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss, Scope, Sourced
+from mcore_rl.config.bounds import PositiveFloat
 from mcore_rl.config.roles import LossAggregation
 
-ETA = frozenset({"algorithm.sppo_eta"})
+
+@dataclass(kw_only=True)
+class SppoConfig(AlgorithmConfig):
+    """sppo_eta: nats of log-ratio that a whole win, or with ``softmean`` a score of 1, is worth."""
+
+    sppo_eta: PositiveFloat = 1.0
+
 
 WIN_RATE = Estimator(
     name="win_rate",
@@ -15,7 +25,7 @@ WIN_RATE = Estimator(
     paper="arXiv:2405.00675",
     min_group=2,
     refuses_kl="counts wins, and a KL makes a winner of one of two equal scores",
-    reads=ETA,
+    settings=SppoConfig,
 )
 
 LOG_RATIO_REGRESSION = PolicyLoss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
-from mcore_rl.config.algorithms.sppo import ETA, LOG_RATIO_REGRESSION
+from mcore_rl.config.algorithms.sppo import LOG_RATIO_REGRESSION, SppoConfig
 from mcore_rl.config.roles import LossAggregation
 
 SOFTMEAN = Estimator(
@@ -13,7 +13,7 @@ SOFTMEAN = Estimator(
     formula="`eta R - log mean exp(eta R)` over the step",
     paper="verl's recipe/sppo",
     over_step=True,
-    reads=ETA,
+    settings=SppoConfig,
 )
 
 SPPO_SOFTMEAN = Algorithm(

@@ -23,6 +23,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimators
 from tests.algorithms.cases import ALL, EDGES, Case
+from tests.support.settings import algorithm_config
 from tests.support.spy import spied
 
 Rows = list[list[float]]  # one entry a trained token
@@ -233,7 +234,7 @@ def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
     inputs = case.inputs()
     groups = PromptGroups.of(case.group_S, inputs.scores_S, inputs.counts_S, case.parts_SK())
     given = inputs if row.scope is Scope.token else groups
-    config, read = spied(AlgorithmConfig(adv_estimator=name))
+    config, read = spied(algorithm_config(adv_estimator=name))
     row.load()(given, config)
     if row.parts:  # the controller reads them, where it gathers the parts of the rewards
         read.add("gdpo_reward_keys")
@@ -245,7 +246,7 @@ def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("estimator", list(MADE))
 def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> None:
-    config = AlgorithmConfig(
+    config = algorithm_config(
         adv_estimator=estimator,
         gamma=GAMMA,
         lam=LAM,
@@ -265,7 +266,7 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
 
 @pytest.mark.parametrize("estimator", list(MADE))
 def test_float32_is_near(estimator: str) -> None:
-    config = AlgorithmConfig(
+    config = algorithm_config(
         adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS, pass_k=PASS_K, sppo_eta=ETA
     )
     for name, case in ALL.items():
@@ -276,7 +277,7 @@ def test_float32_is_near(estimator: str) -> None:
 
 
 def test_gae_returns_are_not_whitened() -> None:
-    config = AlgorithmConfig(adv_estimator="gae", gamma=GAMMA, lam=LAM)
+    config = algorithm_config(adv_estimator="gae", gamma=GAMMA, lam=LAM)
     for case in ALL.values():
         returns_T = estimate_advantages(case.inputs(), case.group_S, config).returns_T
         by_hand = case.at_tokens(gae_by_hand(case, config)[1])
@@ -285,7 +286,7 @@ def test_gae_returns_are_not_whitened() -> None:
 
 @pytest.mark.parametrize("estimator", [e for e in MADE if e != "gae"])
 def test_without_a_critic_there_are_no_returns(estimator: str) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator)
+    config = algorithm_config(adv_estimator=estimator)
     case = ALL["drawn_0"]
     assert estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).returns_T is None
 
@@ -293,7 +294,7 @@ def test_without_a_critic_there_are_no_returns(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", sorted(COMPARES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_scores_and_only_members_give_exactly_nothing(estimator: str, dtype: torch.dtype) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator)
+    config = algorithm_config(adv_estimator=estimator)
     for name in ("equal_rewards", "only_one_member_groups", "empty_response_leaves_one_member", "all_masked"):
         case = EDGES[name]
         advantages_T = estimate_advantages(case.inputs(dtype), case.group_S, config, case.parts_SK(dtype)).advantages_T
@@ -303,7 +304,7 @@ def test_equal_scores_and_only_members_give_exactly_nothing(estimator: str, dtyp
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("estimator", list(MADE))
 def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten: bool) -> None:
-    config = AlgorithmConfig(
+    config = algorithm_config(
         adv_estimator=estimator,
         gamma=GAMMA,
         lam=LAM,
@@ -327,7 +328,7 @@ def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten:
 
 
 def test_an_empty_response_does_not_move_its_siblings() -> None:
-    config = AlgorithmConfig(adv_estimator="grpo")
+    config = algorithm_config(adv_estimator="grpo")
     case = EDGES["empty_response"]
     with_empty = estimate_advantages(case.inputs(), case.group_S, config).advantages_T
     value = 0.5 / (math.sqrt(0.5) + 1e-6)  # the scores are 1 and 0
@@ -341,7 +342,7 @@ def test_gae_by_hand_numbers() -> None:
         outcome_S=torch.tensor([1.0], dtype=torch.float64),
         values_T=torch.tensor([0.0, 0.5, 0.25], dtype=torch.float64),
     )
-    config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
+    config = algorithm_config(adv_estimator="gae", gamma=0.5, lam=0.5)
     # deltas: 0 + 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75; A_1 = -0.375 + 0.25 * 0.75 = -0.1875
     assert gae(inputs, config).advantages_T.tolist() == [0.0, -0.1875, 0.75]
 
@@ -351,7 +352,7 @@ def test_what_is_needed_is_asked_for(field: str) -> None:
     estimator = {"values_T": "gae", "greedy_S": "remax"}[field]
     inputs = replace(ALL["drawn_0"].inputs(), **{field: None})  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=field):
-        estimate_advantages(inputs, ALL["drawn_0"].group_S, AlgorithmConfig(adv_estimator=estimator))
+        estimate_advantages(inputs, ALL["drawn_0"].group_S, algorithm_config(adv_estimator=estimator))
 
 
 def test_misshapen_inputs_are_refused() -> None:
@@ -362,7 +363,7 @@ def test_misshapen_inputs_are_refused() -> None:
 def test_the_parts_are_asked_for() -> None:
     case = ALL["drawn_0"]
     with pytest.raises(AssertionError, match="parts_SK"):
-        estimate_advantages(case.inputs(), case.group_S, AlgorithmConfig(adv_estimator="gdpo"))
+        estimate_advantages(case.inputs(), case.group_S, algorithm_config(adv_estimator="gdpo"))
 
 
 def test_a_response_that_is_masked_stays_in_the_baseline_or_leaves_it() -> None:
@@ -370,7 +371,7 @@ def test_a_response_that_is_masked_stays_in_the_baseline_or_leaves_it() -> None:
     group_S, scores_S = torch.zeros(4).long(), torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     trained_S, all_S = torch.tensor([1, 1, 0, 0]), torch.ones(4).long()
     for estimator in sorted(COMPARES - {"gdpo"}):
-        config = AlgorithmConfig(adv_estimator=estimator)
+        config = algorithm_config(adv_estimator=estimator)
         left = estimate(group_S, scores_S, trained_S, None, config)
         assert left.advantages_S is not None and not left.advantages_S.any(), estimator
         stayed = estimate(group_S, scores_S, trained_S, None, config, members_S=all_S)
@@ -397,10 +398,10 @@ def test_scores_that_differ_by_rounding_are_equal_where_they_are_ranked(seed: in
         groups = PromptGroups.of(torch.zeros(6, dtype=torch.int64), scores_S, torch.ones(6, dtype=torch.int64))
         ranked = groups.ranked_S.tolist()
         assert [[a < b for a in ranked] for b in ranked] == [[a < b for a in exact] for b in exact]
-        won = win_rate(groups, AlgorithmConfig(sppo_eta=1.0))
+        won = win_rate(groups, algorithm_config(sppo_eta=1.0))
         expected = [sum((a > b) - (a < b) for b in exact) / 10 for a in exact]
         assert won.tolist() == pytest.approx(expected, abs=1e-6)
-        best = best_of_n(groups, AlgorithmConfig())
+        best = best_of_n(groups, algorithm_config())
         top = [each == max(exact) for each in exact] if len(set(exact)) > 1 else [False] * 6
         assert best.tolist() == pytest.approx([is_top / max(1, sum(top)) for is_top in top])
         (pair,) = best_worst(scores_S.tolist()) or [None]

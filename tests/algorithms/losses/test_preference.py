@@ -16,7 +16,7 @@ from mcore_rl.algorithms.preference import PreferencesLoss
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss
-from mcore_rl.config.roles import ActorConfig, LossAggregation
+from mcore_rl.config.roles import LossAggregation
 from tests.algorithms import test_preference as offline
 from tests.algorithms.loss_cases import (
     Minibatch,
@@ -26,6 +26,7 @@ from tests.algorithms.loss_cases import (
     drawn,
     whole,
 )
+from tests.support.settings import actor_config
 
 SETTINGS = {name: config for name, config in offline.SETTINGS.items() if config.row.pairs}
 NAMES = ("chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob", "accuracy", "margin")
@@ -33,7 +34,7 @@ NAMES = ("chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob
 
 def actor(config: PreferenceConfig, entropy_coeff: float = 0.0) -> ActorLoss:
     made = policy_loss(
-        ActorConfig(
+        actor_config(
             loss_mode="preference",
             loss_agg_mode=LossAggregation.seq_mean_token_sum,
             preference=config,

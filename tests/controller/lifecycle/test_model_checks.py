@@ -9,13 +9,13 @@ import peft
 import pytest
 from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, Divergence, KlPenalty
+from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.config.roles import ActorConfig, CriticConfig, FrozenModelConfig, RoleConfig
+from mcore_rl.config.roles import CriticConfig, FrozenModelConfig, RoleConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -29,6 +29,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
 )
 from mcore_rl.errors import CheckpointError, Violation
 from tests.support import models, prompt_files, tiny_models
+from tests.support.settings import actor_config, algorithm_config
 
 
 def run(
@@ -36,8 +37,8 @@ def run(
 ) -> RunConfig:
     """critic: its layout; None: there is none."""
     return RunConfig(
-        algorithm=AlgorithmConfig(adv_estimator="grpo" if critic is None else "gae"),
-        actor=ActorConfig(parallel=parallel(actor), ppo_mini_batch_size=mini),
+        algorithm=algorithm_config(adv_estimator="grpo" if critic is None else "gae"),
+        actor=actor_config(parallel=parallel(actor), ppo_mini_batch_size=mini),
         critic=CriticConfig(parallel=parallel(critic or ""), ppo_mini_batch_size=critic_mini),
         rollout=RolloutConfig(n=n, max_prompt_length=64, max_response_length=64),
         trainer=TrainerConfig(n_gpus_per_node=world),
@@ -71,7 +72,7 @@ def test_each_role_is_refused_under_its_own_name() -> None:
     assert "actor.parallel.ep" in keys(model_run_violations(run(2, actor="ep=2"), {"actor": models.dense()}))
     violations = model_run_violations(run(2, critic="ep=2"), {"actor": models.dense(), "critic": models.dense()})
     assert keys(violations) == ["critic.parallel.ep"]
-    absent = replace(run(2, critic="ep=2"), algorithm=AlgorithmConfig())
+    absent = replace(run(2, critic="ep=2"), algorithm=algorithm_config())
     assert model_run_violations(absent, {"actor": models.dense()}) == [], "a critic that is not there"
 
 
@@ -171,7 +172,7 @@ def test_adapters_of_a_changed_output_projection_are_refused_before_anything_sta
 @pytest.mark.parametrize("divergence", [Divergence.drawn, Divergence.forward_kl])
 def test_a_teacher_may_have_more_rows_of_padding_and_no_fewer(divergence: Divergence) -> None:
     taught = replace(
-        run(2), algorithm=AlgorithmConfig(distill=DistillConfig(coef=1.0, divergence=divergence)),
+        run(2), algorithm=algorithm_config(distill=DistillConfig(coef=1.0, divergence=divergence)),
         teacher=FrozenModelConfig(path="t"),
     )  # fmt: skip
     dense = models.dense()
@@ -207,7 +208,7 @@ def test_a_model_that_scores_has_the_policy_s_tokens(tmp_path: Path) -> None:
         config = replace(
             run(2, critic=""), model=PolicyModelConfig(path=str(tmp_path / "policy")),
             teacher=FrozenModelConfig(path=path), critic=CriticConfig(path=str(tmp_path / "none")),
-            algorithm=AlgorithmConfig(adv_estimator="gae", distill=DistillConfig(coef=1.0)),
+            algorithm=algorithm_config(adv_estimator="gae", distill=DistillConfig(coef=1.0)),
         )  # fmt: skip
         return list(vocabulary_violations(config, policy))
 

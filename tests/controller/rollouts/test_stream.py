@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import FilterGroupsConfig
 from mcore_rl.config.asynchrony import AsyncConfig, Overdue
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig
@@ -35,6 +35,7 @@ from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.clock import Clock
 from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, row
+from tests.support.settings import algorithm_config
 
 STEPS, BATCH, BOUND, PROMPTS = 6, 2, 2, 20
 
@@ -78,7 +79,7 @@ class Stage:
     ) -> None:  # fmt: skip
         self.run = RunConfig(
             data=DataConfig(train_batch_size=BATCH),
-            algorithm=AlgorithmConfig(**algorithm),
+            algorithm=algorithm_config(**algorithm),
             rollout=RolloutConfig(n=2, max_response_length=20),
             trainer=TrainerConfig(mode=ASYNC, placement=Placement.separate),
             async_=AsyncConfig(max_staleness=bound, overdue=overdue, partial_rollout=False),

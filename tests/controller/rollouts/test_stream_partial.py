@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcore_rl.agents.engine_waits import EngineWaits
-from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import FilterGroupsConfig
 from mcore_rl.config.asynchrony import AsyncConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig
@@ -38,6 +38,7 @@ from mcore_rl.rollout.protocol import Pause, Prompt, Request, SampleSource, Samp
 from mcore_rl.rollout.single_turn import drawn_segment
 from mcore_rl.tracking.clock import Clock
 from tests.support.scripted_rollout import ScriptedScorer, row
+from tests.support.settings import algorithm_config
 from tests.support.token_engine import Ends, TokenEngine, lognormal
 
 IN_FLIGHT, IN_TURNS = "async", "sync with rollout.partial"
@@ -49,7 +50,7 @@ def settings(mode: str, bound: int, batch: int, longest: int, share: float, **al
     in_flight = mode == IN_FLIGHT
     return RunConfig(
         data=DataConfig(train_batch_size=batch),
-        algorithm=AlgorithmConfig(**algorithm),
+        algorithm=algorithm_config(**algorithm),
         rollout=RolloutConfig(n=2, max_response_length=longest, partial=not in_flight, over_sampling=share),
         trainer=TrainerConfig(mode=ASYNC, placement=Placement.separate) if in_flight else TrainerConfig(),
         async_=AsyncConfig(max_staleness=bound),

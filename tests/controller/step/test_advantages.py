@@ -44,6 +44,7 @@ from mcore_rl.types import TrainBatch
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
 from tests.support.in_process_group import InProcessGroup
+from tests.support.settings import algorithm_config
 
 # Two samples of one prompt of two tokens; responses of two tokens and of one.  Of prompts nothing may be read.
 LENGTHS = (4, 3)
@@ -134,7 +135,7 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: Corre
         ),
     )
     mode = CorrectionMode.mask if level is CorrectionLevel.token else CorrectionMode.truncate
-    algorithm = AlgorithmConfig(
+    algorithm = algorithm_config(
         adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, use_kl_in_reward=True, whiten_advantages=True,
         off_policy=OffPolicy.decoupled, rollout_correction=RolloutCorrectionConfig(
             level=level, mode=mode, lower=0.9, upper=1.1, batch_normalize=True,
@@ -146,7 +147,7 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: Corre
 
 
 def test_leave_one_out_of_the_scores() -> None:
-    step = step_of(AlgorithmConfig(adv_estimator="rloo"))
+    step = step_of(algorithm_config(adv_estimator="rloo"))
     assert advantages(step) == [1.0, 1.0, -1.0]
     assert torch.equal(step.batch.mask_T, MASK) and step.batch.weights_T is None
     assert step.metrics["advantage/mean"] == pytest.approx(1 / 3)
@@ -158,7 +159,7 @@ def test_leave_one_out_of_the_scores() -> None:
 def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> None:
     control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.01, horizon=10)
     control.target_kl_per = KlUnit.response
-    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
+    algorithm = algorithm_config(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
     kl = KlController(control)
     step = step_of(algorithm, kl)
     # k1: 0.5 and 0 in the first response, -0.2 in the second: returns 1 - 0.05 and 0.02.
@@ -172,7 +173,7 @@ def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> Non
 
 
 def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
-    step = step_of(AlgorithmConfig(adv_estimator="gae"))
+    step = step_of(algorithm_config(adv_estimator="gae"))
     # Returns less values are 0.8, 0.6 and -0.1, whose mean is 1.3 / 3; whitened, with the unbiased variance.
     centred = [0.8 - 1.3 / 3, 0.6 - 1.3 / 3, -0.1 - 1.3 / 3]
     deviation = math.sqrt(sum(x * x for x in centred) / 2)
@@ -184,11 +185,11 @@ def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
 
 
 def test_the_greedy_score_is_the_baseline_of_remax() -> None:
-    assert advantages(step_of(AlgorithmConfig(adv_estimator="remax"))) == pytest.approx([0.75, 0.75, -0.25])
+    assert advantages(step_of(algorithm_config(adv_estimator="remax"))) == pytest.approx([0.75, 0.75, -0.25])
 
 
 def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> None:
-    algorithm = AlgorithmConfig(adv_estimator="remax", mask_truncated=True)
+    algorithm = algorithm_config(adv_estimator="remax", mask_truncated=True)
     step = step_of(algorithm)
     assert step.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
     assert step.metrics["dropped/masked_sequences"] == 1.0
@@ -199,7 +200,7 @@ def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> Non
 def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
     sampler = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0)
-    algorithm = AlgorithmConfig(adv_estimator="remax", off_policy=OffPolicy.decoupled, rollout_correction=config)
+    algorithm = algorithm_config(adv_estimator="remax", off_policy=OffPolicy.decoupled, rollout_correction=config)
     step = step_of(algorithm, rollout_logprobs_T=sampler)
     assert step.batch.weights_T is not None
     assert step.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
@@ -213,7 +214,7 @@ def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
 
 
 def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
-    step = step_of(AlgorithmConfig(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
+    step = step_of(algorithm_config(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
     assert not [key for key in step.metrics if key.startswith(("advantage", "return", "value"))]
 
 
@@ -221,7 +222,7 @@ def test_the_kl_of_a_token_is_what_verl_s_target_is_held_against() -> None:
     """Of each response the mean over its tokens, 0.25 and -0.2, then over responses: 0.025, a quarter of the target."""
     control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.1, horizon=10)
     kl = KlController(control)
-    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
+    algorithm = algorithm_config(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
     step_of(algorithm, kl)
     assert kl.coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))
     per_response = KlController(replace(control, target_kl_per=KlUnit.response))  # 0.15: above it
@@ -232,7 +233,7 @@ def test_the_kl_of_a_token_is_what_verl_s_target_is_held_against() -> None:
 @pytest.mark.parametrize("in_baseline", [True, False])
 def test_a_response_that_was_cut_off_is_compared_with_or_not(in_baseline: bool) -> None:
     """Of scores 1 and 0 the second is cut off: it is the first one's baseline, or the first has none."""
-    algorithm = AlgorithmConfig(
+    algorithm = algorithm_config(
         adv_estimator="rloo", mask_truncated=True, masked_in_baseline=in_baseline, use_kl_in_reward=True,
         kl_ctrl=KL,
     )  # fmt: skip
@@ -246,7 +247,7 @@ def test_a_response_that_was_cut_off_is_compared_with_or_not(in_baseline: bool) 
 
 
 def test_masked_responses_are_not_whitened_with() -> None:
-    algorithm = AlgorithmConfig(adv_estimator="gae", mask_truncated=True)
+    algorithm = algorithm_config(adv_estimator="gae", mask_truncated=True)
     step = step_of(algorithm)  # returns less values of the first response: 0.8 and 0.6
     assert advantages(step) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0], rel=1e-5)
     assert step.metrics["return/mean"] == pytest.approx(1.0)
@@ -257,7 +258,7 @@ SAMPLER = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + mat
 
 def test_normalized_weights_have_mean_1() -> None:
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0, batch_normalize=True)
-    algorithm = AlgorithmConfig(adv_estimator="remax", off_policy=OffPolicy.decoupled, rollout_correction=config)
+    algorithm = algorithm_config(adv_estimator="remax", off_policy=OffPolicy.decoupled, rollout_correction=config)
     for dp in (1, 2):
         step = step_of(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
         assert step.batch.weights_T is not None
@@ -265,7 +266,7 @@ def test_normalized_weights_have_mean_1() -> None:
 
 
 def test_bypassed_the_loss_s_ratio_is_that_to_the_sampler() -> None:
-    algorithm = AlgorithmConfig(adv_estimator="remax")
+    algorithm = algorithm_config(adv_estimator="remax")
     bypassing = replace(algorithm, off_policy=OffPolicy.bypass)
     bypassed, before = step_of(bypassing, rollout_logprobs_T=SAMPLER), step_of(algorithm, rollout_logprobs_T=SAMPLER)
     assert bypassed.batch.old_logprobs_T is not None and before.batch.old_logprobs_T is not None
@@ -276,7 +277,7 @@ def test_bypassed_the_loss_s_ratio_is_that_to_the_sampler() -> None:
 
 def test_bypassed_nothing_needs_the_pass() -> None:
     """The sampler's log-probs stand in the KL of the reward, and where tokens are selected, too."""
-    algorithm = AlgorithmConfig(
+    algorithm = algorithm_config(
         adv_estimator="rloo", off_policy=OffPolicy.bypass, use_kl_in_reward=True, kl_ctrl=KL, mask_truncated=True
     )
     batch = {"rollout_logprobs_T": SAMPLER, "old_logprobs_T": None}

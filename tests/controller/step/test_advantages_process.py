@@ -15,6 +15,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from tests.algorithms.test_process_rewards import BETA, CONFIGS, Step, by_hand
 from tests.controller.step.test_advantages import Found, as_bits, over_ranks
+from tests.support.settings import algorithm_config
 
 
 def step_batch(step: Step) -> StepBatch:
@@ -53,6 +54,6 @@ def test_the_metrics_are_of_the_rewards_and_the_outcomes() -> None:
 
 
 def test_without_a_process_reward_model_nothing_of_it_is_there() -> None:
-    config = AlgorithmConfig(adv_estimator="rloo")
+    config = algorithm_config(adv_estimator="rloo")
     plain = over_ranks(step_batch(Step.drawn(5)), config, KlController(config.kl_ctrl), 2)
     assert not any(name.startswith("process_reward/") for name in plain.metrics)

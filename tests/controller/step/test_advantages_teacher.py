@@ -28,6 +28,7 @@ from tests.controller.step.test_advantages import Found as Estimated
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
 from tests.support.in_process_group import InProcessGroup
+from tests.support.settings import algorithm_config
 
 NAN = float("nan")
 TEACHER = torch.tensor([NAN, NAN, -1.5, -1.0, NAN, NAN, -3.0])  # of prompts nothing may be read
@@ -50,7 +51,7 @@ def step_of(algorithm: AlgorithmConfig, **changes: torch.Tensor) -> Estimated:
 
 
 def test_a_teacher_alone() -> None:
-    step = step_of(AlgorithmConfig(adv_estimator="none", distill=DistillConfig(coef=1.0)))
+    step = step_of(algorithm_config(adv_estimator="none", distill=DistillConfig(coef=1.0)))
     assert advantages(step) == [-each for each in DISTANCES]
     assert step.metrics["distill/reverse_kl"] == pytest.approx(0.5)
     assert step.metrics["distill/reverse_kl_std"] == pytest.approx(((0 + 2.25 + 2.25) / 3) ** 0.5)
@@ -62,7 +63,7 @@ def test_each_of_several_teachers_has_a_mean_of_its_own() -> None:
     """The first response has two trained tokens, the second one; the third teacher has none."""
     groups = step_batch(extra_S={TAUGHT_BY: torch.tensor([1.0, 0.0])})
     groups = replace(groups, taught_by=("teacher.path", "openai/gsm8k", "math"))
-    algorithm = AlgorithmConfig(adv_estimator="none", distill=DistillConfig(coef=1.0))
+    algorithm = algorithm_config(adv_estimator="none", distill=DistillConfig(coef=1.0))
     metrics = over_ranks(groups, algorithm, KlController(KL), 2).metrics
     of_teachers = {key: value for key, value in metrics.items() if key.startswith("distill/reverse_kl/")}
     expected = {"teacher.path": DISTANCES[2], "openai/gsm8k": sum(DISTANCES[:2]) / 2}
@@ -71,14 +72,14 @@ def test_each_of_several_teachers_has_a_mean_of_its_own() -> None:
 
 
 def test_a_teacher_beside_the_reward() -> None:
-    step = step_of(AlgorithmConfig(adv_estimator="rloo", distill=DistillConfig(coef=0.5)))
+    step = step_of(algorithm_config(adv_estimator="rloo", distill=DistillConfig(coef=0.5)))
     assert advantages(step) == [1 - 0.25, 1 + 0.5, -1 - 1.0]
     assert step.metrics["advantage/max"] == 1.0, "the estimator's"
 
 
 def test_the_mean_of_a_step_is_that_of_both_parts() -> None:
     """By which tokens are selected (algorithms/selection.py)."""
-    algorithm = AlgorithmConfig(adv_estimator="raft", distill=DistillConfig(coef=0.5))
+    algorithm = algorithm_config(adv_estimator="raft", distill=DistillConfig(coef=0.5))
     groups = step_batch()
     shared = send(InProcessGroup(2), groups.batch, [range(2)])
     step = asyncio.run(estimate_step(InProcessGroup(2), shared, groups, groups.outcomes, algorithm, KlController(KL)))
@@ -88,7 +89,7 @@ def test_the_mean_of_a_step_is_that_of_both_parts() -> None:
 
 def test_what_is_not_trained_is_not_compared() -> None:
     """Neither a response that was cut off, nor a token that the correction leaves out."""
-    algorithm = AlgorithmConfig(adv_estimator="none", distill=DistillConfig(coef=1.0), mask_truncated=True)
+    algorithm = algorithm_config(adv_estimator="none", distill=DistillConfig(coef=1.0), mask_truncated=True)
     step = step_of(algorithm)
     assert advantages(step) == [-0.5, 1.0, 0.0] and step.metrics["distill/reverse_kl"] == pytest.approx(-0.25)
     masking = replace(
@@ -126,7 +127,7 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str) -> None:
             parts_SK=torch.randn(number, 3, generator=draw),
         ),
     )  # fmt: skip
-    algorithm = AlgorithmConfig(
+    algorithm = algorithm_config(
         adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, whiten_advantages=True,
         distill=DistillConfig(coef=0.7),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from mcore_rl.episodes import Author
 from mcore_rl.rewards.score import Score
 from tests.controller.step.test_advantages import Found, over_ranks
 from tests.support.scripted_rollout import answered, conversation, turn
+from tests.support.settings import algorithm_config
 
 TRAINED = [2, 3, 7, 10, 11]
 EPISODES = [
@@ -73,17 +74,17 @@ def whitened(raw: list[float]) -> list[float]:
 
 def test_each_token_is_paid_for_what_follows_it() -> None:
     """ReMax: rewards to go, less the greedy response's 0.25."""
-    assert advantages(AlgorithmConfig(adv_estimator="remax")) == [1.0, 1.0, 0.75, 0.25, 0.25]
+    assert advantages(algorithm_config(adv_estimator="remax")) == [1.0, 1.0, 0.75, 0.25, 0.25]
 
 
 def test_rewards_are_discounted_by_trained_tokens() -> None:
-    algorithm = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    algorithm = algorithm_config(adv_estimator="reinforce_plus_plus", gamma=0.5)
     raw = [0.5 * 0.75, 0.25 + 0.5 * 1.0, 1.0, 0.5 * 0.5, 0.5]
     assert advantages(algorithm) == pytest.approx(whitened(raw), rel=1e-5)
 
 
 def test_gae_over_turns() -> None:
-    algorithm = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
+    algorithm = algorithm_config(adv_estimator="gae", gamma=0.5, lam=0.5)
     deltas = [0.5 * 0.4 - 0.2, 0.25 + 0.5 * 0.1 - 0.4, 1.0 - 0.1, 0.5 * 0.2 - 0.3, 0.5 - 0.2]
     raw = [deltas[0] + 0.25 * deltas[1] + 0.0625 * deltas[2], deltas[1] + 0.25 * deltas[2], deltas[2],
            deltas[3] + 0.25 * deltas[4], deltas[4]]  # fmt: skip
@@ -96,9 +97,9 @@ def test_gae_over_turns() -> None:
 
 def test_groups_are_compared_by_all_that_an_episode_earned() -> None:
     """RLOO: 1.25 against 0.5, at every trained token, also of the turn that earned nothing by itself."""
-    assert advantages(AlgorithmConfig(adv_estimator="rloo")) == [0.75, 0.75, 0.75, -0.75, -0.75]
+    assert advantages(algorithm_config(adv_estimator="rloo")) == [0.75, 0.75, 0.75, -0.75, -0.75]
 
 
 def test_the_kl_is_taken_beside_the_turns_rewards() -> None:
-    algorithm = AlgorithmConfig(adv_estimator="remax", use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.1))
+    algorithm = algorithm_config(adv_estimator="remax", use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.1))
     assert advantages(algorithm, far_from_reference=2.0) == pytest.approx([0.8, 0.8, 0.55, 0.25, 0.25])

@@ -11,7 +11,7 @@ import torch
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.config.roles import CriticConfig
 from mcore_rl.controller.step.metrics import (
     agent_metrics,
     memory_metrics,
@@ -29,6 +29,7 @@ from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.types import SequenceScores, StepResult
 from tests.support.scripted_rollout import answered, conversation, lost_episode, turn
+from tests.support.settings import actor_config
 
 
 def known(metrics: dict[str, float]) -> dict[str, float]:
@@ -133,7 +134,7 @@ def test_the_actor_s_updates_are_counted() -> None:
         ],
         trained=[4, 2],
     )  # fmt: skip
-    metrics = update_metrics(ROLES["actor"], policy_loss(ActorConfig(use_kl_loss=True, kl_loss_coef=0.5)), updated)
+    metrics = update_metrics(ROLES["actor"], policy_loss(actor_config(use_kl_loss=True, kl_loss_coef=0.5)), updated)
     assert known(metrics) == pytest.approx(
         {
             "actor/ratio_first": 1.0, "actor/ratio_mean": 13 / 6,
@@ -149,7 +150,7 @@ def test_a_step_without_updates_tells_of_entropy_alone() -> None:
     scores = SequenceScores(sums_S=torch.zeros(2), entropy_S=torch.tensor([2.0, 4.0]))
     assert known(score_metrics("actor", scores, 2)) == {"actor/entropy": 3.0}
     assert score_metrics("critic", SequenceScores(sums_S=torch.zeros(2), entropy_S=None), 2) == {}
-    assert update_metrics(ROLES["actor"], policy_loss(ActorConfig()), Updated()) == {}
+    assert update_metrics(ROLES["actor"], policy_loss(actor_config()), Updated()) == {}
     assert update_metrics(ROLES["critic"], value_loss(CriticConfig()), Updated()) == {}
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.pairing import StepEpisodes, in_pairs
 from mcore_rl.data.pairs import units_of
@@ -15,8 +14,9 @@ from mcore_rl.episodes import Author, Episode
 from mcore_rl.rewards.score import Score
 from mcore_rl.types import NOT_DRAWN
 from tests.support.scripted_rollout import answered, conversation, lost_episode, turn
+from tests.support.settings import algorithm_config
 
-BEST_WORST, ANSWERS = AlgorithmConfig(adv_estimator="best_worst"), AlgorithmConfig(adv_estimator="true_answer")
+BEST_WORST, ANSWERS = algorithm_config(adv_estimator="best_worst"), algorithm_config(adv_estimator="true_answer")
 OWN = (70, 71, 2)
 
 
@@ -42,7 +42,7 @@ def shape(trained: StepEpisodes) -> list[tuple[int, int | None, int | None, bool
 
 def test_without_pairs_all_is_trained_as_it_was_drawn() -> None:
     episodes = group(0, (1.0, (7,)), (0.0, (8, 9)))
-    trained = in_pairs(episodes, AlgorithmConfig(adv_estimator="grpo"))
+    trained = in_pairs(episodes, algorithm_config(adv_estimator="grpo"))
     assert list(trained.episodes) == episodes and list(trained.places) == [0, 1] and trained.metrics == {}
     assert trained.of_drawn(torch.tensor([1, 2]), 2) == [1, 2]
 

@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.agents.engine_waits import EngineWaits
 from mcore_rl.config.agent import ProgramReward
-from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, FilterMetric
+from mcore_rl.config.algorithm import FilterGroupsConfig, FilterMetric
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
@@ -25,6 +25,7 @@ from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support import models
 from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, conversation, lost_episode, row, turn
+from tests.support.settings import algorithm_config
 
 Rows = Callable[[int], list[PromptRow]]
 
@@ -36,7 +37,7 @@ def config(
     estimator = "remax" if greedy else "grpo"
     return RunConfig(
         data=DataConfig(train_batch_size=wanted, gen_batch_size=drawn),
-        algorithm=AlgorithmConfig(adv_estimator=estimator, filter_groups=filtering),
+        algorithm=algorithm_config(adv_estimator=estimator, filter_groups=filtering),
         rollout=RolloutConfig(n=n, max_response_length=20, seed=4, val_kwargs=ValidationConfig(n=2)),
     )
 

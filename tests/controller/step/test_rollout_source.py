@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import FilterGroupsConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
@@ -22,6 +22,7 @@ from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.clock import Clock
 from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, row
+from tests.support.settings import algorithm_config
 
 STEPS, BATCH, PROMPTS = 3, 2, 12
 
@@ -58,7 +59,7 @@ class Stage:
     def __init__(self, ahead: bool = True, **algorithm: Any) -> None:
         run = RunConfig(
             data=DataConfig(train_batch_size=BATCH),
-            algorithm=AlgorithmConfig(**algorithm),
+            algorithm=algorithm_config(**algorithm),
             rollout=RolloutConfig(n=2, max_response_length=20),
         )
         self.waiting, self.working, self.preemption = Gated(), Gated(), Preemption()

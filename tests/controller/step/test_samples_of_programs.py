@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.step_batch import StepBatch
-from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
+from mcore_rl.config.algorithm import KlControlConfig
 from mcore_rl.config.algorithm_object import NO_REWARD, Scope
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.controller.step.batch_assembly import assemble
@@ -22,6 +22,7 @@ from mcore_rl.episodes import Author, Episode
 from mcore_rl.rewards.score import Score
 from tests.controller.step.test_advantages import over_ranks
 from tests.support.scripted_rollout import conversation, turn
+from tests.support.settings import algorithm_config
 
 # Of each sample of each group: the model's tokens of each of its conversations, and its score.
 GROUPS = [
@@ -48,7 +49,7 @@ def advantages(groups: StepBatch, **algorithm: Any) -> list[float]:
     drawn = groups.batch.rollout_logprobs_T
     assert drawn is not None
     batch = replace(groups.batch, old_logprobs_T=drawn, ref_logprobs_T=drawn + 0.5, old_values_T=drawn)
-    config = AlgorithmConfig(gdpo_reward_keys=["a", "b"], **algorithm)
+    config = algorithm_config(gdpo_reward_keys=["a", "b"], **algorithm)
     step = over_ranks(replace(groups, batch=batch), config, KlController(KlControlConfig(kl_coef=0.1)), 2)
     assert step.batch.advantages_T is not None
     return step.batch.advantages_T[groups.batch.mask_T].tolist()
@@ -108,7 +109,7 @@ def test_a_group_has_a_signal_by_its_samples() -> None:
     from mcore_rl.config.run import RunConfig
 
     run = RunConfig()
-    filtering = AlgorithmConfig(adv_estimator="grpo", filter_groups=FilterGroupsConfig(enable=True))
+    filtering = algorithm_config(adv_estimator="grpo", filter_groups=FilterGroupsConfig(enable=True))
     collector = RolloutCollector(None, None, replace(run, algorithm=filtering))  # type: ignore[arg-type]
     first = [each for each in episodes(joined=False) if each.group == 0]
     same = [replace(each, score=Score(1.0 if each.part == 0 else 0.0)) for each in first]

@@ -18,10 +18,9 @@ from mcore_rl.algorithms.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import CriticLoss, value_loss
-from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.compose import compose
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation, RouterReplay
+from mcore_rl.config.roles import CriticConfig, LossAggregation, RouterReplay
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, StepStage, Update
 from mcore_rl.controller.step.advantages import StepAdvantages
@@ -32,6 +31,7 @@ from mcore_rl.runtime.worker_values import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TokenScores, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
+from tests.support.settings import actor_config, algorithm_config
 
 ALL = list(range(len(LENGTHS)))
 PARTS = [[0, 3, 4, 6, 9], [8, 1, 2, 5, 7]]
@@ -139,7 +139,7 @@ def test_recorded_experts_reach_every_update_of_the_policy(dp: int) -> None:
     shared = send(group, _plain(batch), PARTS)
     asyncio.run(run_pass(group, shared, _stages("actor", "actor.router_replay=r2")[0]))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
-    asyncio.run(_update(group, shared, policy_loss(ActorConfig()), parts, _step(batch), temperature=1.0))
+    asyncio.run(_update(group, shared, policy_loss(actor_config()), parts, _step(batch), temperature=1.0))
     handed = [each for rank in range(dp) for each in group.trained[rank][0].batches]
     assert len(handed) == dp * len(parts)
     for each in handed:
@@ -189,7 +189,7 @@ def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers:
 @pytest.mark.parametrize("dp", [1, 3])
 def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
-    loss = policy_loss(ActorConfig())
+    loss = policy_loss(actor_config())
     shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25
     done = asyncio.run(_update(group, shared, loss, PARTS, _step(batch, advantages_S), temperature=0.5))
     for number, members in enumerate(PARTS):
@@ -211,7 +211,7 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
     batch, group = ragged(101), Ranks(2)
     shared, whitening = send(group, batch, PARTS), Whitening(0.5, 2.0)
     for loss, fields in (
-        (policy_loss(ActorConfig()), {"old_logprobs_T", "ref_logprobs_T", "advantages_T"}),
+        (policy_loss(actor_config()), {"old_logprobs_T", "ref_logprobs_T", "advantages_T"}),
         (value_loss(CriticConfig(loss_agg_constant=9.0)), {"old_values_T", "returns_T"}),
     ):
         step = _step(batch, whitening=whitening)
@@ -223,7 +223,7 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
 
 
 def _scoring(group: Ranks, batch: TrainBatch, parts: Sequence[Sequence[int]]) -> Updated:
-    step, loss = _step(batch, torch.zeros(len(LENGTHS))), policy_loss(ActorConfig())
+    step, loss = _step(batch, torch.zeros(len(LENGTHS))), policy_loss(actor_config())
     shared = send(group, replace(batch, old_logprobs_T=None), parts)
     return asyncio.run(_update(group, shared, loss, parts, step, temperature=1.0, with_scores=True))
 
@@ -234,7 +234,7 @@ def test_an_update_that_scores_says_what_the_pass_and_the_advantages_would(dp: i
     batch, group = replace(ragged(101), rollout_logprobs_T=drawn_T), Ranks(dp)
     own = _scoring(group, batch, [ALL]).own
     told = Outcomes(scores_S=torch.zeros(10), truncated_S=torch.zeros(10, dtype=torch.bool))
-    _, expected = compute_advantages(replace(batch, old_logprobs_T=_says(batch)), told, AlgorithmConfig(), 0.0)
+    _, expected = compute_advantages(replace(batch, old_logprobs_T=_says(batch)), told, algorithm_config(), 0.0)
     assert own is not None and expected.correction is not None
     for name, sums_S in vars(expected.correction).items():
         assert torch.equal(getattr(own.correction, name), sums_S), name
@@ -250,7 +250,7 @@ def test_an_update_that_scores_says_what_the_pass_and_the_advantages_would(dp: i
 def test_where_the_sampler_s_log_probs_are_the_old_ones_the_first_minibatch_scores_itself(dp: int) -> None:
     drawn_T = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
     batch, group = replace(ragged(101), rollout_logprobs_T=drawn_T, old_logprobs_T=drawn_T), Ranks(dp)
-    shared, loss = send(group, batch, PARTS), policy_loss(ActorConfig())
+    shared, loss = send(group, batch, PARTS), policy_loss(actor_config())
     step = _step(batch, torch.zeros(len(LENGTHS)))
     updated = asyncio.run(_update(group, shared, loss, PARTS, step, temperature=1.0, with_scores=True))
     first = batch.select(sorted(PARTS[0]))
@@ -271,7 +271,7 @@ def test_the_second_update_of_a_batch_cannot_score_it() -> None:
 
 def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
     batch, group = ragged(101), Ranks(2)
-    config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
+    config = actor_config(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
     loss, step = policy_loss(config), _step(batch)
     asyncio.run(_update(group, send(group, batch, [ALL]), loss, [[0, 2]], step, temperature=1.0))
     _, (sent_loss, (counts,), _, with_entropy, *_) = group.trained[0]
@@ -280,7 +280,7 @@ def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
 
 def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
     batch, group = ragged(101), Ranks(1)  # sequence 3 is all masked
-    shared, loss, step = send(group, batch, [ALL]), policy_loss(ActorConfig()), _step(batch)
+    shared, loss, step = send(group, batch, [ALL]), policy_loss(actor_config()), _step(batch)
     done = asyncio.run(_update(group, shared, loss, [[3], [0, 1]], step, temperature=1.0))
     assert len(group.trained[0][0].batches) == len(done.results) == 1
     nothing = asyncio.run(_update(group, shared, loss, [[3]], step, temperature=1.0))
@@ -290,12 +290,12 @@ def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
 
 def test_minibatches_hold_whole_groups_in_order() -> None:
     group_S = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    assert minibatches(group_S, ActorConfig(ppo_mini_batch_size=2), 4, seed=1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert minibatches(group_S, actor_config(ppo_mini_batch_size=2), 4, seed=1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_later_passes_are_shuffled_by_the_seed() -> None:
     group_S = torch.arange(12).repeat_interleave(2)
-    config = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=3)
+    config = actor_config(ppo_mini_batch_size=4, ppo_epochs=3)
     parts = minibatches(group_S, config, 12, seed=1)
     passes = [[each for part in parts[start : start + 3] for each in part] for start in (0, 3, 6)]
     assert passes[0] == list(range(24))
@@ -303,7 +303,7 @@ def test_later_passes_are_shuffled_by_the_seed() -> None:
     assert passes[1] != passes[0] and passes[2] != passes[1]
     assert all(part[2 * i] + 1 == part[2 * i + 1] for part in parts for i in range(4)), "groups stay together"
     assert minibatches(group_S, config, 12, seed=1) == parts != minibatches(group_S, config, 12, seed=2)
-    straight = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=2, shuffle=False)
+    straight = actor_config(ppo_mini_batch_size=4, ppo_epochs=2, shuffle=False)
     assert minibatches(group_S, straight, 12, seed=1) == parts[:3] * 2
 
 
@@ -325,7 +325,7 @@ def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
     batch, group = replace(ragged(101), pairs_S=pairs_S, extra_S=extra_S), Ranks(dp)
     parts = [[0, 3, 4, 6], [8, 1, 2, 5, 7, 9]]
     shared = send(group, batch, parts)
-    loss = policy_loss(ActorConfig())
+    loss = policy_loss(actor_config())
     asyncio.run(_update(group, shared, loss, parts, _step(batch, torch.zeros(10)), temperature=1.0))
     for number, members in enumerate(parts):
         sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
@@ -354,7 +354,7 @@ def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, p
     if taught:
         batch = replace(batch, teacher_advantages_T=torch.randn(len(raw_T), generator=draw) + 1)
     advantages_S = torch.randn(len(LENGTHS), generator=draw)
-    config = ActorConfig(loss_mode=mode, clip_cov_ratio=0.2, kl_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=3.0)
+    config = actor_config(loss_mode=mode, clip_cov_ratio=0.2, kl_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=3.0)
     final_T = finish(batch, None if per_token else advantages_S.numpy(), StepNumbers()).advantages_T
     counts_S = sequence_counts(batch.mask_T, batch.lengths_S)
     assert final_T is not None and batch.old_logprobs_T is not None
