@@ -30,13 +30,13 @@ from mcore_rl.config.meanings import about, entries, meaning
 from mcore_rl.config.names import key_of
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.reward_training import RewardTrainingConfig
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import any_run_schema
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import defaults, merge
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMANDS: dict[str, type[Any]] = {
-    "train": RunConfig,
+    "train": any_run_schema(),
     "sft": SftConfig,
     "prefer": PreferConfig,
     "reward": RewardTrainingConfig,

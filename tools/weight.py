@@ -76,7 +76,8 @@ def both_ways(tree: Path) -> list[tuple[str, str]]:
 def weights(tree: Path) -> dict[str, str]:
     """What is counted, and how much there is."""
     sys.path.insert(0, str(tree))
-    from mcore_rl.config.bounds import settings
+    from mcore_rl.config.bounds import settings_of
+    from mcore_rl.config.compose import compose
     from mcore_rl.config.run import RunConfig
 
     files = sorted((tree / PACKAGE).rglob("*.py"))
@@ -92,7 +93,7 @@ def weights(tree: Path) -> dict[str, str]:
     return {
         "tokens of the package": f"{sum(map(len, tokens.values())):,}",
         "files of the package": f"{len(files):,}",
-        "keys of train": f"{len(settings(RunConfig)):,}",
+        "keys of train": f"{len(settings_of(compose(RunConfig, 'train', ['algorithm=grpo']))):,}",
         "pairs of folders both ways": f"{len(pairs)}: " + ", ".join(f"{a or PACKAGE} and {b}" for a, b in pairs),
         "files outside of rollout/ that name vLLM": f"{len(named)}",
         "lines of tests": f"{tests:,}",

@@ -228,7 +228,7 @@ class DistillConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """Advantages, KL, and samples that another policy drew.  An estimator's own settings are in a subclass, its file's.
+    """Advantages, KL, and samples that another policy drew.  The file of an estimator adds its own settings.
 
     adv_estimator: the estimator's name in docs/algorithms.md, or ``FILE.py:NAME`` of a file of your own.
     whiten_advantages: advantages get mean 0 and variance 1 over the trained tokens of the whole batch.

@@ -14,7 +14,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -155,17 +155,37 @@ ANY = Interval("(-inf, inf)")
 @cache
 def settings(schema: type[Any], prefix: str = "") -> tuple[Setting, ...]:
     """Every leaf of a schema, in the order of its fields; groups are its fields that are dataclasses."""
-    hints, leaves = get_type_hints(schema, include_extras=True), list[Setting]()
+    return tuple(_leaves(schema, lambda name, hint: settings(hint, f"{prefix}{key_of(name)}."), prefix))
+
+
+def settings_of(config: Any, prefix: str = "") -> tuple[Setting, ...]:
+    """Every leaf of a configuration: of a group that is of a subclass of its declared one, the subclass's too."""
+    return tuple(
+        _leaves(type(config), lambda name, _: settings_of(getattr(config, name), f"{prefix}{key_of(name)}."), prefix)
+    )
+
+
+def _leaves(schema: type[Any], of_group: Callable[[str, Any], Iterable[Setting]], prefix: str) -> Iterator[Setting]:
+    for name, leaf, hint in _fields(schema):  # type: ignore[arg-type]  # a class is hashable
+        if leaf is None:
+            yield from of_group(name, hint)
+        else:
+            yield replace(leaf, key=f"{prefix}{leaf.key}") if prefix else leaf
+
+
+@cache
+def _fields(schema: type[Any]) -> tuple[tuple[str, Setting | None, Any], ...]:
+    """(name, the setting of a leaf or None of a group, type) of each field."""
+    hints = get_type_hints(schema, include_extras=True)
+    made = list[tuple[str, Setting | None, Any]]()
     for each in fields(schema):
         if each.metadata.get("omegaconf_ignore"):
             continue
-        key, hint = f"{prefix}{key_of(each.name)}", hints[each.name]
-        if is_dataclass(hint):
-            leaves += settings(hint, f"{key}.")  # type: ignore[arg-type]  # a class
-            continue
+        hint = hints[each.name]
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        leaves.append(setting_of(key, hint, default))
-    return tuple(leaves)
+        leaf = None if is_dataclass(hint) else setting_of(key_of(each.name), hint, default)
+        made.append((each.name, leaf, hint))
+    return tuple(made)
 
 
 def setting_of(key: str, hint: Any, default: Any) -> Setting:
@@ -222,7 +242,7 @@ def is_name(value: str, place: PathKind) -> bool:
 
 def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
     """(setting, key, value) of each leaf; of each item of a list or mapping, whose key ends in its number or name."""
-    for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
+    for each in settings_of(config):
         value = value_at(config, each.key)
         key = f"{prefix}{each.key}"
         if isinstance(value, Unsound) or (value is None and each.optional):

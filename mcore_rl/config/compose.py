@@ -29,8 +29,8 @@ from mcore_rl.config.algorithm_presets import offer_algorithms, offered
 from mcore_rl.config.generate import dtype_of
 from mcore_rl.config.names import NO_KEY, meant
 from mcore_rl.config.override_text import keep_text
-from mcore_rl.config.typed import Tree, plain, put, typed
-from mcore_rl.config.written_keys import Composed, leaves
+from mcore_rl.config.typed import Tree, composed, plain, put
+from mcore_rl.config.written_keys import leaves
 from mcore_rl.config.yaml_files import YamlFile, read_defaults, searched
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
@@ -71,14 +71,11 @@ def compose(
     for each in values:
         put(tree, each.key_or_group, each.value())
     try:
-        config = typed(schema.schema_for(tree) if issubclass(schema, Composed) else schema, tree)
+        config = composed(schema, tree, _written(parsed, files))
     except ConfigError as error:
         said = [_placed(each, values, files) for each in sorted(error.violations, key=partial(_place, values))]
         raise ConfigError([*wrong, *said]) from error
     refuse_if_any(wrong)
-    if isinstance(config, Composed):
-        config.written = frozenset(_written(parsed, files))
-        config = config.narrowed()
     return config
 
 
@@ -86,9 +83,9 @@ def read(program: str, name: str, directory: Path | None, choices: Sequence[str]
     """What hydra composes of ``name``.yaml and its defaults, with ``choices``; interpolations are not yet resolved."""
     _offer(program)
     with searched(directory), hydra.initialize_config_module(OURS, version_base="1.3"):
-        composed = OmegaConf.to_container(hydra.compose(name, overrides=list(choices)))
-    assert isinstance(composed, dict)
-    return {str(key): value for key, value in composed.items()}
+        values = OmegaConf.to_container(hydra.compose(name, overrides=list(choices)))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 @cache

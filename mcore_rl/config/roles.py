@@ -133,7 +133,7 @@ class TrainedModelConfig(TrainedConfig):
 
 @dataclass(kw_only=True)
 class ActorConfig(TrainedConfig):
-    """The policy that is trained.  A policy loss's own settings are in a subclass, its file's.
+    """The policy that is trained.  The file of a policy loss adds its own settings.
 
     allow_stale_updates: permit several updates per batch with a loss that has no ratio (``policy_gradient``, ``gpg``).
     All but the first then treat samples of an older policy as samples of the current one.

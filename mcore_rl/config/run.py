@@ -161,20 +161,24 @@ def _with_keys_of(estimator_name: str, loss_name: str) -> type[RunConfig]:
         algorithms.add(estimator(estimator_name).settings)
     with suppress(ConfigError):
         actors.add(policy_loss(loss_name).settings)
-    unions = {"algorithm": _union("AnyAlgorithmConfig", algorithms), "actor": _union("AnyActorConfig", actors)}
+    unions = {"algorithm": _union(AlgorithmConfig, algorithms), "actor": _union(ActorConfig, actors)}
     groups = [(name, kind, field(default_factory=kind)) for name, kind in unions.items()]
-    return make_dataclass("AnyRunConfig", groups, bases=(RunConfig,), kw_only=True, namespace={"__doc__": ""})
+    return make_dataclass(
+        "AnyRunConfig", groups, bases=(RunConfig,), kw_only=True, namespace={"__doc__": RunConfig.__doc__}
+    )
 
 
-def _union(name: str, kinds: Collection[type[Any]]) -> type[Any]:
-    """A dataclass with the fields of all ``kinds``."""
+def _union(common: type[Any], kinds: Collection[type[Any]]) -> type[Any]:
+    """A dataclass with the fields of all ``kinds``, which are subclasses of ``common``."""
     apart = [kind for kind in kinds if not any(kind is not each and issubclass(each, kind) for each in kinds)]
     bases = tuple(sorted(apart, key=lambda kind: (kind.__module__, kind.__name__)))
-    return make_dataclass(name, [], bases=bases, kw_only=True, namespace={"__doc__": ""})
+    named = f"Any{common.__name__}"
+    return make_dataclass(named, [], bases=bases, kw_only=True, namespace={"__doc__": common.__doc__})
 
 
 def _named(tree: Mapping[str, Any], group: str, name: str) -> str:
-    value = tree.get(group, {}).get(name, "")
+    values = tree.get(group)
+    value = values.get(name) if isinstance(values, Mapping) else None
     return value if isinstance(value, str) else ""
 
 

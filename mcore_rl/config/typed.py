@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from mcore_rl.config.bounds import settings
 from mcore_rl.config.names import NO_KEY, field_of, has_key, key_of, meant, value_at
 from mcore_rl.config.role_groups import group_defaults
-from mcore_rl.config.written_keys import leaf_values
+from mcore_rl.config.written_keys import Composed, leaf_values
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
@@ -49,6 +49,15 @@ def typed(schema: type[T], written: Mapping[str, Any]) -> T:
         raise ConfigError([*wrong, *(own or faults)]) from error
     refuse_if_any(wrong)
     return made
+
+
+def composed(schema: type[T], tree: Mapping[str, Any], written: Iterable[str]) -> T:
+    """``typed``, with the keys that the choices in ``tree`` have (``Composed``).  written: keys that the user wrote."""
+    if not issubclass(schema, Composed):
+        return typed(schema, tree)
+    config = typed(schema.schema_for(tree), tree)
+    config.written = frozenset(written)
+    return config.narrowed()
 
 
 def plain(config: Any) -> Any:

@@ -1,6 +1,7 @@
 """Python files of the user's as modules that every process imports by name, so that what they define can be pickled.
 
-The name of a file's module is its path in hexadecimal, ``mcore_rl.config.user_files.file_2f...``.  The file must be at the same path wherever a process of the run is.
+The name of a file's module is its path in hexadecimal, ``mcore_rl.config.user_files.file_2f...``.  The file must be at
+the same path wherever a process of the run is.
 """
 
 from __future__ import annotations

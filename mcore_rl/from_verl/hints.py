@@ -21,10 +21,10 @@ ALONE = ("aggregation", "estimator", "loss")  # rules whose answer follows from 
 
 def hinted(violations: Sequence[Violation]) -> list[Violation]:
     """``violations``; where a key that is none of ours may be verl's, the remedy is ours."""
-    from mcore_rl.config.run import RunConfig
+    from mcore_rl.config.run import any_run_schema
     from mcore_rl.config.typed import all_keys
 
-    known = list(all_keys(RunConfig))
+    known = list(all_keys(any_run_schema()))
     told = {each.key: hint(each.key, str(each.value), known) for each in violations if each.problem == NO_KEY}
     return [replace(each, remedy=told.get(each.key) or each.remedy) for each in violations]
 

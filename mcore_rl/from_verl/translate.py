@@ -15,7 +15,6 @@ from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
 from mcore_rl.config.bounds import settings
-from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting
 from mcore_rl.from_verl.row import KeyRow, NotHereError, same
@@ -209,11 +208,11 @@ def _takes_null(key: str, program: str) -> bool:
 def _schema(program: str) -> type[Any]:
     from mcore_rl.config.evaluate import EvaluateConfig
     from mcore_rl.config.generate import GenerateConfig
-    from mcore_rl.config.run import RunConfig
+    from mcore_rl.config.run import any_run_schema
     from mcore_rl.config.sft import SftConfig
 
     schemas: dict[str, type[Any]] = {
-        "train": RunConfig,
+        "train": any_run_schema(),
         "sft": SftConfig,
         "generate": GenerateConfig,
         "evaluate": EvaluateConfig,
@@ -253,16 +252,13 @@ def _algorithm(answer: Answer) -> str:
 
 def _composed(answer: Answer, algorithm: str, settings: dict[str, TranslatedSetting]) -> Any:
     """Our configuration with ``settings``, as the yaml file composes.  Raises ConfigError."""
-    from mcore_rl.config.typed import put, typed
+    from mcore_rl.config.typed import composed, put
 
     program = answer.verl.program
     tree = deepcopy(_base(program, algorithm))
     for key, setting in settings.items():
         put(tree, key, setting.value)
-    made = typed(_schema(program), tree)
-    if isinstance(made, Composed):
-        made.written = frozenset(settings)
-    return made
+    return composed(_schema(program), tree, settings)
 
 
 @cache

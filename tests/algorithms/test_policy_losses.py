@@ -31,7 +31,7 @@ def test_a_loss_reads_the_keys_that_it_says() -> None:
         if row.selection is not None:
             row.selection.load()(torch.zeros(2), torch.zeros(2), config)
             read.add(row.selection.share)
-        assert {f"actor.{field}" for field in read} == row.reads, mode
+        assert {f"actor.{field}" for field in read} == row.own_keys, mode
 
 
 def test_a_loss_counts_clips_of_trained_rows_alone() -> None:

@@ -16,9 +16,12 @@ from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.config import algorithms as folder
 from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE, InLoss, InReward, Scope
 from mcore_rl.config.algorithm_registry import algorithms, estimator, estimators, policy_loss, policy_losses
-from mcore_rl.errors import ConfigError
+from mcore_rl.config.compose import as_yaml, compose
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.errors import ConfigError, refuse_if_any
 from tests.algorithms.cases import ALL
 from tests.algorithms.loss_cases import drawn, whole
+from tests.support import vapo
 from tests.support.own_algorithm import LOSS, MEDIAN
 from tests.support.settings import actor_config, algorithm_config
 
@@ -131,6 +134,32 @@ def test_a_file_is_found_from_its_name_alone(tmp_path: Path) -> None:
     there, loss_N = torch.load(back)
     assert torch.equal(there, here) and bool(here.any())
     assert loss_N.tolist() == [-3.0, -3.0]
+
+
+def test_keys_of_a_file_are_typed_bounded_and_travel_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "my.vapo.py"
+    path.write_text(Path(vapo.__file__).read_text())
+    run = compose(RunConfig, "train", [f"algorithm={path}", "algorithm.alpha=0.2"])
+    assert vars(run.algorithm)["alpha"] == 0.2 and vars(run.actor)["imitation_coef"] == 0.1
+    (sent := tmp_path / "sent").write_bytes(pickle.dumps(run))
+    code = "import pickle, sys; run = pickle.load(open(sys.argv[1], 'rb')); print(run.algorithm.alpha, run.actor)"
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(sent)], check=True, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert told.stdout.startswith("0.2 ImitatingConfig(")
+    (tmp_path / "kept.yaml").write_text(as_yaml(run))
+    assert compose(RunConfig, "train", [], tmp_path, "kept") == run
+
+    def refused(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            refuse_if_any(run_violations(compose(RunConfig, "train", overrides), planned=True))
+        return str(error.value)
+
+    assert "algorithm.alpha=-1.0: must be positive" in refused(f"algorithm={path}", "algorithm.alpha=-1")
+    assert "algorithm.alhpa=1" in (said := refused(f"algorithm={path}", "algorithm.alhpa=1"))
+    assert "Did you mean algorithm.alpha" in said
+    assert "algorithm.lam=0.5: is not read" in refused(f"algorithm={path}", "algorithm.lam=0.5")
+    assert "algorithm.alpha=1" in refused("algorithm=grpo", "algorithm.alpha=1"), "no file, no key"
 
 
 def test_the_median_of_a_group_is_its_baseline(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import pytest
 import yaml
 
+from mcore_rl.config.algorithm_object import Algorithm
+from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.bounds import (
     InputFile,
     Interval,
@@ -26,16 +28,17 @@ from mcore_rl.config.bounds import (
     check,
     file_violations,
     settings,
+    settings_of,
 )
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.launch import load_cluster
-from mcore_rl.config.names import field_of
+from mcore_rl.config.names import field_of, has_key
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.reward_training import RewardTrainingConfig
-from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.run import RunConfig, any_run_schema, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import typed
 from mcore_rl.config.yaml_files import parse_yaml
@@ -57,7 +60,7 @@ WITH_ROLE = {
     "teacher": ("algorithm=distill", "teacher.path=m", "model.path=m", "data.train_files=[t]"),
 }
 PROGRAMS: dict[str, tuple[type[Any], Refusals]] = {
-    "train": (RunConfig, run_violations),
+    "train": (any_run_schema(), run_violations),
     "sft": (SftConfig, SftConfig.violations),
     "prefer": (PreferConfig, PreferConfig.violations),
     "reward": (RewardTrainingConfig, RewardTrainingConfig.violations),
@@ -101,7 +104,7 @@ def test_every_number_has_a_row_in_the_oracle_and_a_range() -> None:
 def test_a_number_refuses_nonsense_and_takes_sense(program: str, each: Setting) -> None:
     """Set on the composed configuration: composing it for each of three thousand values would take minutes."""
     _, violations = PROGRAMS[program]
-    sound = sound_config(program, each.key.partition(".")[0])
+    sound = sound_config(program, each.key)
     refused, accepted = NUMBERS[each.key]
     for text in (*refused, *never(accepted, is_float=each.kind is float)):
         assert of_key(with_value(sound, each, text, violations), each.key), f"{each.key}={text} was accepted"
@@ -111,11 +114,21 @@ def test_a_number_refuses_nonsense_and_takes_sense(program: str, each: Setting) 
 
 
 @cache
-def sound_config(program: str, group: str = "") -> Any:
-    """The sound configuration, as the dataclass that a command gets.  group: of keys; a role's is in the run."""
+def sound_config(program: str, key: str = "") -> Any:
+    """The sound configuration, as the dataclass that a command gets, of a run that has ``key``."""
     if program == "cluster":
         return load_cluster("cpu")
-    return compose(PROGRAMS[program][0], program, WITH_ROLE.get(group, SOUND[program]))
+    written = WITH_ROLE.get(key.partition(".")[0], SOUND[program])
+    config = compose(PROGRAMS[program][0], program, written)
+    if not key or has_key(config, key):
+        return config
+    having = [each.name for each in algorithms().values() if _owns(each, key)]
+    return compose(PROGRAMS[program][0], program, [f"algorithm={having[0]}", *SOUND[program][1:]])
+
+
+def _owns(algorithm: Algorithm, key: str) -> bool:
+    own = algorithm.advantages.own_keys | algorithm.loss.own_keys
+    return any(f"{key}.".startswith(f"{each}.") for each in own)
 
 
 def with_value(sound: Any, each: Setting, text: str, violations: Refusals) -> list[Violation]:
@@ -172,8 +185,9 @@ def test_no_odd_value_of_any_key_ends_in_an_exception(program: str) -> None:
 
     for each in settings(schema):
         for text in draw.sample(ODD, 3):
-            others = draw.sample(settings(schema), draw.randrange(3))
-            with_value(sound_config(program), each, text, beside(others))
+            sound = sound_config(program, each.key)
+            others = draw.sample(settings_of(sound), draw.randrange(3))
+            with_value(sound, each, text, beside(others))
     assert tried > len(settings(schema)) / 6, "most values are refused by their type"
     assert violations(sound_config(program)) == [], "all is as it was"
 

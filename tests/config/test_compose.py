@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mcore_rl.config.algorithms.gdpo import GdpoConfig
 from mcore_rl.config.bounds import settings
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.compose import as_dict, as_yaml, compose
@@ -187,7 +188,8 @@ def test_one_item_is_a_list_of_it(whole_composing: None) -> None:
     assert run.data.train_files == ["x.parquet"] and run.trainer.logger == [Logger.console]
     assert run.trainer.profile_steps == [2] and set(run.written) == {each.partition("=")[0] for each in written}
     assert compose(RunConfig, "train", ["data.val_files='a b.parquet'"]).data.val_files == ["a b.parquet"]
-    assert compose(RunConfig, "train", ["algorithm.gdpo_reward_weights=null"]).algorithm.gdpo_reward_weights is None
+    run = compose(RunConfig, "train", ["algorithm=gdpo", "algorithm.gdpo_reward_weights=null"])
+    assert isinstance(run.algorithm, GdpoConfig) and run.algorithm.gdpo_reward_weights is None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.algorithms.prime import ProcessNorm
 from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
-from mcore_rl.config.names import value_at
+from mcore_rl.config.names import has_key, value_at
 from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
 from tests.algorithms.loss_cases import drawn, whole
@@ -118,7 +118,7 @@ def batch() -> TrainBatch:
 def advantages(run: RunConfig, kl_coef: float) -> list[Tensor]:
     """What a step trains with: mask, advantages, returns, weights and old log-probs."""
     algorithm, step = run.algorithm, batch()
-    keys = algorithm.gdpo_reward_keys
+    keys = algorithm.reward_parts
     outcomes = Outcomes(
         scores_S=SCORES["score"],
         truncated_S=torch.tensor([True, False, False, False, False, False]),
@@ -189,6 +189,8 @@ def given(name: str, overrides: tuple[str, ...]) -> tuple[RunConfig, list[list[f
 def matters(key: str, name: str, *overrides: str) -> bool:
     """Whether another value of ``key`` gives other numbers."""
     run, before = given(name, overrides)
+    if not has_key(run, key):
+        return False
     value = next(each for each in OTHER[key] if each != at(run, key))
     return numbers(changed(run, key, value)) != before
 

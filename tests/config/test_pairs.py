@@ -72,7 +72,7 @@ REFUSED = {
     f"{SPIN} {ANSWER} actor.router_replay=r3": "actor.router_replay=r3: .*through no engine.*r2 or off",
     f"{ONLINE} {ANSWER}": "data.answer_key=extra_info.answer: is not read.*adv_estimator=true_answer",
     "algorithm=dapo algorithm.ref_update_freq=2": "algorithm.ref_update_freq=2: is not read: there is no reference",
-    "algorithm=grpo actor.preference.beta=1": "actor.preference.beta=1.0: is not read.*looks at no pairs",
+    "algorithm=grpo actor.preference.beta=1": "actor.preference.beta=1.0: is not read.*has no use for it",
     f"{ONLINE} algorithm.mask_truncated=true algorithm.masked_in_baseline=false algorithm.filter_groups.enable=true": (
         "pairs have no baseline"
     ),

@@ -43,15 +43,16 @@ def test_a_run_trains_with_the_algorithm_of_a_file(tmp_path: Path) -> None:
     assert kept["algorithm"]["adv_estimator"] == kept["actor"]["loss_mode"] == f"{own}:median"
 
 
-def test_two_lambdas_and_an_outcome_in_the_loss_are_one_file(tmp_path: Path) -> None:
+def test_two_lambdas_an_outcome_in_the_loss_and_two_keys_are_one_file(tmp_path: Path) -> None:
     """Right answers are imitated: of two runs of one step, the one with outcomes in its loss has another gradient."""
     task, own = write_task(tmp_path / "task"), tmp_path / "vapo.py"
     norms = {}
-    for mu in (vapo.IMITATION, 0.0):
-        own.write_text(Path(vapo.__file__).read_text().replace(f"IMITATION = {vapo.IMITATION}", f"IMITATION = {mu}"))
+    own.write_text(Path(vapo.__file__).read_text())
+    for mu in (0.1, 0.0):
         directory = tmp_path / f"run-{mu}"
         given = overrides(
             task, directory, f"algorithm={own}", f"actor.loss_mode={own}:vapo", "critic.path=null",
+            f"actor.imitation_coef={mu}",
             "trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.save_freq=0",
             "actor.ppo_mini_batch_size=8",
         )  # fmt: skip
@@ -59,6 +60,6 @@ def test_two_lambdas_and_an_outcome_in_the_loss_are_one_file(tmp_path: Path) -> 
         (row,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][-1:]
         assert row["critic/grad_norm"] > 0 and row["return/mean"] != 0
         norms[mu] = (row["critic/grad_norm"], row["actor/grad_norm"], row["advantage/max"])
-    with_it, without = norms[vapo.IMITATION], norms[0.0]
+    with_it, without = norms[0.1], norms[0.0]
     assert with_it[0] == without[0] and with_it[2] == without[2], "the same samples, values and advantages"
     assert with_it[1] != without[1]

@@ -21,7 +21,7 @@ BEST_WORST = Estimator(
 
 @dataclass(kw_only=True)
 class PairsConfig(ActorConfig):
-    """A policy that learns from pairs of responses.  preference: how; see ``PreferenceConfig``."""
+    """A policy that learns from pairs of responses.  preference: the loss; see ``PreferenceConfig``."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 

@@ -240,7 +240,7 @@ def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
         read.add("gdpo_reward_keys")
     if name == "prime":  # the controller reads them, where it compares
         read |= {"process_coef", "outcome_coef", "process_norm"}
-    assert {f"algorithm.{field}" for field in read} == row.reads
+    assert {f"algorithm.{field}" for field in read} == row.own_keys
 
 
 @pytest.mark.parametrize("whiten", [False, True])
@@ -398,7 +398,7 @@ def test_scores_that_differ_by_rounding_are_equal_where_they_are_ranked(seed: in
         groups = PromptGroups.of(torch.zeros(6, dtype=torch.int64), scores_S, torch.ones(6, dtype=torch.int64))
         ranked = groups.ranked_S.tolist()
         assert [[a < b for a in ranked] for b in ranked] == [[a < b for a in exact] for b in exact]
-        won = win_rate(groups, algorithm_config(sppo_eta=1.0))
+        won = win_rate(groups, algorithm_config("win_rate", sppo_eta=1.0))
         expected = [sum((a > b) - (a < b) for b in exact) / 10 for a in exact]
         assert won.tolist() == pytest.approx(expected, abs=1e-6)
         best = best_of_n(groups, algorithm_config())
