@@ -12,8 +12,6 @@ from enum import Enum
 from functools import cache, reduce
 from typing import Any
 
-import yaml
-
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, algorithms
 from mcore_rl.config.compose import compose
 from mcore_rl.config.names import field_of, has_key, value_at
@@ -24,7 +22,7 @@ from mcore_rl.config.unread_keys import why_unread
 @cache
 def runs() -> Mapping[str, RunConfig]:
     """A run of each published algorithm, with nothing else written."""
-    return {name: compose(RunConfig, "train", [f"algorithm={name}"]) for name in algorithms()}
+    return {name: run_with(name) for name in algorithms()}
 
 
 def readers(key: str) -> dict[str, tuple[str, ...]]:
@@ -50,14 +48,15 @@ def _is_setting(remedy: str) -> bool:
 def _is_refused(name: str, override: str) -> bool:
     """Whether a run of the algorithm ``name`` refuses ``override``."""
     key = override.partition("=")[0]
-    return any(each.key == key for each in run_violations(with_override(runs()[name], override), planned=True))
+    return any(each.key == key for each in run_violations(run_with(name, override), planned=True))
 
 
-def with_override(run: RunConfig, override: str) -> RunConfig:
-    """A copy of ``run`` with ``override``."""
-    key, _, text = override.partition("=")
-    value = value_at(run, key)
-    return changed(run, key, type(value)(text) if isinstance(value, Enum) else yaml.safe_load(text))
+@cache
+def run_with(name: str, *overrides: str) -> RunConfig:
+    """A run of the algorithm ``name`` with ``overrides``, none of which it refuses as unread."""
+    run = compose(RunConfig, "train", [f"algorithm={name}", *overrides])
+    run.written = frozenset()
+    return run
 
 
 def changed(run: RunConfig, key: str, value: Any) -> RunConfig:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, fields, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, get_type_hints
 
+from mcore_rl.config.algorithm_object import ACTOR
+from mcore_rl.config.names import has_key
 from mcore_rl.config.role import Role
-from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import RoleConfig, TeacherConfig, TrainedConfig
 from mcore_rl.config.teachers import BY_SOURCE
 from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
-
-T = TypeVar("T")
 
 POLICY = "model.path"
 MODEL_VIEW = "model"  # in the run directory: links to the policy's checkpoint beside its changed config.json
@@ -84,6 +83,8 @@ class RoleGroups:
 
     def _named_by(self, role: Role) -> dict[str, str]:
         """The weights that the role's own keys name."""
+        if not has_key(self, role.group):
+            return {}
         path, config = self._value_at(role.weights) if role.weights else None, getattr(self, role.group)
         more = config.by_source if isinstance(config, TeacherConfig) else {}
         named = {f"{role.name}.{BY_SOURCE}.{source}": directory for source, directory in more.items()}
@@ -107,26 +108,16 @@ class RoleGroups:
         return reduce(getattr, key.split("."), self)
 
 
-def with_role_groups(schema: type[T]) -> type[T]:
-    """Class decorator, under ``@dataclass``: adds a field for each configuration group of a role that lacks one."""
-    for role in ROLES.values():
-        if role.config is not None and role.name not in schema.__annotations__:
-            schema.__annotations__[role.name] = role.config
-            setattr(schema, role.name, field(default_factory=role.config))
-    return schema
-
-
 def group_defaults(schema: type[Any]) -> dict[str, dict[str, Any]]:
-    """Default values, by group, of the groups that ``with_role_groups`` adds: mostly interpolations of other groups."""
+    """Default values, by group, of the groups of roles beside the actor: mostly interpolations of other groups."""
     defaults = dict[str, dict[str, Any]]()
     if not issubclass(schema, RoleGroups):
         return defaults
-    held = {each.name for each in fields(schema)}  # type: ignore[arg-type]  # every subclass is a dataclass
-    for role in ROLES.values():
-        if role.config is None or role.publishes or role.name not in held:
+    for name, kind in get_type_hints(schema).items():
+        if name == ACTOR or not (isinstance(kind, type) and issubclass(kind, RoleConfig)):
             continue
-        defaults[role.name] = {"device": "${trainer.device}", "precision": "${actor.precision}"}
-        defaults[role.name]["microbatch_tokens"] = 16384
-        if role.trains:
-            defaults[role.name]["ppo_mini_batch_size"] = "${actor.ppo_mini_batch_size}"
+        defaults[name] = {"device": "${trainer.device}", "precision": "${actor.precision}"}
+        defaults[name]["microbatch_tokens"] = 16384
+        if issubclass(kind, TrainedConfig):
+            defaults[name]["ppo_mini_batch_size"] = "${actor.ppo_mini_batch_size}"
     return defaults

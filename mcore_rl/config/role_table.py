@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm_object import REFERENCE
-from mcore_rl.config.algorithm_registry import estimators, policy_loss
+from mcore_rl.config.algorithm_registry import estimator, estimators, policy_loss
 from mcore_rl.config.role import Head, Never, Role
 from mcore_rl.config.roles import (
     ActorConfig,
@@ -20,6 +20,7 @@ from mcore_rl.config.roles import (
     TeacherConfig,
 )
 from mcore_rl.config.stages import StepStage
+from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
@@ -96,3 +97,12 @@ ROLES: dict[str, Role] = {
 
 # The roles that one algorithm brings, in its own file.
 ROLES |= {role.name: role for each in estimators().values() for role in each.roles if isinstance(role, Role)}
+
+
+def role_table(estimator_name: str) -> dict[str, Role]:
+    """``ROLES``, and the roles that the estimator of a user's file brings."""
+    try:
+        own = estimator(estimator_name).roles
+    except ConfigError:  # a violation of ``run_violations``
+        own = ()
+    return ROLES | {role.name: role for role in own if isinstance(role, Role)}

@@ -6,7 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache, partial
@@ -35,9 +35,9 @@ from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.role import Every, Head, Role
-from mcore_rl.config.role_groups import RoleGroups, with_role_groups
-from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import ActorConfig, RouterReplay, TeacherConfig
+from mcore_rl.config.role_groups import RoleGroups
+from mcore_rl.config.role_table import ROLES, role_table
+from mcore_rl.config.roles import ActorConfig, RoleConfig, RouterReplay, TeacherConfig
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
@@ -51,9 +51,8 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-@with_role_groups
 class RunConfig(RoleGroups, Composed):
-    """All settings of ``mcore-rl train``.  Beside the groups here it has one for each row of ``role_table.ROLES``."""
+    """All settings of ``mcore-rl train``.  A composed one has a group for each other role of the run, too."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
@@ -75,17 +74,35 @@ class RunConfig(RoleGroups, Composed):
         return _with_keys_of(*named)
 
     def narrowed(self) -> RunConfig:
-        """The same with the keys of the chosen estimator and loss alone; written ones that they lack are in ``absent``.
+        """The same with the keys of the chosen estimator and loss alone, and with the groups of the run's roles.
 
-        Unchanged if there is no such estimator or loss.
+        Written keys that it then lacks are in ``absent``; a group of which one is written stays.  Unchanged if there is
+        no such estimator or loss.
         """
         if _unknown_parts(self):
             return self
-        run = RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
-        run.algorithm = _as(estimator(self.algorithm.adv_estimator).settings, self.algorithm)
-        run.actor = _as(policy_loss(self.actor.loss_mode).settings, self.actor)
+        chosen = replace(
+            self,
+            algorithm=_as(estimator(self.algorithm.adv_estimator).settings, self.algorithm),
+            actor=_as(policy_loss(self.actor.loss_mode).settings, self.actor),
+        )
+        named = {*chosen.roles, *(key.partition(".")[0] for key in self.written)}
+        roles = (role for role in self.role_table.values() if role.name in named)
+        schema = _with_groups(tuple((role.name, role.config) for role in roles if role.config and not role.publishes))
+        run = schema(**{each.name: getattr(chosen, each.name) for each in fields(schema)})
         run.absent = {key: value_at(self, key) for key in self.written if not has_key(run, key)}
         return run
+
+    def __reduce__(self) -> tuple[Callable[..., RunConfig], tuple[Any, ...]]:
+        """Pickles it by its groups: the class of a composed one is made in each process."""
+        common = {each.name for each in fields(RunConfig)}
+        groups = [each.name for each in fields(self) if each.name not in common]
+        return _restored, (tuple((name, type(getattr(self, name))) for name in groups), vars(self))
+
+    @property
+    def role_table(self) -> Mapping[str, Role]:
+        """All roles that a run with its estimator may have."""
+        return role_table(self.algorithm.adv_estimator)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -99,7 +116,9 @@ class RunConfig(RoleGroups, Composed):
         needed = {ACTOR, *estimator(self.algorithm.adv_estimator).role_names, *([REFERENCE] if refers else [])}
         needed |= {TEACHER} if self.algorithm.distill.coef else set()
         return tuple(
-            name for name, role in ROLES.items() if name in needed or (role.on_request and self.has_weights(role))
+            name
+            for name, role in self.role_table.items()
+            if name in needed or (role.on_request and self.has_weights(role))
         )
 
     @property
@@ -113,7 +132,8 @@ class RunConfig(RoleGroups, Composed):
             changes[REFERENCE] = {"moves": Every(steps)}
         if self.algorithm.distill.in_loss:
             changes[TEACHER] = {"head": Head.hidden}
-        return tuple(replace(ROLES[name], **changes[name]) if name in changes else ROLES[name] for name in self.roles)
+        table = self.role_table
+        return tuple(replace(table[name], **changes[name]) if name in changes else table[name] for name in self.roles)
 
     @property
     def teachers(self) -> Teachers | None:
@@ -162,10 +182,25 @@ def _with_keys_of(estimator_name: str, loss_name: str) -> type[RunConfig]:
     with suppress(ConfigError):
         actors.add(policy_loss(loss_name).settings)
     unions = {"algorithm": _union(AlgorithmConfig, algorithms), "actor": _union(ActorConfig, actors)}
-    groups = [(name, kind, field(default_factory=kind)) for name, kind in unions.items()]
+    roles = role_table(estimator_name).values()
+    others = {role.name: role.config for role in roles if role.config and not role.publishes}
+    groups = [(name, kind, field(default_factory=kind)) for name, kind in (unions | others).items()]
     return make_dataclass(
         "AnyRunConfig", groups, bases=(RunConfig,), kw_only=True, namespace={"__doc__": RunConfig.__doc__}
     )
+
+
+@cache
+def _with_groups(groups: tuple[tuple[str, type[RoleConfig]], ...]) -> type[RunConfig]:
+    """The schema of a run with these groups of roles beside the actor's, by name."""
+    made = [(name, kind, field(default_factory=kind)) for name, kind in groups]
+    return make_dataclass(RunConfig.__name__, made, bases=(RunConfig,), kw_only=True)
+
+
+def _restored(groups: tuple[tuple[str, type[RoleConfig]], ...], values: dict[str, Any]) -> RunConfig:
+    run = object.__new__(_with_groups(groups) if groups else RunConfig)
+    vars(run).update(values)
+    return run
 
 
 def _union(common: type[Any], kinds: Collection[type[Any]]) -> type[Any]:
@@ -227,10 +262,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _share_violations,
         replay_violations,
     ]
-    violations = check(run, rules, beside=unknown)
-    absent = set() if unknown else {each.name for each in ROLES.values() if each.config} - {*run.roles}
-    inherited = [each for each in violations if each.key.split(".")[0] in absent and each.key not in run.written]
-    return [each for each in violations if each not in inherited]
+    return check(run, rules, beside=unknown)
 
 
 def _role_violations(run: RunConfig, role: Role) -> list[Violation]:

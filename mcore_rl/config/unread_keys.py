@@ -289,9 +289,14 @@ def _of_role(role: Role) -> Iterator[Switch]:
         remedy = "algorithm.distill.coef=1"
     if not role.publishes:
         yield Switch((f"{name}.",), lambda run: name in run.roles, f"there is no {name}", remedy)
+
+    def where(test: Callable[[RunConfig], bool]) -> Callable[[RunConfig], bool]:
+        """``test`` where there is such a group; else the switch above says enough."""
+        return lambda run: name not in run.roles or test(run)
+
     yield Switch(
         (f"{name}.moe.flex_backend",),
-        lambda run: run.role_config(role).moe.dispatcher is Dispatcher.flex,
+        where(lambda run: run.role_config(role).moe.dispatcher is Dispatcher.flex),
         f"{name}.moe.dispatcher sends tokens without it",
         f"{name}.moe.dispatcher=flex",
     )
@@ -310,13 +315,13 @@ def _of_role(role: Role) -> Iterator[Switch]:
     )
     yield Switch(
         (f"{name}.loss_agg_constant",),
-        lambda run: run.trained_config(role).loss_agg_mode is LossAggregation.sum_over_constant,
+        where(lambda run: run.trained_config(role).loss_agg_mode is LossAggregation.sum_over_constant),
         f"{name}.loss_agg_mode divides by no constant",
         f"{name}.loss_agg_mode=sum_over_constant",
     )
     yield Switch(
         (f"{name}.shuffle",),
-        lambda run: run.trained_config(role).ppo_epochs > 1,
+        where(lambda run: run.trained_config(role).ppo_epochs > 1),
         "there is one pass over the samples, and the second is the first to be shuffled",
         f"{name}.ppo_epochs=2",
     )
@@ -327,6 +332,8 @@ def _of_adapters(role: Role) -> Iterator[Switch]:
         return
 
     def adapts(run: RunConfig) -> bool:
+        if role.name not in run.roles:
+            return True  # another switch says enough
         config = run.role_config(role)
         return isinstance(config, AdaptedConfig) and config.lora.rank > 0
 

@@ -22,9 +22,8 @@ from mcore_rl.algorithms.process_rewards import (
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithms.prime import ProcessNorm
-from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
-from tests.support.settings import algorithm_config
+from tests.support.settings import algorithm_config, any_run
 
 BETA = 0.3
 PLAIN = algorithm_config(adv_estimator="prime", process_coef=5.0, outcome_coef=2.0)
@@ -126,7 +125,7 @@ def by_package(
     rewards = centred(stats_of(batch), group_S, outcomes.scores_S, member_S, beta=BETA, config=config)
     outcomes = replace(outcomes, scores_S=rewards.outcomes_S, compared_S=rewards.compared_S)
     values = {"process_scales": rewards.scales_S, "process_shifts": rewards.shifts_S}
-    batch = replace(batch, extra_T={**batch.extra_T, **token_rewards(batch, values, RunConfig())})
+    batch = replace(batch, extra_T={**batch.extra_T, **token_rewards(batch, values, any_run())})
     tokens, stats = compute_advantages(batch, outcomes, config, 0.0)
     of_step = estimate(group_S, stats.scores_S, stats.counts_S, stats.advantages, config, members_S=stats.members_S)
     lengths = list(batch.lengths_S)

@@ -118,7 +118,8 @@ def sound_config(program: str, key: str = "") -> Any:
     """The sound configuration, as the dataclass that a command gets, of a run that has ``key``."""
     if program == "cluster":
         return load_cluster("cpu")
-    written = WITH_ROLE.get(key.partition(".")[0], SOUND[program])
+    role = "teacher" if key.startswith("algorithm.distill.") else key.partition(".")[0]
+    written = WITH_ROLE.get(role, SOUND[program])
     config = compose(PROGRAMS[program][0], program, written)
     if not key or has_key(config, key):
         return config

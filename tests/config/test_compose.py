@@ -171,7 +171,7 @@ def test_a_value_that_others_follow_is_refused_once() -> None:
 
 
 def test_the_yaml_composes_to_what_it_is_of(tmp_path: Path) -> None:
-    run = compose(RunConfig, "train", ["algorithm=dapo", "rollout.stop=['\n']", "critic.path=c"])
+    run = compose(RunConfig, "train", ["algorithm=dapo", "rollout.stop=['\n']"])
     (tmp_path / "again.yaml").write_text("defaults: [train_schema, _self_]\n" + as_yaml(run))
     assert compose(RunConfig, "train", [], tmp_path, "again") == run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.algorithms.prime import ProcessNorm
-from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, runs, with_override
+from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, run_with, runs
 from mcore_rl.config.names import has_key, value_at
 from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
@@ -170,19 +170,14 @@ def numbers(run: RunConfig) -> list[list[float]]:
     return [each.double().flatten().tolist() for each in made]
 
 
-def base(name: str) -> RunConfig:
-    """The algorithm, with the bound that rejection, where it is switched on, requires."""
-    return changed(runs()[name], "algorithm.rollout_correction.reject_upper", 1.01)
-
-
 def at(run: RunConfig, key: str) -> Any:
     return value_at(run, key)
 
 
 @cache
 def given(name: str, overrides: tuple[str, ...]) -> tuple[RunConfig, list[list[float]]]:
-    """The algorithm with ``overrides``, and its numbers."""
-    run = reduce(with_override, overrides, base(name))
+    """The algorithm with ``overrides`` and the bound that rejection requires, where that is on, and its numbers."""
+    run = changed(run_with(name, *overrides), "algorithm.rollout_correction.reject_upper", 1.01)
     return run, numbers(run)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.config.compose import compose
+from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.role import Head
 from mcore_rl.config.run import RunConfig, run_violations
 
@@ -65,7 +68,13 @@ def test_a_teacher_of_the_loss_gives_hidden_states() -> None:
 
 
 def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
-    run = run_of("data.max_response_length=77", "trainer.device=cpu", "actor.precision=float32", "algorithm=opo")
+    run = run_of(
+        "data.max_response_length=77",
+        "trainer.device=cpu",
+        "actor.precision=float32",
+        "algorithm=opo",
+        "algorithm.adv_estimator=gae",
+    )
     assert run.rollout.max_response_length == 77
     assert {each.device for each in (run.rollout, run.actor, run.critic, run.reward_model)} == {run.trainer.device}
     assert run.rollout.dtype is run.critic.precision is run.actor.precision is run.reward_model.dtype
@@ -323,10 +332,20 @@ def test_a_mistake_is_named_with_its_key(overrides: str, said: str) -> None:
     assert messages[0].count(". ") >= 1, "there is a remedy"
 
 
-def test_the_critic_is_not_asked_where_there_is_none() -> None:
-    run = run_of()
-    run.critic.cliprange_value, run.critic.ppo_mini_batch_size = -1.0, 3
-    assert run_violations(run) == []
+def test_a_run_has_the_groups_of_its_roles_and_one_that_is_written() -> None:
+    def groups(*overrides: str) -> set[str]:
+        return {"critic", "teacher", "process_reward"} & as_dict(run_of(*overrides)).keys()
+
+    assert (
+        groups() == set() and groups("algorithm=ppo") == {"critic"} and groups("algorithm=prime") == {"process_reward"}
+    )
+    assert groups("algorithm.distill.coef=1") == {"teacher"} and groups("critic.optim.lr=1") == {"critic"}
+    assert refusals("critic.optim.lr=1", "critic.cliprange_value=0.3") == [
+        f"{each}: is not read: there is no critic. Leave it out, or write algorithm.adv_estimator=gae"
+        for each in ("critic.cliprange_value=0.3", "critic.optim.lr=1.0")
+    ]
+    travelled = pickle.loads(pickle.dumps(run := run_of("algorithm=ppo")))
+    assert travelled == run and type(travelled) is type(run) and copy.deepcopy(run) == run
 
 
 def test_stale_updates_are_made_where_they_are_asked_for() -> None:

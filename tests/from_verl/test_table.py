@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import any_run_schema
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import all_keys
 from mcore_rl.from_verl.facts import (
@@ -29,7 +29,7 @@ from mcore_rl.from_verl.row import KeyRow, absent, gone, to
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for, rows_for, rows_of
 
-SCHEMAS = {"train": RunConfig, "sft": SftConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
+SCHEMAS = {"train": any_run_schema(), "sft": SftConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig}
 
 
 @cache

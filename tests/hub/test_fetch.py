@@ -19,6 +19,7 @@ from tests.support import checkpoints, prompt_files
 from tests.support.engines import same_bits
 from tests.support.hub_server import HubServer, Repo
 from tests.support.run_task import overrides, write_task
+from tests.support.settings import any_run
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_nothing_is_downloaded_for_a_run_that_is_wrong(
 def test_a_run_that_goes_on_keeps_its_commits(hub: HubServer, words: list[str], tmp_path: Path) -> None:
     """The owner of the model changes it while the job waits in its queue."""
     before = hub.repos["models/owner/tiny"].head
-    config = RunConfig()
+    config = any_run()
     config.trainer.default_local_dir = str(tmp_path / "run")
     config.model.path = "owner/tiny"
     assert Path(fetched(config).model.path).name == before
@@ -100,7 +101,7 @@ def test_a_run_that_goes_on_keeps_its_commits(hub: HubServer, words: list[str], 
 
 
 def test_the_names_in_config_yaml_are_ids(hub: HubServer, words: list[str], tmp_path: Path) -> None:
-    config = RunConfig()
+    config = any_run()
     config.model.path, config.data.train_files = "owner/tiny", ["owner/sums"]
     local = fetched(config)
     prepare(tmp_path / "run", {"model": local.model, "data": local.data}, 1, None, {})
@@ -146,7 +147,7 @@ def test_generate_computes_in_the_dtype_of_the_hubs_model(
 
 
 def test_folders_of_rows_stand_for_their_files(tmp_path: Path) -> None:
-    config = RunConfig()
+    config = any_run()
     for name in ("train", "test"):
         prompt_files.write(tmp_path / "rows" / f"{name}.parquet", [prompt_files.row("1 + 1", "2")])
     config.data.train_files = config.data.val_files = [str(tmp_path / "rows")]

@@ -31,6 +31,7 @@ from mcore_rl.planning.overheads import (
 from mcore_rl.planning.peaks import LEAVING, leaves_behind
 from mcore_rl.planning.plan import Phase, Place, Plan, plan
 from tests.support import models, published
+from tests.support.settings import any_run
 
 H100 = load_cluster("nvidia_h100")
 CPU = ClusterConfig(name="laptop", cpus_per_node=4, host_memory_gib=8.0)
@@ -40,7 +41,7 @@ PARAMETERS = 7_615_616_512  # published: 7.61B
 
 def run_of(**trainer: object) -> RunConfig:
     """GRPO of a 7B model on eight GPUs."""
-    run = RunConfig()
+    run = any_run()
     run.actor.parallel.tp = 2
     run.actor.recompute, run.actor.microbatch_tokens = Recompute.full, 8192
     run.rollout.tp, run.rollout.dp, run.rollout.n = 2, 4, 8

@@ -11,13 +11,14 @@ from mcore_rl.families.checkpoints import HARDWARE, Preset, known_checkpoints, p
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import plan
 from tests.support.published import MODEL_CONFIGS
+from tests.support.settings import any_run
 
 CLUSTERS = {cluster.presets: cluster for cluster in map(load_cluster, cluster_names()) if cluster.presets}
 KNOWN = {name: each for name, each in known_checkpoints(MODEL_CONFIGS).items() if each.presets}
 
 
 def run_of(preset: Preset, share: float, longest: int) -> RunConfig:
-    run, per_node = RunConfig(), min(8, preset.num_gpus)
+    run, per_node = any_run(), min(8, preset.num_gpus)
     run.trainer.nnodes, run.trainer.n_gpus_per_node = preset.num_gpus // per_node, per_node
     run.actor.parallel, run.actor.recompute, run.actor.microbatch_tokens = preset.training, Recompute.full, 8192
     layout = preset.rollout

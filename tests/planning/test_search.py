@@ -17,6 +17,7 @@ from mcore_rl.planning.layouts import layouts, microbatches
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.search import Found, nearest_that_fit, overrides_of, refusal, search
 from tests.support import models, published
+from tests.support.settings import any_run
 
 H100 = load_cluster("nvidia_h100")
 QWEN = model_of(published.FACTS["Qwen/Qwen2.5-7B-Instruct"])[1]
@@ -24,7 +25,7 @@ MIXTRAL = model_of(published.FACTS["mistralai/Mixtral-8x22B-Instruct-v0.1"])[1]
 
 
 def run_of(**changes: object) -> RunConfig:
-    run = RunConfig()
+    run = any_run()
     run.rollout.n = 4
     run.trainer = replace(run.trainer, n_gpus_per_node=8, **changes)  # type: ignore[arg-type]
     return run

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from mcore_rl.config.launch import load_cluster
-from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.plan import Phase, Plan, plan
 from mcore_rl.planning.search import Found, search
 from mcore_rl.planning.tables import (
@@ -25,12 +24,13 @@ from mcore_rl.planning.tables import (
 )
 from mcore_rl.tracking.page import LIGHT
 from tests.support import models
+from tests.support.settings import any_run
 
 H100 = load_cluster("nvidia_h100")
 
 
 def planned(**rollout: object) -> tuple[Plan, Found]:
-    run = RunConfig()
+    run = any_run()
     run.actor.microbatch_tokens = 8192
     for name, value in rollout.items():
         setattr(run.rollout, name, value)
@@ -73,7 +73,7 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
 def test_the_page_of_a_search_tells_the_run_as_it_is_written_from_what_was_found() -> None:
     """Also where it does not fit: its time, and why, stand above those of the layouts."""
     for share, fits in ((0.5, True), (0.999, False)):
-        run = RunConfig()
+        run = any_run()
         run.actor.microbatch_tokens = 8192
         run.rollout.gpu_memory_utilization = share
         written = as_written(run, plan(run, models.moe(), H100))
@@ -92,7 +92,7 @@ def test_the_page_of_a_search_tells_the_run_as_it_is_written_from_what_was_found
 
 
 def test_no_two_parts_of_a_chart_have_one_colour() -> None:
-    run = RunConfig()
+    run = any_run()
     run.algorithm.adv_estimator, run.actor.use_kl_loss = "gae", True
     run.actor.microbatch_tokens = run.critic.microbatch_tokens = 8192
     run.trainer.save_freq = 5

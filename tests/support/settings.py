@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.config.run import any_run_schema
+from mcore_rl.config.run import RunConfig, any_run_schema
 
 T = TypeVar("T")
 
@@ -21,6 +21,12 @@ def algorithm_config(adv_estimator: str = "grpo", **values: Any) -> AlgorithmCon
 def actor_config(loss_mode: str = "ppo_clip", **values: Any) -> ActorConfig:
     """The settings of a policy trained by ``loss_mode``, with those of ``values`` that it has."""
     return _chosen(policy_loss(loss_mode).settings, "actor", values | {"loss_mode": loss_mode})
+
+
+def any_run(**groups: Any) -> RunConfig:
+    """A run of GRPO with the groups of all roles."""
+    chosen = {"algorithm": algorithm_config(), "actor": actor_config()}
+    return any_run_schema()(**(chosen | groups))
 
 
 def _chosen(kind: type[T], group: str, values: dict[str, Any]) -> T:

@@ -19,7 +19,6 @@ from mcore_rl.config.pairs import needs_answers, trains_pairs
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward import Style
 from mcore_rl.config.reward_model import style_violations
-from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import (
     AdaptedConfig,
     FrozenModelConfig,
@@ -179,7 +178,7 @@ def complete(config: RunConfig, platform: Platform) -> RunConfig:
     longest = float(config.data.max_response_length)
     served = config.reward.judge
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
-    roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}
+    roles = {role.name: _complete_role(config.role_config(role), longest) for role in config.group_rows}
     return replace(
         config.with_groups(roles),
         model=replace(config.model, path=path),

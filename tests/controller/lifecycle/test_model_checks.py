@@ -29,14 +29,14 @@ from mcore_rl.controller.lifecycle.model_checks import (
 )
 from mcore_rl.errors import CheckpointError, Violation
 from tests.support import models, prompt_files, tiny_models
-from tests.support.settings import actor_config, algorithm_config
+from tests.support.settings import actor_config, algorithm_config, any_run
 
 
 def run(
     world: int, *, n: int = 2, actor: str = "", mini: int = 8, critic: str | None = None, critic_mini: int = 8
 ) -> RunConfig:
     """critic: its layout; None: there is none."""
-    return RunConfig(
+    return any_run(
         algorithm=algorithm_config(adv_estimator="grpo" if critic is None else "gae"),
         actor=actor_config(parallel=parallel(actor), ppo_mini_batch_size=mini),
         critic=CriticConfig(parallel=parallel(critic or ""), ppo_mini_batch_size=critic_mini),

@@ -145,11 +145,11 @@ def test_a_prompt_that_fits_into_no_microbatch_with_its_response_is_refused(task
 
 def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(task)
-    filled = config(Path(), Path("run"), "critic.path=model")
+    filled = config(Path(), Path("run"), "algorithm.adv_estimator=gae", "critic.path=model")
     assert filled.model.path == filled.critic.path == str(task / "model")
     assert filled.trainer.default_local_dir == str(task / "run")
     assert filled.actor.loss_agg_constant == filled.critic.loss_agg_constant == 12.0
-    written = config(task, task, "actor.loss_agg_constant=3", "critic.loss_agg_constant=0")
+    written = config(task, task, "algorithm=ppo", "actor.loss_agg_constant=3", "critic.loss_agg_constant=0")
     assert (written.actor.loss_agg_constant, written.critic.loss_agg_constant) == (3.0, 0.0)
 
 

@@ -75,7 +75,13 @@ def test_the_same_run_is_replayed_to_where_its_record_ends(
 
 
 def test_every_setting_that_a_step_depends_on_must_be_as_it_was(task: Path, recorded: Path) -> None:
-    changed = ("actor.optim.lr=0.5", "algorithm.gamma=0.5", "rollout.temperature=0.7", "data.seed=7", "rollout.n=8")
+    changed = (
+        "actor.optim.lr=0.5",
+        "algorithm.whiten_advantages=true",
+        "rollout.temperature=0.7",
+        "data.seed=7",
+        "rollout.n=8",
+    )
     said = refusal(identity(task, *changed), recorded)
     assert said.startswith("5 problems")
     for each in changed:

@@ -33,7 +33,6 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.config.roles import RoleConfig
-from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Estimate
 from mcore_rl.config.trainer import PolicyModelConfig
 from mcore_rl.controller.step.stages import StepState, run_stage
@@ -44,7 +43,7 @@ from mcore_rl.types import TrainBatch
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
 from tests.support.in_process_group import InProcessGroup
-from tests.support.settings import algorithm_config
+from tests.support.settings import algorithm_config, any_run
 
 # Two samples of one prompt of two tokens; responses of two tokens and of one.  Of prompts nothing may be read.
 LENGTHS = (4, 3)
@@ -69,7 +68,7 @@ def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, 
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
     state = StepState(step=1, shared=shared, groups=groups, minibatches={})
-    config = RunConfig(model=PolicyModelConfig(path="m"), algorithm=algorithm).with_groups(more)
+    config = any_run(model=PolicyModelConfig(path="m"), algorithm=algorithm).with_groups(more)
     run: Any = SimpleNamespace(policy=group, clock=Clock(), kl=kl, config=config)
     metrics = dict[str, float]()
     for stage in (*estimators()[algorithm.adv_estimator].stages, Estimate(reads=())):
