@@ -48,7 +48,8 @@ def _is_setting(remedy: str) -> bool:
 def _is_refused(name: str, override: str) -> bool:
     """Whether a run of the algorithm ``name`` refuses ``override``."""
     key = override.partition("=")[0]
-    return any(each.key == key for each in run_violations(run_with(name, override), planned=True))
+    run = run_with(name, override.partition(", or ")[0])
+    return any(each.key == key for each in run_violations(run, planned=True))
 
 
 @cache
