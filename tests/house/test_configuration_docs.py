@@ -11,6 +11,7 @@ import pytest
 from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config.algorithm_object import Estimator
 from mcore_rl.config.algorithm_registry import estimators
+from mcore_rl.config.algorithms.ppo import GaeConfig
 from mcore_rl.config.bounds import PositiveInt, settings
 from mcore_rl.config.typed import defaults
 from tools import configuration as tool
@@ -115,6 +116,6 @@ def test_a_changed_bound_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_changed_reader_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     key = "algorithm.lam"
-    parts: dict[str, Estimator] = {name: replace(each, reads=each.reads | {key}) for name, each in estimators().items()}
+    parts: dict[str, Estimator] = {name: replace(each, settings=GaeConfig) for name, each in estimators().items()}
     monkeypatch.setattr("mcore_rl.config.unread_keys.estimator", parts.__getitem__)
     assert tool.readers_text(key) == "", "all read it now"

@@ -18,7 +18,7 @@ from mcore_rl.cli import COMMANDS
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.launch import load_recipe
-from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.run import RunConfig, any_run_schema, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import all_keys
 from tests.house.source import ROOT, python_files, repository_files
@@ -38,7 +38,7 @@ def rows(page: str) -> list[list[str]]:
 
 @cache
 def keys() -> frozenset[str]:
-    schemas = (RunConfig, SftConfig, GenerateConfig, EvaluateConfig)
+    schemas = (any_run_schema(), SftConfig, GenerateConfig, EvaluateConfig)
     return frozenset(key for schema in schemas for key in all_keys(schema))
 
 

@@ -29,7 +29,7 @@ class GdpoConfig(AlgorithmConfig):
 
     @property
     def reward_parts(self) -> list[str]:
-        """``gdpo_reward_keys``."""
+        """The parts that ``gdpo_reward_keys`` names."""
         return self.gdpo_reward_keys
 
 
