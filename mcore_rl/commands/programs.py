@@ -123,49 +123,49 @@ class Program:
 
 
 def _train(config: RunConfig, check: bool) -> int:
-    _begin("train")
+    begin("train")
     from mcore_rl.controller.programs.train import check_training, run_training
 
     return check_training(config) if check else asyncio.run(run_training(config))
 
 
 def _sft(config: SftConfig, check: bool) -> int:
-    _begin("sft")
+    begin("sft")
     from mcore_rl.controller.programs.sft import SFT
 
     return SFT.check(config) if check else asyncio.run(SFT.train(config))
 
 
 def _prefer(config: PreferConfig, check: bool) -> int:
-    _begin("prefer")
+    begin("prefer")
     from mcore_rl.controller.programs.prefer import PREFER
 
     return PREFER.check(config) if check else asyncio.run(PREFER.train(config))
 
 
 def _reward(config: RewardTrainingConfig, check: bool) -> int:
-    _begin("reward")
+    begin("reward")
     from mcore_rl.controller.programs.reward import REWARD
 
     return REWARD.check(config) if check else asyncio.run(REWARD.train(config))
 
 
 def _generate(config: GenerateConfig, check: bool) -> int:
-    _begin("generate")
+    begin("generate")
     from mcore_rl.controller.programs.generate import check_generate, run_generate
 
     return check_generate(config) if check else asyncio.run(run_generate(config))
 
 
 def _evaluate(config: EvaluateConfig, check: bool) -> int:
-    _begin("evaluate")
+    begin("evaluate")
     from mcore_rl.controller.programs.evaluate import check_evaluate, run_evaluate
 
     return check_evaluate(config) if check else asyncio.run(run_evaluate(config))
 
 
-def _begin(name: str) -> None:
-    """The first line, before seconds of imports."""
+def begin(name: str) -> None:
+    """Print the banner before the slow imports."""
     from rich.console import Console
 
     Console(stderr=True).print(f"mcore-rl {__version__} {name}: loading torch, and then the run", highlight=False)
