@@ -112,7 +112,7 @@ def generate_violations(config: GenerateConfig) -> list[Violation]:
 
 
 def sample_violations(config: GenerateConfig) -> list[Violation]:
-    """Every violation of ``mcore-rl sample``, which draws as ``generate`` does, and reads and writes no file of rows."""
+    """Every violation of ``mcore-rl sample``, which draws as ``generate`` does and has no file of rows."""
     return check(config, [*DRAWING, _model_violations, _unread_violations])
 
 

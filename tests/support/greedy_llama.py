@@ -1,4 +1,4 @@
-"""A random llama whose greedy answers transformers knows, in ASCII: bytes that are no text may be shown in many ways."""
+"""A random llama whose greedy answers transformers knows, in ASCII, since bytes that are no text have many forms."""
 
 from __future__ import annotations
 

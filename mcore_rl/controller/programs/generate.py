@@ -128,7 +128,7 @@ def prepare_engines(config: GenerateConfig, platform: Platform) -> tuple[Generat
 
 @asynccontextmanager
 async def opened_pool(config: GenerateConfig, platform: Platform) -> AsyncIterator[EnginePool]:
-    """While open: Ray, the engines of ``config``, and what draws from them.  config: as ``prepare_engines`` gives it."""
+    """While open: Ray, the engines of ``config``, and what draws from them.  config: of ``prepare_engines``."""
     rollout = config.rollout
     async with AsyncExitStack() as stack:
         stack.enter_context(ray_cluster(config.ray_init))
