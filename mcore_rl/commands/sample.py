@@ -1,7 +1,7 @@
 """Ask a model a question, and read what it answers.
 
     mcore-rl sample Qwen/Qwen2.5-0.5B-Instruct "What is 17 + 25?"
-    mcore-rl sample runs/arithmetic/grpo "Tom has 3 apples and buys 4 more. How many apples does Tom have?"
+    mcore-rl sample runs/arithmetic/grpo "Omar has 2 coins and finds 2 more. How many coins does Omar have?"
     mcore-rl sample runs/arithmetic/grpo rollout.temperature=0          asks you, again and again; Ctrl-D ends
     mcore-rl sample MODEL "Name a prime." rollout.n=4 data.max_response_length=64
     mcore-rl sample MODEL < question.txt > answer.txt
