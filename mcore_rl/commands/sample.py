@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See ``mcore_rl.cli.Command``."""
     parser.description = __doc__
     parser.set_defaults(spelt=SPELT)
-    parser.add_argument("words", nargs="*", metavar='MODEL ["QUESTION"] [key=value ...]', help="see above")
+    parser.usage = 'mcore-rl sample MODEL ["QUESTION"] [key=value ...] [--check] [--debug]'
+    parser.add_argument("words", nargs="*", metavar="WORD", help="MODEL, the question in quotes, and key=value")
     parser.add_argument("--check", action="store_true", help="check all of it, and start nothing")
 
 
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     begin("sample")
     from mcore_rl.controller.programs.sample import run_sample
 
-    written = {each.partition("=")[0] for each in overrides}
+    written = {each.partition("=")[0].lstrip("+") for each in overrides}
     return asyncio.run(run_sample(config, question, written, options.check))
 
 
