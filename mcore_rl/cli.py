@@ -31,6 +31,7 @@ COMMANDS = {
     "reward": "training a reward model on pairs of answers, numbers or outcomes",
     "generate": "responses to the prompts of parquet files",
     "evaluate": "grade generated responses: score, accuracy, pass@k, maj@k",
+    "sample": "ask a model a question, and read its answer",
     "plan": "does a run fit, where does each byte go, how long is a step",
     "rehearse": "one rank of a run at full size, without its machine",
     "submit": "run a recipe on a Slurm cluster",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,10 +23,13 @@ from safetensors.torch import load_file
 
 from mcore_rl.cli import COMMANDS, main
 from mcore_rl.commands.programs import PROGRAMS
+from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.bounds import bound_violations
-from mcore_rl.config.compose import compose
+from mcore_rl.config.compose import changes_as_yaml, compose
 from mcore_rl.config.resources import PAGES
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.typed import put
+from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
 from mcore_rl.errors import ConfigError, Violation
 from tests.house.source import ROOT
@@ -79,15 +83,76 @@ def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_cfg_prints_what_would_run_and_stops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chosen = ["algorithm=dapo", "model.path=m", "rollout.stop=['[/x]']"]
-    assert main(["train", "--cfg", *chosen]) == 0
+    assert main(["train", "--cfg", "all", *chosen]) == 0
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed)["rollout"]["n"] == 16
     (tmp_path / "again.yaml").write_text("defaults: [train_schema, _self_]\n" + printed)
     assert compose(RunConfig, "train", [], tmp_path, "again") == compose(RunConfig, "train", chosen)
 
 
+CHANGED = {  # what is written for a program: of each kind of value, a key that others follow, one that follows
+    "train": ["algorithm=dapo", "data.max_prompt_length=40", "rollout.max_response_length=512", "rollout.stop=[x]"],
+    "sft": ["trainer.experiment_name=other", "data.chat_template_kwargs={a: 1}"],
+    "prefer": ["actor.preference.loss=kto"],
+    "reward": ["actor.optim.lr=1e-3"],
+    "generate": ["data.max_prompt_length=40", "rollout.dtype=float32", "model.tokenizer_path=null"],
+    "evaluate": ["k=[1,8]", "reward_model.enforce_eager=true"],
+}
+DIFFERENT = {
+    "train": {"data.max_prompt_length": 40, "rollout.stop": ["x"], "algorithm.filter_groups.enable": True},
+    "sft": {"trainer.experiment_name": "other", "data.chat_template_kwargs.a": 1},
+    "prefer": {"actor.preference.loss": "kto"},
+    "reward": {"actor.optim.lr": 1e-3},
+    "generate": {"data.max_prompt_length": 40, "rollout.dtype": "float32"},
+    "evaluate": {"k": [1, 8], "reward_model.enforce_eager": True},
+}
+
+
+@pytest.mark.parametrize("program", list(PROGRAMS))
+def test_cfg_prints_first_what_differs_from_the_defaults(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A yaml file that composes to the same, and says nothing that is so without it: defaults, and what follows."""
+    assert main([program, "--cfg", *CHANGED[program]]) == 0
+    printed = capsys.readouterr().out
+    values = yaml.safe_load(printed)
+    assert values.pop("defaults") == [program, "_self_"]
+    differing = dict(leaf_values(values))
+    of_the_algorithm = program == "train"
+    assert {key: differing[key] for key in DIFFERENT[program]} == DIFFERENT[program]
+    assert of_the_algorithm or differing == DIFFERENT[program]
+    assert "rollout.max_prompt_length" not in differing, "it follows data.max_prompt_length"
+    (tmp_path / "again.yaml").write_text(printed)
+    schema = PROGRAMS[program].schema
+    assert compose(schema, program, [], tmp_path, "again") == compose(schema, program, CHANGED[program])
+    for without in differing:  # each is needed
+        fewer = {key: value for key, value in differing.items() if key != without}
+        tree: dict[str, Any] = {"defaults": [program, "_self_"]}
+        for key, value in fewer.items():
+            put(tree, key, value)
+        (tmp_path / "fewer.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        assert compose(schema, program, [], tmp_path, "fewer") != compose(schema, program, CHANGED[program]), without
+
+
+def test_cfg_of_the_defaults_prints_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for program in PROGRAMS:
+        assert main([program, "--cfg"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out) == {"defaults": [program, "_self_"]}
+
+
+@pytest.mark.parametrize("algorithm", list(algorithms()))
+def test_what_cfg_prints_is_refused_no_more_than_what_was_written(algorithm: str, tmp_path: Path) -> None:
+    """A file's keys count as written, and a key that is not read is refused where it is written."""
+    train = PROGRAMS["train"]
+    words = [f"algorithm={algorithm}", "model.path=m", "data.train_files=[f]", "rollout.n=4"]
+    written = train.composed(words)
+    (tmp_path / "again.yaml").write_text(changes_as_yaml(written, "train"))
+    again = train.composed([], tmp_path, "again")
+    assert again == written and set(train.violations(again)) == set(train.violations(written))
+
+
 def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "rollout.temperature=0.5", "--cfg", "data.seed=77"]) == 0
+    assert main(["train", "rollout.temperature=0.5", "--cfg", "data.seed=77", "all"]) == 0
     shown = capsys.readouterr().out
     assert "temperature: 0.5" in shown and "seed: 77" in shown
 
@@ -98,7 +163,7 @@ def test_a_recipe_is_named_as_plan_and_submit_take_it(capsys: pytest.CaptureFixt
     for name, expected in (("arithmetic_grpo", 4), (str(own), 4)):
         assert main(["train", f"recipe={name}", "--cfg", "rollout.n=4"]) == 0
         assert yaml.safe_load(capsys.readouterr().out)["rollout"]["n"] == expected
-    assert main(["train", f"recipe={own}", "--cfg"]) == 0
+    assert main(["train", f"recipe={own}", "--cfg", "all"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["rollout"]["n"] == 7 and shown["trainer"]["nnodes"] == 1
     assert main(["sft", "recipe=arithmetic_sft", "--cfg"]) == 0

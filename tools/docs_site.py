@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 MAP, OVERVIEW = "README.md", "overview.md"  # of docs/: the first page of the site; where the site has /README.md
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
+PICTURE = re.compile(r"""(?:(?<=src=")|(?<=srcset="))([^"#:]+)(#[^"]*)?(?=")""")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"^<!--.*?-->$\n?", re.MULTILINE | re.DOTALL)
 STYLE = """.md-grid { max-width: 84rem; }
@@ -110,7 +111,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{relpath(target, str(PurePosixPath(here).parent))}{match[2] or ''}"
 
     pieces = CODE.split(markdown)  # every second one is code
-    pieces[::2] = [LINK.sub(moved, COMMENT.sub("", each)) for each in pieces[::2]]
+    pieces[::2] = [PICTURE.sub(moved, LINK.sub(moved, COMMENT.sub("", each))) for each in pieces[::2]]
     return "".join(pieces)
 
 

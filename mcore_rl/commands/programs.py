@@ -27,7 +27,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 OVERRIDES = "Overrides are hydra's: key=value, and lists as key=[a,b]. MODEL is a directory, or an id of the Hub."
 CHECKED = """\
   mcore-rl {0} --check ...    does it begin, and does it fit here: check all of it, and start nothing
-  mcore-rl {0} --cfg ...      what would be run, as yaml, without running it
+  mcore-rl {0} --cfg ...      what differs from the defaults, as a yaml file to begin with; --cfg all: every key
 """
 TRAIN = """\
   mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
@@ -55,6 +55,7 @@ EVALUATE = """\
   mcore-rl evaluate path=answers.parquet k=[1,8] custom_reward_function.path=my_reward.py
   mcore-rl evaluate path=answers.parquet pairs=pairs.parquet   for mcore-rl prefer and reward
 """
+EVERY_KEY = "all"  # the word after --cfg
 
 
 @dataclass(frozen=True)
@@ -77,25 +78,37 @@ class Program:
         """See ``mcore_rl.cli.Command``."""
         parser.description = self.about
         parser.epilog = f"{OVERRIDES}\n\n{self.examples}{CHECKED.format(self.name)}\n{self.more()}"
-        parser.add_argument("words", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
+        parser.add_argument("words", nargs="*", metavar="key=value", help="see below; --cfg all shows all keys")
         parser.add_argument(
             "--config-dir", type=typed(InputDirectory), help="of yaml files of your own, found before ours"
         )
         parser.add_argument("--config-name", help=f"the yaml file to begin with (default: {self.name})")
-        parser.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+        cfg = "print what differs from the defaults, as yaml, and stop; --cfg all: every key"
+        parser.add_argument("--cfg", action="store_true", help=cfg)
         parser.add_argument("--check", action="store_true", help="check all of it and plan, and start nothing")
 
     def run(self, options: argparse.Namespace) -> int:
         """See ``mcore_rl.cli.Command``."""
-        config = self.composed(options.words, options.config_dir, options.config_name)
+        words = [each for each in options.words if not (options.cfg and each == EVERY_KEY)]
+        config = self.composed(words, options.config_dir, options.config_name)
         if options.cfg:
-            from rich.console import Console
-
-            from mcore_rl.config.compose import as_yaml
-
-            Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
+            self._show(config, every_key=EVERY_KEY in options.words)
             return 0
         return self.act(self.ready(config), options.check)
+
+    def _show(self, config: Any, every_key: bool) -> None:
+        """Print ``config`` as yaml."""
+        from rich.console import Console
+
+        from mcore_rl.config.compose import as_yaml, changes_as_yaml
+
+        if every_key:
+            text = as_yaml(config)
+        else:
+            head = f"# What differs from the defaults of mcore-rl {self.name}; --cfg all shows every key.\n"
+            head += f"# As NAME.yaml it is run by mcore-rl {self.name} --config-dir . --config-name NAME\n"
+            text = head + changes_as_yaml(config, self.name)
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def composed(self, words: Sequence[str], config_dir: Path | None = None, config_name: str | None = None) -> Any:
         """The configuration of ``words``, upon their recipe, the file of the two names, or the defaults."""
@@ -123,49 +136,49 @@ class Program:
 
 
 def _train(config: RunConfig, check: bool) -> int:
-    _begin("train")
+    begin("train")
     from mcore_rl.controller.programs.train import check_training, run_training
 
     return check_training(config) if check else asyncio.run(run_training(config))
 
 
 def _sft(config: SftConfig, check: bool) -> int:
-    _begin("sft")
+    begin("sft")
     from mcore_rl.controller.programs.sft import SFT
 
     return SFT.check(config) if check else asyncio.run(SFT.train(config))
 
 
 def _prefer(config: PreferConfig, check: bool) -> int:
-    _begin("prefer")
+    begin("prefer")
     from mcore_rl.controller.programs.prefer import PREFER
 
     return PREFER.check(config) if check else asyncio.run(PREFER.train(config))
 
 
 def _reward(config: RewardTrainingConfig, check: bool) -> int:
-    _begin("reward")
+    begin("reward")
     from mcore_rl.controller.programs.reward import REWARD
 
     return REWARD.check(config) if check else asyncio.run(REWARD.train(config))
 
 
 def _generate(config: GenerateConfig, check: bool) -> int:
-    _begin("generate")
+    begin("generate")
     from mcore_rl.controller.programs.generate import check_generate, run_generate
 
     return check_generate(config) if check else asyncio.run(run_generate(config))
 
 
 def _evaluate(config: EvaluateConfig, check: bool) -> int:
-    _begin("evaluate")
+    begin("evaluate")
     from mcore_rl.controller.programs.evaluate import check_evaluate, run_evaluate
 
     return check_evaluate(config) if check else asyncio.run(run_evaluate(config))
 
 
-def _begin(name: str) -> None:
-    """The first line, before seconds of imports."""
+def begin(name: str) -> None:
+    """Print the banner before the slow imports."""
     from rich.console import Console
 
     Console(stderr=True).print(f"mcore-rl {__version__} {name}: loading torch, and then the run", highlight=False)

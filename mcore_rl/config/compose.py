@@ -29,8 +29,8 @@ from mcore_rl.config.algorithm_presets import offer_algorithms, offered
 from mcore_rl.config.generate import dtype_of
 from mcore_rl.config.names import NO_KEY, meant
 from mcore_rl.config.override_text import keep_text
-from mcore_rl.config.typed import Tree, composed, plain, put
-from mcore_rl.config.written_keys import leaves
+from mcore_rl.config.typed import Tree, composed, defaults, merge, plain, put, typed
+from mcore_rl.config.written_keys import Composed, leaves
 from mcore_rl.config.yaml_files import YamlFile, read_defaults, searched
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
@@ -99,6 +99,42 @@ def as_yaml(config: object) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
+def changes_as_yaml(config: object, program: str) -> str:
+    """What differs in ``config`` from ``conf/PROGRAM.yaml``, as a yaml file that composes to the same configuration.
+
+    A key whose default follows another key is there only where it does not.
+    """
+    begun = read(program, program, None, [])
+    values = plain(config)
+    schema = type(config).schema_for(values) if isinstance(config, Composed) else type(config)
+    written = defaults(schema)
+    merge(written, begun)
+    changes: Tree = {}
+    for follows in (False, True):
+        merge(begun, changes)
+        merge(changes, _changes(values, plain(typed(schema, begun)), written, follows))
+    text = OmegaConf.to_yaml(OmegaConf.create(changes)) if changes else ""
+    return f"defaults: [{program}, _self_]\n{text}"
+
+
+def _changes(tree: Tree, usual: Tree, written: Tree, follows: bool) -> Tree:
+    """The values of ``tree`` that differ from ``usual``.
+
+    written: the defaults, with their interpolations.  follows: only of keys with one; else only of the others.
+    """
+    changes: Tree = {}
+    for key, value in tree.items():
+        before = usual.get(key)
+        default = written.get(key)
+        if isinstance(value, dict) and value and isinstance(before, dict):
+            inner = _changes(value, before, default if isinstance(default, dict) else {}, follows)
+            if inner:
+                changes[key] = inner
+        elif (key not in usual or before != value) and ("${" in str(default)) is follows:
+            changes[key] = value
+    return changes
+
+
 def as_dict(config: object) -> dict[str, Any]:
     """A configuration as nested dicts of plain values; enums as their names."""
     values: dict[str, Any] = plain(config)
@@ -146,7 +182,7 @@ def _front_violation(override: str) -> Violation | None:
         return Violation(key, value, NO_KEY, "Leave it out: hydra composes, and runs nothing")
     if len(key) > MAX_KEY:
         problem = f"is a key of {len(key):,} characters"
-        return Violation(f"{key[:80]}...", "", problem, "mcore-rl train --cfg shows all keys")
+        return Violation(f"{key[:80]}...", "", problem, "mcore-rl train --cfg all shows all keys")
     if name == ALGORITHM and len(value) > MAX_KEY:
         return Violation(key, f"{value[:80]}...", "there is none of that name", "mcore-rl train --help shows all")
     depth = max(override.count(bracket) for bracket in "[{(")

@@ -108,17 +108,12 @@ def dtype_of(path: str) -> str:
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:
     """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
-    rules: list[CrossCheck[GenerateConfig]] = [
-        lambda config: rollout_config_violations(config.rollout),
-        lambda config: routing_violations(config.rollout, "false"),
-        _lora_violations,
-        _length_violations,
-        _validation_violations,
-        _partial_violations,
-        _missing,
-        _out_violations,
-    ]
-    return check(config, rules)
+    return check(config, [*DRAWING, _model_violations, _name_violations, _missing, _out_violations])
+
+
+def sample_violations(config: GenerateConfig) -> list[Violation]:
+    """Every violation of ``mcore-rl sample``, which draws as ``generate`` does and has no file of rows."""
+    return check(config, [*DRAWING, _model_violations, _unread_violations])
 
 
 def _lora_violations(config: GenerateConfig) -> Iterator[Violation]:
@@ -136,8 +131,6 @@ def _length_violations(config: GenerateConfig) -> Iterator[Violation]:
 
 
 def _validation_violations(config: GenerateConfig) -> Iterator[Violation]:
-    if config.out and Path(config.out).suffix not in ("", ".parquet"):
-        yield Violation("out", config.out, "is written as parquet", "Write a name that ends in .parquet")
     if config.rollout.val_kwargs != ValidationConfig():
         problem = "says how training validates, and nothing is validated here"
         remedy = "Write rollout.n, rollout.temperature, rollout.top_p and rollout.top_k"
@@ -153,9 +146,44 @@ def _partial_violations(config: GenerateConfig) -> Iterator[Violation]:
             yield Violation(f"rollout.{name}", value, problem, "Leave it out")
 
 
-def _missing(config: GenerateConfig) -> Iterator[Violation]:
+def _model_violations(config: GenerateConfig) -> Iterator[Violation]:
     if not config.model.path:
         yield Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint")
+
+
+def _unread_violations(config: GenerateConfig) -> Iterator[Violation]:
+    """What only rows of a file have a use for."""
+    usual = GenerateConfig()
+    rows = (
+        ("data.files", config.data.files, usual.data.files),
+        ("data.max_samples", config.data.max_samples, usual.data.max_samples),
+        ("rollout.agent", config.rollout.agent, usual.rollout.agent),
+        ("out", config.out, usual.out),
+        ("overwrite", config.overwrite, usual.overwrite),
+    )
+    for key, value, default in rows:
+        if value != default:
+            remedy = "Leave it out, or write mcore-rl generate, which answers the rows of files"
+            yield Violation(key, value if isinstance(value, (str, int, list)) else "...", "is not read here", remedy)
+
+
+# What holds of every command that draws responses and trains nothing.
+DRAWING: list[CrossCheck[GenerateConfig]] = [
+    lambda config: rollout_config_violations(config.rollout),
+    lambda config: routing_violations(config.rollout, "false"),
+    _lora_violations,
+    _length_violations,
+    _validation_violations,
+    _partial_violations,
+]
+
+
+def _name_violations(config: GenerateConfig) -> Iterator[Violation]:
+    if config.out and Path(config.out).suffix not in ("", ".parquet"):
+        yield Violation("out", config.out, "is written as parquet", "Write a name that ends in .parquet")
+
+
+def _missing(config: GenerateConfig) -> Iterator[Violation]:
     if not config.data.files:
         yield Violation("data.files", "[]", "there are no prompts", "Write data.files=[FILE]")
     if not config.out:

@@ -160,7 +160,7 @@ def _merge_known(
         inner = hints.get(name if prefix else field_of(name))
         if name not in tree:
             for leaf, each in leaf_values({key: value}):
-                remedy = meant(leaf, known, "--cfg shows all keys")
+                remedy = meant(leaf, known, "--cfg all shows all keys")
                 yield Violation(leaf, _shown(each), NO_KEY, remedy)
         elif not is_dataclass(inner):
             merge(tree, {name: value})

@@ -27,6 +27,7 @@ from mcore_rl.controller.training_run import every_step
 async def train(run: Run) -> None:
     """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
+    run.tracker.now("weights to the engines")
     await run.devices.to_engines(run.progress.step)
     async with run.elastic, run.rollouts:
         await every_step(run, train_step)
@@ -36,6 +37,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     """One step: the engines begin with the weights of the step before, and end with those of this one."""
     config, clock = run.config, run.clock
 
+    run.tracker.now("drawing")
     with clock("generate"):
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)

@@ -196,6 +196,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Metrics of validation; exports the weights if this validation is the best so far."""
         if self.prepared.validation is None or self.collector is None:
             return {}
+        self.tracker.now("validating")
         with self.clock("validate"):
             metrics, episodes = await validate(
                 self.collector,

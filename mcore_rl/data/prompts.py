@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from mcore_rl.config.data import DataConfig, Truncation
@@ -176,6 +177,32 @@ class PromptSet:
                 for start, records in () if type_problems else file.batches():
                     _take(reading, number, file, start, records, config, tokenizer, graded, agents, answers, pictures)
                     bar.advance(task, len(records))
+        return cls._demanded(sources, reading, config, title, pictures)
+
+    @classmethod
+    def of_question(cls, question: str, name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+        """One prompt, what a user asks: the tokens that ``load`` makes of a row with this message alone.
+
+        name: stands in its id for the file.  Raises DataError as ``load`` does.
+        """
+        messages = [{"role": "user", "content": question}]
+        table = pa.table({config.prompt_key: [messages]})
+        file = SourceFile(name=name, folder=Path(), table=table, numbers=np.zeros(1, dtype=np.int64))
+        reading = _Reading()
+        for start, records in file.batches():
+            _take(reading, 0, file, start, records, config, tokenizer, False, None, None, None)
+        return cls._demanded([file], reading, config, "question", None)
+
+    @classmethod
+    def _demanded(
+        cls,
+        sources: list[SourceFile],
+        reading: _Reading,
+        config: DataConfig,
+        title: str,
+        pictures: PictureReader | None,
+    ) -> PromptSet:
+        """The prompts that were read.  DataError: with all that is wrong with them."""
         reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))

@@ -1,5 +1,7 @@
 """The terminal: a live line of what is happening now, and a table row per step; plain lines if it is no terminal.
 
+Without a live line, lines say what happens until the first step is trained, since that may take minutes.
+
 Only terminals get control characters, so that a log file of a batch system can be read and searched.
 """
 
@@ -91,6 +93,7 @@ LEFT_OUT = (
     "acc", "val ECE", "val", "val loss", "seconds",
 )  # fmt: skip
 ROWS_PER_HEADER = 25
+EVERY_S = 30.0  # between two lines of one activity, where there is no live line
 Cell = tuple[str, int, str]  # head, width, text
 
 
@@ -102,6 +105,10 @@ class ConsoleSink:
     def __init__(self, console: Console, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._line = LiveLine(total_steps, now)
+        self._now = now
+        self._begun = now()
+        self._told: dict[str, float] = {}  # when each activity was last told of, where there is no live line
+        self._trains = False  # a step is trained
         self._width = max(4, 2 * len(str(total_steps)) + 1)
         self._rows = 0
         self._heads: list[str] = []  # of the row before
@@ -113,6 +120,7 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's row."""
         self._line.finished(step, metrics)
+        self._trains |= step > 0
         kinds = (each for marks, each in OFFLINE_COLUMNS if any(key.startswith(marks) for key in metrics))
         columns = next(kinds, COLUMNS)
         cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
@@ -145,8 +153,12 @@ class ConsoleSink:
         """Does nothing: samples are in the run directory."""
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Change the live line."""
+        """Change the live line; without one, and before the first step, print it now and then."""
         self._line.now(text, done, total)
+        now = self._now()
+        if self._live is None and not self._trains and now - self._told.get(text, -math.inf) >= EVERY_S:
+            self._told[text] = now
+            self._console.print(Text(f"{duration(now - self._begun)}: {self._line.words()}"), soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live line and restore the terminal."""

@@ -120,7 +120,7 @@ def resumed(task: Path, whole: Observed, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_row_makes_a_configuration_group(task: Path) -> None:
-    shown = ["train", "--cfg", "model.path=m", "data.train_files=[f]"]
+    shown = ["train", "--cfg", "all", "model.path=m", "data.train_files=[f]"]
     done, wrong = answers([*shown, *of_roles(task)], [*shown, "tutor.paralel.tp=2"])
     assert done.returncode == 0, done.stderr
     text = done.stdout[done.stdout.index("\ntutor:") :]

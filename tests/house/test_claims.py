@@ -1,4 +1,4 @@
-"""docs/testing.md: every claim of the README has a test that `make test` runs, and every test is there."""
+"""docs/testing.md: every claim of the README and of docs/features.md has a test of `make test`, and each is there."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def cells(text: str) -> list[list[str]]:
 
 
 def claims() -> set[str]:
-    """The bold words before the first heading of the README, and the first cells of its tables."""
+    """The bold words before the first heading of the README, and the first cells of its tables and the features'."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     bold = {" ".join(words.split()) for words in re.findall(r"\*\*(.+?)\*\*", readme.partition("\n## ")[0], re.DOTALL)}
-    return bold | {row[0] for row in cells(readme)} - {"part", "machine"}
+    features = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+    return bold | {row[0] for row in [*cells(readme), *cells(features)]} - {"part", "machine"}
 
 
 def table() -> list[tuple[str, str, str]]:
@@ -37,6 +38,13 @@ def test_every_claim_has_a_test_that_make_test_runs() -> None:
     assert {claim for claim, _, _ in table()} == claims()
     assert {claim for claim, _, tier in table() if tier in ("check", "test")} == claims()
     assert {tier for _, _, tier in table()} == set(TIERS)
+
+
+def test_the_readme_is_short_and_no_part_is_told_of_twice() -> None:
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/features.md")]
+    readme, features = ([row[0] for row in cells(page)] for page in pages)
+    assert len(readme) <= 15 + len(("part", "machine"))
+    assert set(readme) & set(features) == {"part"}
 
 
 @pytest.mark.parametrize("test", sorted({test for _, test, _ in table()}))

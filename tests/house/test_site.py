@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,25 @@ def test_the_navigation_is_the_map() -> None:
 )
 def test_a_link_is_moved_to_where_the_site_has_it(target: str, page: str, there: str) -> None:
     assert docs_site.place(docs_site.from_docs(target, page)) == there
+
+
+@dataclass
+class Shown:
+    """A page and its file, as mkdocs hands them over."""
+
+    src_uri: str
+
+    @property
+    def file(self) -> Shown:
+        return self
+
+
+def test_pictures_of_the_readme_are_where_the_site_has_them() -> None:
+    page = '<source srcset="docs/pictures/a.png">\n<img src="docs/pictures/b.png" width="1">\n<a href="docs/x.md">'
+    moved = docs_site.on_page_markdown(page, Shown("overview.md"), None, None)  # type: ignore[arg-type]
+    assert moved == '<source srcset="pictures/a.png">\n<img src="pictures/b.png" width="1">\n<a href="docs/x.md">'
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(pictures) == 2 and all((ROOT / each).stat().st_size < 150_000 for each in pictures)
 
 
 def test_the_site_fails_for_what_leads_nowhere() -> None:

@@ -142,7 +142,7 @@ def test_generate_computes_in_the_dtype_of_the_hubs_model(
     files = ["model.path=owner/tiny", "data.files=owner/sums:data/test.parquet", f"out={tmp_path / 'o.parquet'}"]
     config = json.loads(hub.repos["models/owner/tiny"].files["config.json"])
     assert config.get("dtype", config.get("torch_dtype")) == "float32", "not the default"
-    assert main(["generate", "--cfg", *files]) == 0
+    assert main(["generate", "--cfg", "all", *files]) == 0
     assert "dtype: float32" in said(capsys)
 
 

@@ -25,6 +25,7 @@ SHORTCUTS = """
 mcore-rl() {
     case $1 in
         train | sft | prefer | reward | generate | evaluate) command mcore-rl "$@" --cfg ;;
+        sample) command mcore-rl "$@" --check ;;
         submit) command mcore-rl "$@" --dry-run ;;
         *) command mcore-rl "$@" ;;
     esac

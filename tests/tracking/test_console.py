@@ -39,10 +39,9 @@ def written(terminal: bool, steps: range, metrics: dict[str, float], total: int 
 
 
 def test_where_there_is_no_terminal_a_step_is_one_plain_line() -> None:
-    text = written(False, range(1, 3), STEP)
-    lines = text.splitlines()
-    assert all(character.isprintable() for line in lines for character in line)
-    assert len(lines) == 2
+    begun, *lines = written(False, range(1, 3), STEP).splitlines()
+    assert all(character.isprintable() for line in [begun, *lines] for character in line)
+    assert begun == "0 s: generate 1/1,000" and len(lines) == 2
     assert lines[0].split(" | ")[:3] == ["step 1/1000", "reward 0.513", "acc 41.0%"]
     assert lines[1].startswith("step 2/1000 | ")
     assert [part.rpartition(" ")[2] for part in lines[0].split(" | ")[1:]] == VALUES
@@ -57,8 +56,8 @@ APART = {
 
 
 def test_a_run_on_separate_devices_says_who_was_idle_and_what_was_drawn_ahead() -> None:
-    line = written(False, range(1, 2), {"reward/mean": 0.5} | APART)
-    assert line == ("step 1/1000 | reward 0.500 | stale 2.000 | buffer 12.0 | eng idle 25.0% | trn idle 50.0%\n")
+    _, line = written(False, range(1, 2), {"reward/mean": 0.5} | APART).splitlines()
+    assert line == ("step 1/1000 | reward 0.500 | stale 2.000 | buffer 12.0 | eng idle 25.0% | trn idle 50.0%")
     assert "stale" not in written(False, range(1, 2), STEP | {"rollout/staleness_max": 0.0}), (
         "of sync on shared devices"
     )
@@ -79,8 +78,36 @@ def test_the_live_line_counts_what_engines_do() -> None:
     )
 
 
+def test_where_there_is_no_terminal_lines_say_what_happens_until_a_step_is_trained() -> None:
+    """One when something begins, and one in half a minute of it; the seconds are since the beginning."""
+    out = io.StringIO()
+    clock = [100.0]
+    sink = ConsoleSink(Console(file=out, force_terminal=False, color_system=None, width=40), 80, lambda: clock[0])
+
+    def at(seconds: float, text: str, done: float | None = None, total: float | None = None) -> list[str]:
+        clock[0] = 100.0 + seconds
+        sink.now(text, done, total)
+        lines = out.getvalue().splitlines()
+        out.truncate(0)
+        out.seek(0)
+        return lines
+
+    assert at(0, "starting Ray") == ["0 s: starting Ray"]
+    assert at(75, "weights to the engines, which have more than a line") == [
+        "1:15 min: weights to the engines, which have more than a line"
+    ]
+    assert at(80, "validating", 0, 64) == ["1:20 min: validating 0/64"]
+    assert at(90, "validating", 16, 64) == []
+    assert at(110, "validating", 32, 64) == ["1:50 min: validating 32/64, 30 s left"]
+    sink.log(0, {"val/a/accuracy": 0.5})
+    assert at(120, "drawing", 0, 8) == ["step 0/80 | val 50.0%", "2:00 min: step 1/80 · drawing 0/8"]
+    sink.log(1, {"reward/mean": 0.5})
+    assert at(500, "drawing", 0, 8) == ["step 1/80 | reward 0.500"]
+    assert at(600, "log-probs") == []
+
+
 def test_what_a_step_does_not_report_is_left_out_of_the_line() -> None:
-    assert written(False, range(1), {"val/a/accuracy": 0.5}) == "step 0/1000 | val 50.0%\n"
+    assert written(False, range(1), {"val/a/accuracy": 0.5}).endswith("\nstep 0/1000 | val 50.0%\n")
 
 
 def test_on_a_terminal_a_step_is_a_row_under_its_heads() -> None:

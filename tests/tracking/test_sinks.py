@@ -93,7 +93,7 @@ def test_a_run_is_recorded_and_shown(tmp_path: Path) -> None:
     assert list(sample_files(tmp_path, "validation")) == [0]
     assert list(sample_files(tmp_path, "rollouts")) == [1]
     assert json.loads((tmp_path / "environment.json").read_text())["hardware"]["device"] == "cpu"
-    assert out.getvalue() == "step 0/10 | val 100.0%\nstep 1/10 | reward 0.500\n"
+    assert out.getvalue() == "step 0/10 | val 100.0%\n0 s: step 1/10 · generate 3/10\nstep 1/10 | reward 0.500\n"
 
 
 def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         engines, layout = [member.client for member in kept.members], config.rollout.layout
         pool = pool_of(engines, config.rollout, goes_on=trainer.placement is Placement.separate)
         connect = partial(_connect, config, platform, kept.places, groups[policy], store, living.num_attempts)
+        tracker.now("connecting the trainer with the rollout engines")
         await connect(kept.members)
         updater = WeightUpdater(engines, layout_of(layout, len(engines)), groups[policy])
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)

@@ -6,7 +6,7 @@ Engines that outlived a trainer are taken as they are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -86,10 +86,15 @@ class Start:
         else:
             self.tracker.now("starting the trainer and the rollout engines")
             engines = self._engines(places, watchdog, living.stack)
-            groups, members = await _together(self._roles(places, stack), engines)
+            groups, members = await _together(self._roles(places, stack), engines, self._tell_first)
         shared = groups[policy] if colocated else None
         living.kept = Kept(places, members, *await self._scorers(places, shared, living.stack), watchdog)
         return groups, living.kept
+
+    def _tell_first(self, number: int) -> None:
+        """Shows which of the two is ready, the trainer (0) or the engines (1), while the other is not."""
+        ready, waited_for = [("trainer", "rollout engines"), ("rollout engines", "trainer")][number]
+        self.tracker.now(f"starting the {waited_for}; ready: the {ready}")
 
     async def _scorers(
         self, places: Places, shared: TrainGroup | None, stack: AsyncExitStack
@@ -168,9 +173,21 @@ class Start:
         )  # fmt: skip
 
 
-async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
-    """Awaits both at the same time; if one fails, raises its error once the other has ended."""
+async def _together(
+    first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B], ready: Callable[[int], None]
+) -> tuple[A, B]:
+    """Awaits both at the same time; if one fails, raises its error once the other has ended.
+
+    ready: called with the number of the one that ends first, if it does well.
+    """
     both = asyncio.ensure_future(first), asyncio.ensure_future(second)
+
+    def told(ended: asyncio.Future[Any]) -> None:
+        if not ended.cancelled() and ended.exception() is None and not all(each.done() for each in both):
+            ready(both.index(ended))
+
+    for each in both:
+        each.add_done_callback(told)
     try:
         made, also_made = await asyncio.gather(*both)
         return made, also_made

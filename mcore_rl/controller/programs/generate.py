@@ -7,8 +7,8 @@ No trainer and no grading: ``evaluate`` grades.  Invariant: a response follows f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -41,6 +41,7 @@ from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import has_tokenizer
+from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.runtime.cluster import ray_cluster
@@ -74,15 +75,10 @@ async def run_generate(config: GenerateConfig) -> int:
         if kept.entries:
             _say(console, f"going on with {journal_of(out)}, which has {len(kept.entries):,} responses")
         _say(console, f"starting Ray and the rollout engines, which compute in {rollout.dtype.value}")
-        stack.enter_context(ray_cluster(config.ray_init))
-        places = await place_engines(rollout.layout, platform)
-        stack.callback(places.close)
-        await demand_seen({"model.path": model_directory(config)}, places.nodes)
-        directory, logs = model_directory(config), logs_beside(out)
-        engines = await start_engines(directory, rollout, places.rollout, platform, logs, stack)
+        pool = await stack.enter_async_context(opened_pool(config, platform))
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:
             sampling = sampling_of(rollout, rollout, rollout.seed)
-            groups = await draw(pool_of(engines, rollout), prompts, rollout.n, sampling, work.advance, kept, agents)
+            groups = await draw(pool, prompts, rollout.n, sampling, work.advance, kept, agents)
             rate = work.rate
         write_responses(out, table, groups)
     every = [each for group in groups for each in group]
@@ -107,6 +103,17 @@ def check_generate(config: GenerateConfig) -> int:
 def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PromptSet, AgentRunner]:
     """``config`` with absolute paths, the prompts, and what runs those of agents.  Raises as ``run_generate``."""
     refuse_if_any([*generate_violations(config), *file_violations(config)])
+    config, tokenizer = prepare_engines(config, platform)
+    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
+    try:
+        return config, _prompts(config, tokenizer, agents), agents
+    except BaseException:
+        agents.close()
+        raise
+
+
+def prepare_engines(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PreTrainedTokenizerBase]:
+    """``config`` with absolute paths, and the tokenizer, once engines may start.  Raises as ``run_generate``."""
     directory = Path(config.model.path).expanduser().resolve()
     out = Path(config.out).expanduser().resolve()
     config = replace(config, model=replace(config.model, path=str(directory)), out=str(out))
@@ -116,13 +123,21 @@ def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig,
     if not has_tokenizer(directory):
         problem, remedy = "has no tokenizer, so that responses have no text", "Copy the tokenizer's files there"
         refuse_if_any([Violation("model.path", str(directory), problem, remedy)])
-    tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    agents = AgentRunner(config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs)
-    try:
-        return config, _prompts(config, tokenizer, agents), agents
-    except BaseException:
-        agents.close()
-        raise
+    return config, load_tokenizer(config.model.tokenizer_path or directory)
+
+
+@asynccontextmanager
+async def opened_pool(config: GenerateConfig, platform: Platform) -> AsyncIterator[EnginePool]:
+    """While open: Ray, the engines of ``config``, and what draws from them.  config: of ``prepare_engines``."""
+    rollout = config.rollout
+    async with AsyncExitStack() as stack:
+        stack.enter_context(ray_cluster(config.ray_init))
+        places = await place_engines(rollout.layout, platform)
+        stack.callback(places.close)
+        directory = model_directory(config)
+        await demand_seen({"model.path": directory}, places.nodes)
+        logs = logs_beside(Path(config.out))
+        yield pool_of(await start_engines(directory, rollout, places.rollout, platform, logs, stack), rollout)
 
 
 def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner) -> PromptSet:

@@ -137,6 +137,7 @@ class OfflineRun(TrainingRun[C, PreparedOffline[C, D]]):
         """The metrics of ``judge``; nothing without validation data."""
         if self.prepared.validation is None:
             return {}
+        self.tracker.now("validating")
         with self.clock("validate"):
             return await self.judge(self.prepared.validation)
 
@@ -172,7 +173,13 @@ class OfflineProgram(Generic[C, D, R]):
 
     async def train(self, config: C, callbacks: Sequence[Callback] = ()) -> int:
         """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
-        return await run_program(config, self.open, lambda run: every_step(run, self.step), callbacks)
+
+        async def step(run: R, number: int) -> dict[str, float]:
+            run.tracker.now("training")
+            metrics: dict[str, float] = await self.step(run, number)
+            return metrics
+
+        return await run_program(config, self.open, lambda run: every_step(run, step), callbacks)
 
     def check(self, config: C) -> int:
         """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""

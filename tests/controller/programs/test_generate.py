@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig
@@ -38,34 +36,20 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.journal import journal, journal_of
-from tests.support import prompt_files
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import DrawnTurns
+from tests.support.greedy_llama import TOKENIZER, asked_tokens, greedy, write_llama
 from tests.support.prompt_files import row, write
-from tests.support.rollouts import SIZES
 from tests.support.scripted_rollout import answered, conversation, turn
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
-TOKENIZER = prompt_files.tokenizer()
 LENGTH = 12
 QUESTIONS = ["Tom has 3 apples.", "2 + 3?", "Who has 7 coins and finds 9 more of them, and how many?", "Why?"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama that answers in ASCII: bytes that are no text may be shown in more than one way."""
-    directory = tmp_path_factory.mktemp("generate") / "model"
-    torch.manual_seed(0)
-    size = dict(SIZES) | dict(vocab_size=len(TOKENIZER), eos_token_id=TOKENIZER.eos_token_id)
-    llama = LlamaForCausalLM(LlamaConfig(**size))  # type: ignore[arg-type]
-    with torch.no_grad():
-        for token in range(len(TOKENIZER)):
-            text = TOKENIZER.decode([token], skip_special_tokens=True)
-            if not (text.isascii() and text.isprintable()):
-                llama.lm_head.weight[token] = 0
-    llama.save_pretrained(directory)
-    TOKENIZER.save_pretrained(directory)
-    return directory
+    return write_llama(tmp_path_factory.mktemp("generate") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +73,6 @@ def config_of(model: Path, out: Path, *overrides: str) -> GenerateConfig:
     engine = [ON_VLLM_DEVICE["rollout"], f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8"]
     written = [f"model.path={model}", f"out={out}", *small, *engine, *overrides]
     return compose(GenerateConfig, "generate", written)
-
-
-def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
-    """What transformers answers."""
-    llama = LlamaForCausalLM.from_pretrained(model)
-    continued = llama.generate(
-        torch.tensor([tokens]), do_sample=False, max_new_tokens=LENGTH, pad_token_id=TOKENIZER.pad_token_id
-    )
-    return [int(token) for token in continued[0, len(tokens) :]]
 
 
 def test_greedy_responses_are_those_of_transformers(
@@ -126,8 +101,7 @@ def test_greedy_responses_are_those_of_transformers(
         {"note": None} | each for each in kept
     ]
     for question, each in zip(QUESTIONS, written, strict=True):
-        text = TOKENIZER.apply_chat_template(prompt_files.user(question), tokenize=False, add_generation_prompt=True)
-        tokens = greedy(model, TOKENIZER.encode(text, add_special_tokens=False))
+        tokens = greedy(model, asked_tokens(question), LENGTH)
         ended = tokens[-1] == TOKENIZER.eos_token_id
         assert each["responses"] == [TOKENIZER.decode(tokens, skip_special_tokens=True)]
         assert each["response_num_tokens"] == [len(tokens)]
