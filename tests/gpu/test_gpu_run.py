@@ -299,6 +299,19 @@ def test_every_part_has_its_time_and_its_function() -> None:
         assert callable(vars(importlib.import_module(section.module))[section.function.partition(":")[2]])
 
 
+def test_the_page_has_every_part_with_its_limit_and_no_section_that_is_not_there() -> None:
+    page = (ROOT / "docs" / "gpu_facts.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("| part | at most, s |")
+    said = re.findall(r"^\| `(\w+)` \| (\d+) \|", rest.partition("\n\n")[0], re.MULTILINE)
+    assert said == [(part.name, f"{part.limit_s:.0f}") for part in PARTS]
+    _, _, measured = page.partition("| fact | section |")
+    cells = [line.split("|")[2] for line in measured.partition("\n\n")[0].splitlines()[2:]]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    sections = {section.name for section in gpu.PLAN}
+    assert named and set(named) <= sections
+    assert sections - set(named) == {"machine", "compiler", "step_dense_recomputed"}  # below the table, or of no fact
+
+
 def planned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: list[Section], takes: dict[str, float], *, lends_time: bool
 ) -> tuple[int, dict[str, float], dict[str, str]]:
