@@ -52,7 +52,8 @@ from mcore_rl.planning.simulation import (
 TARGET = 1.6
 MODELS = ("qwen3_30b_a3b_grpo", "mixtral_8x22b_rloo")
 DEVICES = (16, 32, 64, 128, 256, 512)
-H20 = ("device_name=NVIDIA H20", "memory_gb_s=4000", "gpu_memory_gib=95.0")
+H20 = ("memory_gb_s=4000", "gpu_memory_gib=95.0")  # otherwise as an H100: decode steps read memory
+H20_TFLOPS = 148  # as verl counts (utils/flops_counter.py)
 MEAN = 2_500  # of verl's run; its own is not published
 PROMPTS, RESPONSES, SEQS, LONGEST = 512, 16, 1024, 20_480
 SEPARATE_MODES = (
@@ -96,7 +97,12 @@ def published_run(*overrides: str) -> RunConfig:
 def planned() -> str:
     """The planner's own seconds of that run, with the trainer's layout that it finds fastest."""
     cluster = load_cluster("nvidia_h100", H20)
-    said = ["actor.ppo_mini_batch_size=128", "actor.allow_stale_updates=true", f"data.mean_response_length={MEAN}"]
+    said = [
+        "actor.ppo_mini_batch_size=128",
+        "actor.allow_stale_updates=true",
+        f"data.mean_response_length={MEAN}",
+        f"trainer.device_peak_tflops={H20_TFLOPS}",
+    ]
     seconds = {}
     for eager in ("true", "false"):
         run = published_run(*said, f"rollout.enforce_eager={eager}")
