@@ -111,7 +111,7 @@ def planned() -> str:
     parts = seconds["true"]
     training = sum(each for part, each in parts.items() if part not in ("generate", "sync"))
     return (
-        f"the planner, responses of {MEAN:,} tokens: drawing {parts['generate']:.0f} s without CUDA graphs, as in that "
+        f"the planner, responses of {MEAN:,} tokens: drawing {parts['generate']:.0f} s without graphs, as in that "
         f"run, {seconds['false']['generate']:.0f} s with them; training {training:.0f} s"
     )
 

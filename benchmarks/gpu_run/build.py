@@ -39,7 +39,7 @@ PRUNED = (
     "bin", "share", "ray/jars", "ray/rllib", "ray/cpp", "ray/dashboard/client", "ray/serve", "ray/llm", "ray/tune",
     "vllm/vllm-rs", "vllm/benchmarks", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100",
     "vllm/_flash*_C*.so", "vllm/_qutlass_C*.so", "vllm/_deepselect_C*.so", "**/*.js.map", "**/__pycache__",
-    "transformer_engine/jax", "transformer_engine/wheel_lib/*nccl_ep*",
+    "transformer_engine/jax", "transformer_engine/wheel_lib/*_ep*",
 )  # fmt: skip
 WITH_DEVICE_CODE = (
     "vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so",

@@ -86,13 +86,13 @@ CITED = (
 def cited_by(page: str) -> set[tuple[str, str]]:
     """(name of a file, lines) of each citation of a page's list that a wheel has."""
     table = page.partition("\n## Read, not run\n")[2].partition("\n## ")[0]
-    found = set[tuple[str, str]]()
+    cited = set[tuple[str, str]]()
     path = ""
     for match in re.finditer(r"`([\w/.]*):(\d[\d,-]*)`", table):
         path = match[1] or path  # "`:305`" is of the file before it
         if not IN_NO_WHEEL.fullmatch(path):
-            found |= {(path.rpartition("/")[2], lines) for lines in match[2].split(",")}
-    return found
+            cited |= {(path.rpartition("/")[2], lines) for lines in match[2].split(",")}
+    return cited
 
 
 def moved(path: str, lines: str, code: str) -> str | None:
