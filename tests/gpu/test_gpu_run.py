@@ -26,6 +26,7 @@ from packaging.utils import canonicalize_name
 from benchmarks import gpu
 from benchmarks.gpu import Outcome, Section
 from benchmarks.gpu_run import build, packages, run
+from benchmarks.gpu_run.__main__ import main as gpu_run_main
 from benchmarks.gpu_run.fatbin import device_sections, keep_device
 from benchmarks.gpu_run.parts import PARTS
 from benchmarks.gpu_run.unpack import KitError, unpack
@@ -213,10 +214,8 @@ def test_a_site_is_packed_and_unpacked(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_archives_is_no_kit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.gpu_run.__main__ import main
-
-    assert main(["unpack", str(tmp_path), str(tmp_path / "site")]) == 1
-    assert main(["run", "--kit", str(tmp_path), "--work", str(tmp_path / "work")]) == 1
+    assert gpu_run_main(["unpack", str(tmp_path), str(tmp_path / "site")]) == 1
+    assert gpu_run_main(["run", "--kit", str(tmp_path), "--work", str(tmp_path / "work")]) == 1
     said = f"error: {tmp_path} has no *.tar.xz: make gpu-kit builds it\n"
     assert capsys.readouterr().err == 2 * said
     assert not (tmp_path / "site").exists() and list((tmp_path / "work").iterdir()) == []
@@ -235,6 +234,61 @@ def test_a_kit_that_is_too_large_is_refused(
         build.say_size(tmp_path)
 
 
+# ---- Transformer Engine ----
+
+
+def compiled(folder: Path, suffix: str = "cpython-312-x86_64-linux-gnu.so") -> Path:
+    folder.mkdir()
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: transformer_engine_torch\nVersion: 7.8.9\n\nText\n")
+    (folder / f"transformer_engine_torch.{suffix}").write_bytes(library(b""))
+    return folder
+
+
+def test_a_second_kit_has_transformer_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheels of the version that was compiled, the module beside them, and no other device's code."""
+    asked: list[str] = []
+    code = container(entry(MACHINE_CODE, 90, b"b" * 48), entry(MACHINE_CODE, 100, b"a" * 40))
+
+    def pip(*words: str) -> None:
+        asked.extend(word for word in words if "==" in word)
+        site = Path(words[words.index("--target") + 1])
+        for name in ("__init__.py", "jax/__init__.py", "wheel_lib/libnccl_ep.so", "common/include/rtc.h"):
+            path = site / "transformer_engine" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+        (site / "transformer_engine/wheel_lib/libtransformer_engine.so").write_bytes(library(code))
+
+    monkeypatch.setattr(build, "pip", pip)
+    monkeypatch.setattr(build, "STRIPPED", ())  # what is stripped here is no library that could be loaded
+    monkeypatch.setattr(build, "need_strip", lambda: None)
+    words = ["build", str(tmp_path / "kit"), "--transformer-engine", str(compiled(tmp_path / "compiled"))]
+    assert gpu_run_main(words) == 0
+    assert asked == ["transformer-engine==7.8.9", "transformer-engine-cu13==7.8.9"]
+    unpack(tmp_path / "kit", tmp_path / "there")
+    files = {path.relative_to(tmp_path / "there").as_posix() for path in (tmp_path / "there").rglob("*.*")}
+    assert files == {
+        "transformer_engine/__init__.py", "transformer_engine/common/include/rtc.h",
+        "transformer_engine/wheel_lib/libtransformer_engine.so",
+        "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so",
+    }  # fmt: skip
+    core = (tmp_path / "there" / "transformer_engine/wheel_lib/libtransformer_engine.so").read_bytes()
+    assert core == library(code.replace(b"a" * 40, bytes(40)))
+
+
+def test_a_module_for_another_python_or_of_no_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "need_strip", lambda: None)
+    other = compiled(tmp_path / "other", "cpython-311-x86_64-linux-gnu.so")
+    unnamed = compiled(tmp_path / "unnamed")
+    (unnamed / "PKG-INFO").unlink()
+    for folder in (other, unnamed, tmp_path / "none"):
+        assert gpu_run_main(["build", str(tmp_path / "kit"), "--transformer-engine", str(folder)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {folder} has no transformer_engine_torch.cpython-312-*.so with its PKG-INFO")
+        assert said.count("\n") == 1 and not (tmp_path / "kit").exists()
+
+
 # ---- parts ----
 
 
@@ -243,6 +297,19 @@ def test_every_part_has_its_time_and_its_function() -> None:
     assert all(part.least_s <= part.limit_s for part in PARTS)
     for section in (*PARTS, *gpu.PLAN):
         assert callable(vars(importlib.import_module(section.module))[section.function.partition(":")[2]])
+
+
+def test_the_page_has_every_part_with_its_limit_and_no_section_that_is_not_there() -> None:
+    page = (ROOT / "docs" / "gpu_facts.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("| part | at most, s |")
+    said = re.findall(r"^\| `(\w+)` \| (\d+) \|", rest.partition("\n\n")[0], re.MULTILINE)
+    assert said == [(part.name, f"{part.limit_s:.0f}") for part in PARTS]
+    _, _, measured = page.partition("| fact | section |")
+    cells = [line.split("|")[2] for line in measured.partition("\n\n")[0].splitlines()[2:]]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    sections = {section.name for section in gpu.PLAN}
+    assert named and set(named) <= sections
+    assert sections - set(named) == {"machine", "compiler", "step_dense_recomputed"}  # below the table, or of no fact
 
 
 def planned(

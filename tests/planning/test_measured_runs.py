@@ -18,6 +18,7 @@ from mcore_rl.planning.measured_runs import (
     measured_updates,
 )
 from mcore_rl.planning.plan import role_plan
+from tests.house.source import ROOT
 
 PARTS = {"generate", "logprobs", "update", "sync", "step"}
 LONG = ("Qwen3-235B", "DeepSeek-V3")  # whose layouts are searched on 32 to 64 nodes
@@ -45,7 +46,10 @@ SIGNS = [
 def test_the_sign_of_every_gain_is_right(gain: MeasuredGain) -> None:
     sync, other = planned_gain(gain)
     assert other.engine_nodes == gain.engine_nodes and sync.trainer_nodes == gain.engine_nodes + other.trainer_nodes
-    assert (sync.simulation.step_s > other.simulation.step_s) == (gain.sync_s > gain.other_s)
+    planned = sync.simulation.step_s / other.simulation.step_s
+    assert (planned > 1) == (gain.sync_s > gain.other_s)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert f"| {gain.name} | {gain.sync_s / gain.other_s:.2f} | {planned:.2f} |" in page
 
 
 def test_rows_say_where_they_are_from_and_why_they_do_not_count() -> None:

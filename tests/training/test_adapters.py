@@ -20,8 +20,9 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import AdapterInit, LoraConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.training.adapters import _add, _add_grouped
+from mcore_rl.training.adapters import _add, _add_grouped, add_of_groups
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.grouped_product import Groups
 from mcore_rl.training.run_state import begin_save, load_run_state
 from mcore_rl.weights.adapter_table import AdapterTable
 from tests.support import adapters, batches, engines, models
@@ -221,6 +222,44 @@ def test_experts_of_one_grouped_linear_each_add_their_own() -> None:
     linear.register_forward_hook(_add_grouped)
     factors = torch.tensor([1.0] * 2 + [100.0] * 5)[:, None]
     torch.testing.assert_close(linear(x, counts)[0], plain + factors * x[:, :4])
+
+
+class Unread(Groups):
+    """Numbers of rows that are on the device alone."""
+
+    @property
+    def counts(self) -> list[int]:  # type: ignore[override]
+        raise AssertionError("the host waits for the device")
+
+
+class Drawn(torch.nn.Module):
+    """An expert's adapter of rank 8."""
+
+    is_off = False
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.randn(8, 16))
+        self.b = torch.nn.Parameter(torch.randn(24, 8))
+
+    def _a(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.a.to(dtype)
+
+    def _b(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.b.to(dtype)
+
+
+def test_adapters_of_all_experts_are_added_and_the_host_learns_no_count() -> None:
+    counts, experts = [3, 0, 5], [Drawn() for _ in range(3)]
+    rows, output = torch.randn(8, 16), torch.randn(8, 24)
+    parameters = [tensor for expert in experts for tensor in (expert.a, expert.b)]
+    parts = zip(rows.split(counts), output.split(counts), experts, strict=True)
+    expected = torch.cat([plain + 2 * (part @ expert.a.T @ expert.b.T) for part, plain, expert in parts])
+    out = add_of_groups(experts, Unread(torch.tensor(counts), rows.device), rows, output)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), parameters) for each in (out, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
