@@ -168,7 +168,7 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
     span = f"{known[0]} to {known[-1]}" if len(known) > 1 else "".join(known) or "no single version"
     lines.append(f"{len(verl.written)} keys of {verl.config}, which {span} has; defaults of verl {verl.version}")
     if aside:
-        lines.append(f"Not run, and taken to succeed: {', '.join(aside)}")
+        lines.append(f"Not run, and taken to succeed: {', '.join(sorted(aside))}")
     for kind in Difference:
         told: dict[tuple[str, str], list[Entry]] = {}
         for each in translation.of_kind(kind):

@@ -13,21 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mcore_rl.config.algorithm import AlgorithmConfig, KlPenalty
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import ActorConfig, LossAggregation
-from mcore_rl.config.stages import StepStage
+from mcore_rl.config.stages import Function, StepStage, load_function
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
     from mcore_rl.errors import Violation
 
 T = TypeVar("T")
-Function = str | Callable[..., Any]
 ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"
 NO_REWARD = "none"  # the estimator of which every advantage is 0
 
@@ -270,13 +267,3 @@ class Algorithm:
 def _own_keys(settings: type[Any], common: type[Any], group: str) -> frozenset[str]:
     shared = {each.name for each in fields(common)}
     return frozenset(f"{group}.{each.name}" for each in fields(settings) if each.name not in shared)
-
-
-@cache
-def load_function(function: Function) -> Callable[..., Any]:
-    """Imports ``function`` if it is a name, and returns it."""
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    loaded: Callable[..., Any] = vars(import_module(module))[name]
-    return loaded

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.stages import ADVANTAGES, TOKENS, Pass, StepStage, Update
+from mcore_rl.config.stages import ADVANTAGES, TOKENS, Function, Pass, StepStage, Update, load_function
 
 if TYPE_CHECKING:
     from mcore_rl.config.roles import RoleConfig
@@ -77,7 +76,7 @@ class Role:
     one makes and another reads ties them (config/step_plan.py).
     keeps_copy: whether a frozen copy of the weights is kept beside the trained ones, as PRIME's reference is
     (arXiv:2502.01456).
-    loss: ``module:function`` of ``(config) -> RoleLoss`` (algorithms/role_loss.py).
+    loss: ``(config) -> RoleLoss`` (algorithms/role_loss.py), or its ``module:name``.
     moves: when frozen weights, of a snapshot or a frozen copy, take over the trained ones of the same processes.
     phase: names its scoring pass in ``time/PHASE``; its updates are ``update_NAME``.
     """
@@ -92,7 +91,7 @@ class Role:
     on_request: bool = False
     stages: Callable[[Role, Any], Sequence[StepStage]] = nothing
     keeps_copy: bool = False
-    loss: str | None = None
+    loss: Function | None = None
     moves: Moves = Never()
     phase: str = ""
 
@@ -146,8 +145,7 @@ class Role:
     def make_loss(self, config: RoleConfig) -> Any:
         """Its ``RoleLoss``, with the settings of its configuration group."""
         assert self.loss is not None, f"{self.name} is not trained"
-        module, _, name = self.loss.partition(":")
-        return getattr(import_module(module), name)(config)
+        return load_function(self.loss)(config)
 
     @property
     def update_phase(self) -> str:

@@ -193,12 +193,14 @@ def _with_keys_of(estimator_name: str, loss_name: str) -> type[RunConfig]:
 @cache
 def _with_groups(groups: tuple[tuple[str, type[RoleConfig]], ...]) -> type[RunConfig]:
     """The schema of a run with these groups of roles beside the actor's, by name."""
+    if not groups:
+        return RunConfig
     made = [(name, kind, field(default_factory=kind)) for name, kind in groups]
     return make_dataclass(RunConfig.__name__, made, bases=(RunConfig,), kw_only=True)
 
 
 def _restored(groups: tuple[tuple[str, type[RoleConfig]], ...], values: dict[str, Any]) -> RunConfig:
-    run = object.__new__(_with_groups(groups) if groups else RunConfig)
+    run = object.__new__(_with_groups(groups))
     vars(run).update(values)
     return run
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any
+
+Function = str | Callable[..., Any]  # itself, or its ``module:name``, which imports nothing until it is called
 
 TOKENS = ("tokens_T", "mask_T")  # what every model is given
 OUTCOME = "outcome_S"  # whether each response is right, 0 to 1; assembled where a stage reads it
@@ -48,7 +52,7 @@ class OnRanks:
     with one row per sequence, which the controller receives.  values: tensors among ``reads``, of the same sequences.
     """
 
-    function: str | Callable[..., Any]
+    function: Function
     reads: tuple[str, ...]
     makes: tuple[str, ...]
     phase: str = "advantages"
@@ -61,7 +65,7 @@ class OnController:
     function: ``(values, StepBatch, RunConfig) -> (dict of what it makes, metrics)``, or its ``module:name``.
     """
 
-    function: str | Callable[..., Any]
+    function: Function
     reads: tuple[str, ...]
     makes: tuple[str, ...]
     phase: str = "advantages"
@@ -94,6 +98,16 @@ class Update:
 
 
 StepStage = Pass | OnRanks | OnController | Estimate | Update
+
+
+@cache
+def load_function(function: Function) -> Callable[..., Any]:
+    """Imports ``function`` if it is a name, and returns it."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    loaded: Callable[..., Any] = vars(import_module(module))[name]
+    return loaded
 
 
 def is_field(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from rich.console import Console
 
-from mcore_rl.config.bounds import PathKind, changed, settings
+from mcore_rl.config.bounds import PathKind, changed, settings_of
 from mcore_rl.config.names import value_at
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.trainer import ResumeMode
@@ -119,7 +119,7 @@ def _like(value: Any, local: Mapping[Any, list[str]]) -> Any:
 
 def _named_values(config: Any) -> Iterator[tuple[str, PathKind, Any]]:
     """(key, kind of path, value) of every key of ``config`` that may have a name instead of a path."""
-    for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
+    for each in settings_of(config):
         place = each.mark(PathKind)
         value = value_at(config, each.key)
         if place is not None and place.hub and value:

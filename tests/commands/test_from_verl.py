@@ -117,7 +117,7 @@ SCRIPTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         1, "verl.trainer.main_eval\n      is started too", {"trainer": {"nnodes": 2}},
     ),
     "if lscpu | grep -q x; then python3 -m verl.trainer.main_ppo trainer.nnodes=2; fi": (
-        0, "Not run, and taken to succeed: lscpu, grep", {"trainer": {"nnodes": 2}},
+        0, "Not run, and taken to succeed: grep, lscpu", {"trainer": {"nnodes": 2}},
     ),
 }  # fmt: skip
 

@@ -344,8 +344,9 @@ def test_a_run_has_the_groups_of_its_roles_and_one_that_is_written() -> None:
         f"{each}: is not read: there is no critic. Leave it out, or write algorithm.adv_estimator=gae"
         for each in ("critic.cliprange_value=0.3", "critic.optim.lr=1.0")
     ]
-    travelled = pickle.loads(pickle.dumps(run := run_of("algorithm=ppo")))
-    assert travelled == run and type(travelled) is type(run) and copy.deepcopy(run) == run
+    for name in ("grpo", "ppo"):
+        travelled = pickle.loads(pickle.dumps(run := run_of(f"algorithm={name}")))
+        assert travelled == run and type(travelled) is type(run) and copy.deepcopy(run) == run
 
 
 def test_stale_updates_are_made_where_they_are_asked_for() -> None:

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.algorithms.own_stage import own_stage
 from mcore_rl.algorithms.step_batch import StepBatch
-from mcore_rl.config.algorithm_object import load_function
-from mcore_rl.config.algorithm_registry import estimator
 from mcore_rl.config.role import moves_after
 from mcore_rl.config.stages import (
     ADVANTAGES,
@@ -21,6 +18,7 @@ from mcore_rl.config.stages import (
     StepStage,
     Update,
     is_field,
+    load_function,
 )
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import StepAdvantages, estimate_step
@@ -92,8 +90,7 @@ async def _on_ranks(run: Run, stage: OnRanks, state: StepState) -> dict[str, flo
     values = {name: state.values[name] for name in stage.reads if name in state.values}
     payloads = [{name: value[members] for name, value in values.items()} for members in ranks]
     inputs = shared.shard_refs([[members] for members in ranks], stage.reads, payloads)
-    number = estimator(run.config.algorithm.adv_estimator).stages.index(stage)
-    made, shards = await run.policy.on_ranks(inputs, own_stage, number, run.config)
+    made, shards = await run.policy.on_ranks(inputs, load_function(stage.function), run.config)
     if fields := [name for name in stage.makes if is_field(name)]:
         shared.add(ranks, shards, fields)
     for name in stage.makes:
