@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import vapo
+from tests.support import vapo, verifier
 from tests.support.own_algorithm import LOSS, MEDIAN
 from tests.support.run_task import overrides, write_task
 
@@ -63,3 +63,27 @@ def test_two_lambdas_an_outcome_in_the_loss_and_two_keys_are_one_file(tmp_path: 
     with_it, without = norms[0.1], norms[0.0]
     assert with_it[0] == without[0] and with_it[2] == without[2], "the same samples, values and advantages"
     assert with_it[1] != without[1]
+
+
+def test_a_trained_role_with_a_frozen_copy_that_rewards_tokens_is_one_file(tmp_path: Path) -> None:
+    """Stopped after two steps and resumed: the third step is that of a run that never stopped."""
+    task, own = write_task(tmp_path / "task"), tmp_path / "verifier.py"
+    own.write_text(Path(verifier.__file__).read_text())
+    given = [
+        f"algorithm={own}", "verifier.path=null", "verifier.optim.lr=1e-3", "verifier.beta=0.5",
+        "actor.use_kl_loss=false", "actor.loss_agg_mode=token_mean", "trainer.test_freq=0", "trainer.save_freq=2",
+    ]  # fmt: skip
+    rows = {}
+    for name, lengths in {"whole": (3,), "halves": (2, 3)}.items():
+        for steps in lengths:
+            train(tmp_path, overrides(task, tmp_path / name, *given, f"trainer.total_training_steps={steps}"))
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = {row["step"]: row for row in map(json.loads, lines) if "actor/grad_norm" in row}
+    for row in rows["whole"].values():
+        assert row["verifier/grad_norm"] > 0 and row["time/verifier_scores"] > 0
+    first, *later = rows["whole"].values()
+    assert later[0]["verifier/loss"] != first["verifier/loss"] and later[0]["advantage/max"] > 0
+    kept = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())
+    assert kept["verifier"]["beta"] == 0.5 and not {"critic", "teacher", "process_reward"} & kept.keys()
+    names = ("actor/grad_norm", "verifier/grad_norm", "verifier/loss", "actor/loss", "advantage/max")
+    assert [rows["halves"][3][name] for name in names] == [rows["whole"][3][name] for name in names]
