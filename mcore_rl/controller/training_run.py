@@ -35,7 +35,7 @@ from mcore_rl.planning.plan import Plan
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
-from mcore_rl.tracking.lanes import TRAINER, TRAINER_STATES, Lane, StepLanes, idle_share, trainer_lane
+from mcore_rl.tracking.lanes import TRAINER, Lane, StepLanes, idle_share, trainer_lane, trainer_state
 from mcore_rl.tracking.run_directory import earlier_records
 from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.sinks import Tracker
@@ -133,7 +133,9 @@ class TrainingRun(ABC, Generic[C, P]):
         taken = StepLanes(time.time() - whole, whole, {TRAINER: trainer_lane(self.clock.spans)} | lanes)
         if self.lanes and self.config.trainer.placement is Placement.separate:
             idle = [idle_share(lane.seconds, whole) for lane in self.lanes]
-            busy = sum(seconds.get(f"time/{phase}", 0.0) for phase in TRAINER_STATES)
+            busy = sum(
+                spent for name, spent in seconds.items() if trainer_state(name.removeprefix("time/")) is not None
+            )
             seconds["perf/engines_idle_share"] = sum(idle) / len(idle)
             seconds["perf/trainer_idle_share"] = max(0.0, 1 - busy / whole) if whole > 0 else 0.0
         return seconds, taken

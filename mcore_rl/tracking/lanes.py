@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.jsonl import StepFile, read_steps
+from mcore_rl.tracking.metrics import is_phase
 from mcore_rl.tracking.timeline import PhaseSpan
 
 LANES = "lanes.jsonl"
@@ -162,20 +162,19 @@ def _joined(spans: Sequence[LaneSpan], gap_s: float) -> list[LaneSpan]:
     return joined
 
 
-# What the trainer does in each phase of a step; in the others it waits for rollouts.
-TRAINER_STATES: Mapping[str, State] = {
-    **{role.phase: State.training for role in ROLES.values()},
-    **{role.update_phase: State.training for role in ROLES.values() if role.trains},
-    "advantages": State.training,
-    "sync": State.updating,
-    "save": State.saving,
-}
+# What the trainer does in phases of a step in which it trains nothing; None: it waits for rollouts.
+_STATES = {"generate": None, "score": None, "validate": None, "sync": State.updating, "save": State.saving}
+
+
+def trainer_state(phase: str) -> State | None:
+    """What the trainer does in a phase of a step; None where it waits, and in what is no phase."""
+    return _STATES.get(phase, State.training) if is_phase(phase) else None
 
 
 def trainer_lane(phases: Sequence[PhaseSpan]) -> tuple[LaneSpan, ...]:
     """The trainer's spans in a step, from when its phases were open."""
     return tuple(
-        LaneSpan(TRAINER_STATES[each.phase], each.start, each.end) for each in phases if each.phase in TRAINER_STATES
+        LaneSpan(state, each.start, each.end) for each in phases if (state := trainer_state(each.phase)) is not None
     )
 
 

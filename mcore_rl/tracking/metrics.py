@@ -167,9 +167,8 @@ _ADVANTAGES = (
 )
 
 
-def _of_trained(role: Role) -> tuple[Metric, ...]:
-    """What every role that is trained reports."""
-    name = role.name
+def _of_trained(name: str) -> tuple[Metric, ...]:
+    """What every role that is trained reports, under its name."""
     return (
         Metric(f"{name}/loss", "1", "mean", "over minibatches, all terms", f"{name} loss"),
         Metric(f"{name}/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", f"{name} grad"),
@@ -187,7 +186,8 @@ def _of_loss(role: Role) -> tuple[Metric, ...]:
 
 
 _UPDATES = (
-    *(metric for role in ROLES.values() if role.trains for metric in _of_trained(role)),
+    *(metric for role in ROLES.values() if role.trains for metric in _of_trained(role.name)),
+    *_of_trained("{role}"),  # that a user's file brings
     *(metric for role in ROLES.values() if role.trains and role.on_request for metric in _of_loss(role)),
     Metric("actor/entropy", "nats", "mean", "of the policy at a trained token", "entropy"),
     Metric(
@@ -336,8 +336,19 @@ PHASES = {
     "save": "the step waits for a checkpoint or an export; of the one before, as a rule",
 }
 
+_OWN_SCORES, _OWN_UPDATE = "{role}_scores", "update_{role}"  # phases of a role that a user's file brings
+_OWN_PHASE = re.compile(r"\w+_scores|update_\w+")
+
+
+def is_phase(name: str) -> bool:
+    """Whether ``name`` is a phase of a step; a role that a user's file brings has phases of its own."""
+    return name in PHASES or _OWN_PHASE.fullmatch(name) is not None
+
+
 _TIME = (
     *(Metric(f"time/{phase}", "s", "sum", what, phase, "down") for phase, what in PHASES.items()),
+    Metric(f"time/{_OWN_SCORES}", "s", "sum", "a pass of a role that your file brings", "scores", "down"),
+    Metric(f"time/{_OWN_UPDATE}", "s", "sum", "the updates of a role that your file brings", "update", "down"),
     Metric("time/step", "s", "sum", "the whole step", "seconds", "down"),
     Metric("time/{phase}/{part}", "s", "sum", "a part of a phase; it is in the phase's own time too", "part", "down"),
 )

@@ -16,7 +16,7 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.json_text import read_json
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.lanes import LANES, StepLanes, read_lanes
-from mcore_rl.tracking.metrics import PHASES
+from mcore_rl.tracking.metrics import PHASES, is_phase
 from mcore_rl.tracking.samples import Kind, sample_files
 from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.verdict import Accuracy
@@ -71,8 +71,10 @@ class RecordedRun:
         return [key for key in dict.fromkeys(chain.from_iterable(self.steps)) if key != "step"]
 
     def phases(self) -> list[str]:
-        """The phases among ``PHASES`` that took any time, in the order of a step."""
-        return [phase for phase in PHASES if any(value for _, value in self.values(f"time/{phase}"))]
+        """The phases that took any time: in the order of ``PHASES``, then those of roles that a user's file brings."""
+        timed = [key.removeprefix("time/") for key in self.metric_keys() if key.startswith("time/")]
+        phases = [*PHASES, *(each for each in timed if each not in PHASES and is_phase(each))]
+        return [phase for phase in phases if any(value for _, value in self.values(f"time/{phase}"))]
 
     @cached_property
     def accuracies(self) -> dict[str, list[Accuracy]]:

@@ -15,7 +15,7 @@ from typing import Any
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.lanes import LANES, TRAINER, StepLanes
-from mcore_rl.tracking.metrics import PHASES
+from mcore_rl.tracking.metrics import is_phase
 from mcore_rl.tracking.run_files import RecordedRun, read_run
 from mcore_rl.tracking.timeline import PhaseSpan
 
@@ -70,7 +70,7 @@ def _of_phases(step: int, spans: Sequence[PhaseSpan], at: float, tracks: Sequenc
     whole = PhaseSpan(f"step {step}", 0.0, max((span.end for span in spans), default=0.0))
     open_ends: dict[int, list[float]] = {track: [] for track in tracks}
     for span in [whole, *sorted(spans, key=lambda span: (span.start, -span.end))]:
-        if span is not whole and span.phase.partition("/")[0] not in PHASES:
+        if span is not whole and not is_phase(span.phase.partition("/")[0]):
             continue  # of tasks beside the phases, which the engines' tracks show
         for track, ends in open_ends.items():
             while ends and ends[-1] <= span.start:

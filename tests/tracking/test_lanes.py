@@ -13,7 +13,6 @@ from mcore_rl.tracking.lanes import (
     GAP_S,
     MAX_LANES,
     MAX_SPANS,
-    TRAINER_STATES,
     Lane,
     LanesFile,
     LaneSpan,
@@ -23,6 +22,7 @@ from mcore_rl.tracking.lanes import (
     idle_share,
     read_lanes,
     trainer_lane,
+    trainer_state,
 )
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.timeline import PhaseSpan
@@ -147,7 +147,9 @@ def test_what_is_written_keeps_the_long_spans() -> None:
 
 def test_every_phase_in_which_the_trainer_works_is_a_state() -> None:
     waits = {"generate", "score", "validate"}
-    assert set(PHASES) - set(TRAINER_STATES) == waits
+    assert {phase for phase in PHASES if trainer_state(phase) is None} == waits
+    assert trainer_state("verifier_scores") is trainer_state("update_verifier") is State.training
+    assert trainer_state("step") is trainer_state("update_actor/send") is None, "no phases"
     spans = [PhaseSpan("generate", 0, 2), PhaseSpan("update_actor", 2, 5), PhaseSpan("drawing", 1, 4),
              PhaseSpan("sync", 5, 6), PhaseSpan("validate/generate", 6, 7)]  # fmt: skip
     assert trainer_lane(spans) == (LaneSpan(State.training, 2, 5), LaneSpan(State.updating, 5, 6))

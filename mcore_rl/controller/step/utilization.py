@@ -9,19 +9,15 @@ from dataclasses import dataclass
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, StepStage
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.families.flops import forward_flops, train_flops
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.peak_flops import peak_tflops
+from mcore_rl.tracking.lanes import State, trainer_state
 
 TERA = 1e12
-PHASES = {
-    "updates": tuple(role.update_phase for role in ROLES.values() if role.trains),
-    "logprobs": tuple(role.phase for role in ROLES.values()),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +65,15 @@ def utilization(
     including data transfer and waiting.  num_devices: of the trainer; on CPU, processes.
     """
     rates = {}
-    for name, phases in PHASES.items():
-        needed, spent = metrics.get(f"perf/tflop_{name}"), sum(seconds.get(f"time/{phase}", 0.0) for phase in phases)
+    spent_on = {"updates": 0.0, "logprobs": 0.0}
+    for key, spent in seconds.items():
+        phase = key.removeprefix("time/")
+        if phase.startswith("update_"):
+            spent_on["updates"] += spent
+        elif trainer_state(phase) is State.training and phase != "advantages":
+            spent_on["logprobs"] += spent
+    for name, spent in spent_on.items():
+        needed = metrics.get(f"perf/tflop_{name}")
         if not needed or not spent:
             continue
         ending = "" if name == "updates" else f"_{name}"
