@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 MAX_TEXT = 1 << 20  # characters of a result
 MAX_TAIL = 2000  # bytes of what a server said last
-LAST_WORDS_S = 2.0
+LAST_WORDS_S = 2.0  # for what a server that is gone said last to arrive
 MAX_MEMORY = 4 << 30  # bytes of this process, once the server has been started, so that it is not the server's limit
 LINE = 16 << 20  # bytes
 

@@ -54,7 +54,7 @@ def _is_refused(name: str, override: str) -> bool:
 
 @cache
 def run_with(name: str, *overrides: str) -> RunConfig:
-    """A run of the algorithm ``name`` with ``overrides``, none of which it refuses as unread."""
+    """A run of the algorithm ``name`` with ``overrides``; none counts as written, so that none is refused as unread."""
     run = compose(RunConfig, "train", [f"algorithm={name}", *overrides])
     run.written = frozenset()
     return run

@@ -78,7 +78,8 @@ class Role:
     (arXiv:2502.01456).
     loss: ``(config) -> RoleLoss`` (algorithms/role_loss.py), or its ``module:name``.
     moves: when frozen weights, of a snapshot or a frozen copy, take over the trained ones of the same processes.
-    phase: names its scoring pass in ``time/PHASE``; its updates are ``update_NAME``.
+    phase: names its scoring pass in ``time/PHASE``; its updates are ``update_NAME``.  A role of a user's file leaves it
+    out: it is ``NAME_scores`` then, which metrics know by its form.
     """
 
     name: str

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 
 __path__: list[str] = []  # to Python, what has a path is a package, whose modules it asks the finder for
-
-
 PREFIX = "file_"
 
 

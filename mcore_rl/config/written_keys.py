@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-NO_KEY = {"omegaconf_ignore": True}
+IGNORED = {"omegaconf_ignore": True}  # metadata of a field that is no key
 
 
 @dataclass(kw_only=True)
@@ -17,10 +17,8 @@ class Composed:
     absent: those of ``written`` that the configuration has no place for, and their values.  Not itself a key.
     """
 
-    written: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"omegaconf_ignore": True})
-    absent: Mapping[str, Any] = field(
-        default_factory=dict, compare=False, repr=False, metadata={"omegaconf_ignore": True}
-    )
+    written: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=IGNORED)
+    absent: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False, metadata=IGNORED)
 
     @classmethod
     def schema_for(cls, tree: Mapping[str, Any]) -> type[Self]:
