@@ -118,4 +118,9 @@ def _run_file(path: Path) -> Mapping[str, Algorithm]:
         raise _UnfitFileError("defines no Algorithm", "See docs/algorithms.md for an example")
     if taken := sorted(by_name.keys() & algorithms().keys()):
         raise _UnfitFileError(f"calls an algorithm {taken[0]}, as one of ours is", "Give it another name")
+    ours = {role for each in estimators().values() for role in each.roles}
+    for role in {role for each in by_name.values() for role in each.advantages.roles} - ours:
+        if not isinstance(role, str) and role.phase != f"{role.name}_scores":
+            problem = f"names the phase of its role {role.name}: {role.phase}"
+            raise _UnfitFileError(problem, f"Leave phase out: it is {role.name}_scores, which reports know by its form")
     return by_name

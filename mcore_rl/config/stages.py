@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 Function = str | Callable[..., Any]  # itself, or its ``module:name``, which imports nothing until it is called
 
@@ -55,7 +55,7 @@ class OnRanks:
     function: Function
     reads: tuple[str, ...]
     makes: tuple[str, ...]
-    phase: str = "advantages"
+    phase: ClassVar[str] = "advantages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class OnController:
     function: Function
     reads: tuple[str, ...]
     makes: tuple[str, ...]
-    phase: str = "advantages"
+    phase: ClassVar[str] = "advantages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Estimate:
 
     reads: tuple[str, ...]
     makes: tuple[str, ...] = (ADVANTAGES, "advantages_T", "teacher_advantages_T", "returns_T", "weights_T")
-    phase: str = "advantages"
+    phase: ClassVar[str] = "advantages"
 
 
 @dataclass(frozen=True, kw_only=True)

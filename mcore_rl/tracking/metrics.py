@@ -167,6 +167,9 @@ _ADVANTAGES = (
 )
 
 
+_OF_OWN_LOSS = "{role}/{metric}"
+
+
 def _of_trained(name: str) -> tuple[Metric, ...]:
     """What every role that is trained reports, under its name."""
     return (
@@ -189,6 +192,8 @@ _UPDATES = (
     *(metric for role in ROLES.values() if role.trains for metric in _of_trained(role.name)),
     *_of_trained("{role}"),  # that a user's file brings
     *(metric for role in ROLES.values() if role.trains and role.on_request for metric in _of_loss(role)),
+    Metric("actor/{metric}", "1", "mean", "what a policy loss of your file reports, over trained tokens", "actor"),
+    Metric(_OF_OWN_LOSS, "1", "mean", "what the loss of a role of your file reports, over trained tokens", "role"),
     Metric("actor/entropy", "nats", "mean", "of the policy at a trained token", "entropy"),
     Metric(
         "actor/kl_k1", "nats", "mean", "old policy (with bypass the sampler) to new, k1, of a trained token", "KL k1"
@@ -370,9 +375,17 @@ def metric_of(key: str) -> Metric:
 
 @cache
 def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
-    """(row, pattern of its key); rows without a placeholder come first, so that they win over families."""
+    """(row, pattern of its key); rows without a placeholder come first, so that they win over families.
+
+    A role of a user's file has no name of a section of ours, so that a misspelling there stays unknown.
+    """
     rows = sorted(METRICS, key=lambda metric: "{" in metric.key)
-    return tuple((row, re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row.key)))) for row in rows)
+    sections = {row.key.partition("/")[0] for row in rows} - {"{role}"}
+    foreign = re.compile(rf"(?!(?:{'|'.join(sorted(sections))})/)\w+/\w+")
+    return tuple(
+        (row, foreign if row.key == _OF_OWN_LOSS else re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row.key))))
+        for row in rows
+    )
 
 
 def markdown() -> str:

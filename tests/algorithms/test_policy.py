@@ -18,6 +18,7 @@ from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig, LossAggregation
+from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.types import TAUGHT_BY
 from tests.algorithms.loss_cases import (
     Minibatch,
@@ -362,6 +363,22 @@ def test_extreme_ratios_stay_finite_in_float32(mode: str) -> None:
     assert sums.total.dtype == torch.float32
     assert sums.total.isfinite() and all(gradient.isfinite().all() for gradient in batch.gradients(sums.total))
     assert all(value.isfinite() for value in sums.metrics.values())
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_what_a_loss_of_ours_reports_has_a_row_of_its_own(mode: str) -> None:
+    loss = policy_loss(actor(mode, **EVERYTHING))
+    sums = loss(whole(drawn(14)))
+    told = {name: float(value) for name, value in sums.metrics.items()}
+    maxima = {name: float(value) for name, value in sums.maxima.items()}
+    for key in loss.metrics(UpdateSums(minibatches=[told], trained=[7], maxima=[maxima])):
+        assert metric_of(key).key == key, "a family would hide a misspelling"
+
+
+def test_what_a_loss_of_a_file_sums_is_reported_per_trained_token() -> None:
+    sums = UpdateSums(minibatches=[{"actor/imitated": 6.0}, {"actor/imitated": 3.0}], trained=[2, 1])
+    assert policy_loss(actor("gpg")).metrics(sums) == {"actor/imitated": 3.0}
+    assert metric_of("actor/imitated").key == "actor/{metric}"
 
 
 def test_what_is_absent_has_no_metric_and_no_part() -> None:

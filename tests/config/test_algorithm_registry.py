@@ -21,7 +21,7 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.errors import ConfigError, refuse_if_any
 from tests.algorithms.cases import ALL
 from tests.algorithms.loss_cases import drawn, whole
-from tests.support import vapo
+from tests.support import vapo, verifier
 from tests.support.own_algorithm import LOSS, MEDIAN
 from tests.support.settings import actor_config, algorithm_config
 
@@ -72,6 +72,9 @@ def test_a_run_is_composed_and_checked_before_torch_is_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+VERIFIER_IN_LUNCH = Path(verifier.__file__).read_text().replace('name="verifier",', 'name="verifier", phase="lunch",')
+
+
 def test_a_name_that_is_not_there_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm.adv_estimator=rlo: there is none of that name. Did you mean rloo"
@@ -94,6 +97,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest() -> None:
             "import copy\nfrom mcore_rl.config.algorithms.grpo import GRPO\nX = copy.copy(GRPO)",
             "calls an algorithm grpo, as one of ours is",
         ),
+        (VERIFIER_IN_LUNCH, "names the phase of its role verifier: lunch"),
         (MEDIAN, "no algorithm of the file has a part called meridian. Did you mean median?"),
     ],
 )

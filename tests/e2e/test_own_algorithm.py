@@ -59,6 +59,7 @@ def test_two_lambdas_an_outcome_in_the_loss_and_two_keys_are_one_file(tmp_path: 
         train(tmp_path, given)
         (row,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][-1:]
         assert row["critic/grad_norm"] > 0 and row["return/mean"] != 0
+        assert row["actor/imitation_loss"] > 0, "a metric of the file's loss"
         norms[mu] = (row["critic/grad_norm"], row["actor/grad_norm"], row["advantage/max"])
     with_it, without = norms[0.1], norms[0.0]
     assert with_it[0] == without[0] and with_it[2] == without[2], "the same samples, values and advantages"
@@ -81,6 +82,7 @@ def test_a_trained_role_with_a_frozen_copy_that_rewards_tokens_is_one_file(tmp_p
         rows[name] = {row["step"]: row for row in map(json.loads, lines) if "actor/grad_norm" in row}
     for row in rows["whole"].values():
         assert row["verifier/grad_norm"] > 0 and row["time/verifier_scores"] > 0
+        assert row["verifier/says_right"] > 0, "a metric of the role's loss"
     first, *later = rows["whole"].values()
     assert later[0]["verifier/loss"] != first["verifier/loss"] and later[0]["advantage/max"] > 0
     kept = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())

@@ -13,7 +13,7 @@ import torch
 from mcore_rl.algorithms.advantages.gae import temporal_differences
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.losses.ppo_clip import ppo_clip
-from mcore_rl.algorithms.losses.token_losses import TokenLosses
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, masked_sum
 from mcore_rl.algorithms.ragged import discounted_sums
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import PolicyLoss
@@ -52,12 +52,14 @@ def two_lambdas(inputs: AdvantageInputs, config: TwoLambdasConfig) -> Advantages
 
 
 def with_imitation(inputs: LossInputs, config: ImitatingConfig) -> TokenLosses:
-    """The clipped surrogate, and ``-mu log p`` of the tokens of right answers."""
+    """The clipped surrogate, and ``-mu log p`` of the tokens of right answers, which is reported without ``mu``."""
     clipped = ppo_clip(inputs, config)
     assert inputs.logprobs_N is not None
     outcome_S = torch.cat([inputs.extra_S["outcome_S"].to(inputs.logprobs_N), inputs.logprobs_N.new_zeros(1)])
     right_N = outcome_S[inputs.sequence_N]  # padding, -1, finds the zero at the end
-    return replace(clipped, loss_N=clipped.loss_N - config.imitation_coef * right_N * inputs.logprobs_N)
+    imitation_N = -right_N * inputs.logprobs_N
+    metrics = clipped.metrics | {"actor/imitation_loss": masked_sum(imitation_N.detach(), inputs.mask_N)}
+    return TokenLosses(loss_N=clipped.loss_N + config.imitation_coef * imitation_N, metrics=metrics)
 
 
 VAPO = replace(

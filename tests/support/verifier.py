@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from mcore_rl.algorithms.losses.token_losses import trained_rows
+from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
 from mcore_rl.algorithms.ragged import discounted_sums
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.algorithm import AlgorithmConfig
@@ -49,7 +49,9 @@ class OutcomeLoss(RoleLoss):
         right_S = torch.zeros_like(logit_S)
         right_S[: inputs.num_sequences] = inputs.extra_S[OUTCOME].to(logit_S)
         loss_S = binary_cross_entropy_with_logits(logit_S, right_S, reduction="none")
-        return LossSums(total=(loss_S * inputs.own_shares(logit_S.dtype)).sum(), metrics={})
+        says_right_N = inputs.expand(torch.sigmoid(logit_S.detach()))
+        metrics = {"verifier/says_right": masked_sum(says_right_N, inputs.mask_N)}
+        return LossSums(total=(loss_S * inputs.own_shares(logit_S.dtype)).sum(), metrics=metrics)
 
 
 def verifier_stages(role: Role, run: Any) -> Sequence[StepStage]:

@@ -20,6 +20,8 @@ def test_every_metric_is_named_once_with_unit_and_words() -> None:
         ("val/math.dapo+x/response_length", "val/{data_source}/response_length"),
         ("router/load_max", "router/load_max"),  # itself before its family
         ("router/dropped", "router/{name}"),
+        ("verifier/loss", "{role}/loss"),
+        ("verifier/says_right", "{role}/{metric}"),
         ("time/validate", "time/validate"),
         ("time/validate/generate", "time/{phase}/{part}"),
     ],
@@ -29,7 +31,7 @@ def test_a_key_has_its_row(key: str, row: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["reward/maen", "reward/mean/", "val//accuracy", "val/accuracy", "xreward/mean", "time/lunch", "", "step"]
+    "key", ["reward/maen", "reward/mean/", "val//accuracy", "val/accuracy", "critic/los", "time/lunch", "", "step"]
 )
 def test_an_unknown_key_is_refused_with_the_remedy(key: str) -> None:
     with pytest.raises(AssertionError, match=r"no such metric. Name it in mcore_rl/tracking/metrics.py"):

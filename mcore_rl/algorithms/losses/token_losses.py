@@ -18,7 +18,7 @@ class TokenLosses:
     """What a policy loss returns.
 
     loss_N: the loss of each row, with gradient; the values of untrained rows have no meaning.
-    metrics: sums over this rank's trained rows, without gradient.
+    metrics: sums over this rank's trained rows, without gradient; ``actor/NAME`` is reported per trained token.
     """
 
     loss_N: Tensor
