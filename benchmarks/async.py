@@ -119,7 +119,7 @@ def train(words: Sequence[str], engine_core: int, ended: Path) -> int:
     """Run it, in a process of its own, on the cores that this one has; the engine moves to ``engine_core``."""
     from mcore_rl.config.compose import compose
     from mcore_rl.config.run import RunConfig
-    from mcore_rl.controller.lifecycle import start
+    from mcore_rl.controller.programs import start
     from mcore_rl.controller.programs.train import run_training
     from mcore_rl.rollout.pool import EnginePool
     from mcore_rl.rollout.protocol import Request, Sample, Sampling

@@ -53,10 +53,10 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
-from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step import stages, updates
+from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.data.prompts import PromptRow

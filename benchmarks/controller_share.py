@@ -33,7 +33,7 @@ from rich.table import Table
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller import loop
-from mcore_rl.controller.lifecycle.start import open_run
+from mcore_rl.controller.programs.start import open_run
 from mcore_rl.rollout.protocol import RolloutEngine
 from mcore_rl.runtime import start as runtime_start
 from mcore_rl.runtime.answers import Answer

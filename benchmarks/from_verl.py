@@ -25,7 +25,7 @@ import yaml
 from mcore_rl.cli import main as command
 from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import expand
-from mcore_rl.tracking.secrets import without_secrets
+from mcore_rl.secrets import without_secrets
 
 ARGUMENTS = ("8", "checkpoints")
 ELSEWHERE = ("sglang", "trtllm", "_npu", "ascend", "veomni", "torchtitan", "automodel", "megatron_lite", "mlite")

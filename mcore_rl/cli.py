@@ -175,8 +175,8 @@ def _notes(error: BaseException) -> list[str]:
 
 def _tell(text: str, error: BaseException) -> None:
     """Shows ``text`` and the notes of ``error``, without secrets."""
+    from mcore_rl.secrets import redacted
     from mcore_rl.tracking.messages import say
-    from mcore_rl.tracking.secrets import redacted
 
     say(redacted("\n".join(filter(None, [text, *_notes(error)]))))
 

@@ -7,5 +7,6 @@ pytest_plugins = [
         "tiers",
         "skip_report",
         "quick_composing",
+        "hub_client",
     )
 ]

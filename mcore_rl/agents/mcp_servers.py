@@ -29,7 +29,7 @@ from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.errors import ConfigError, Violation, pip_line
 from mcore_rl.json_text import read_json
 from mcore_rl.processes.guarding import GuardedProgram
-from mcore_rl.tracking.secrets import redacted, without_secrets
+from mcore_rl.secrets import redacted, without_secrets
 
 KEY = "rollout.agent.mcp_config_path"
 FORM = "Write mcpServers: {NAME: {command, args, env, cwd} or {url, headers}, ...}"

@@ -36,7 +36,7 @@ from mcore_rl.episodes import Episode, FinishReason
 from mcore_rl.json_text import read_json
 from mcore_rl.processes.guarding import guarded
 from mcore_rl.rewards.score import NotANumberError, Score, finite
-from mcore_rl.tracking.secrets import redacted, without_secrets
+from mcore_rl.secrets import redacted, without_secrets
 
 if TYPE_CHECKING:
     from mcore_rl.agents.gateway import Access, Gateway

@@ -13,16 +13,19 @@ from jsonschema import Draft202012Validator, SchemaError
 
 from mcore_rl.agents.function_process import FunctionProcesses, FunctionTool, describe
 from mcore_rl.agents.mcp_servers import McpServer, mcp_tools
-from mcore_rl.agents.toolbox import calculator, gsm8k, interpreter, search
 from mcore_rl.agents.tools import ToolSchema, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.rewards.code import WEAK
-from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 
 TOOLS_KEY, FILE_KEY = "rollout.agent.tools", "rollout.agent.tool_config_path"
-BUILT_IN = ("calculator", "python", "calc_gsm8k_reward", "search")
+# The module whose ``make(config, code)`` makes a tool.
+BUILT_IN = {
+    "calculator": "mcore_rl.agents.toolbox.calculator",
+    "python": "mcore_rl.agents.toolbox.interpreter",
+    "calc_gsm8k_reward": "mcore_rl.agents.toolbox.gsm8k",
+    "search": "mcore_rl.agents.toolbox.search",
+}
 METHODS = ("create", "execute", "calc_reward", "release")
 YAML_FORM = "Write tools: [{class_name: MODULE.CLASS, config: {}, tool_schema: {type: function, function: {...}}}]"
 
@@ -63,34 +66,11 @@ def load_tools(
 def _named(config: AgentConfig, code: CodeConfig, processes: FunctionProcesses) -> Iterator[tuple[str, str, Any]]:
     """(key, name, what makes it) of each of ``tools``."""
     for name in config.tools:
-        if name == "calculator":
-            yield TOOLS_KEY, name, lambda: calculator.Calculator({}, calculator.SCHEMA)
-        elif name == "calc_gsm8k_reward":
-            yield TOOLS_KEY, name, lambda: gsm8k.Gsm8kAnswer({}, gsm8k.SCHEMA)
-        elif name == "search":
-            yield TOOLS_KEY, name, lambda: _search(config)
-        elif name == "python":
-            yield TOOLS_KEY, name, lambda: _interpreter(code)
+        if name in BUILT_IN:
+            tool = importlib.import_module(BUILT_IN[name])
+            yield TOOLS_KEY, name, lambda tool=tool: tool.make(config, code)
         else:
             yield TOOLS_KEY, name, lambda place=name: _function(place, processes)
-
-
-def _search(config: AgentConfig) -> search.CorpusSearch:
-    if config.search_corpus is None:
-        problem = "has no documents to search in"
-        raise ConfigError([Violation(TOOLS_KEY, "search", problem, f"Write {search.KEY}=FILE_OR_FOLDER")])
-    return search.CorpusSearch({}, search.SCHEMA, config.search_corpus, config.search_results)
-
-
-def _interpreter(code: CodeConfig) -> interpreter.PythonInterpreter:
-    try:
-        weak_points = weaknesses()
-    except ConfinementError as error:
-        problem = f"no program can be run here: {error}"
-        raise ConfigError([Violation(TOOLS_KEY, "python", problem, "Leave it out, or run elsewhere")]) from error
-    if weak_points and not code.allow_weak_confinement:
-        raise ConfigError([Violation(TOOLS_KEY, "python", "; ".join(weak_points), WEAK)])
-    return interpreter.PythonInterpreter({}, interpreter.SCHEMA, code)
 
 
 def _function(place: str, processes: FunctionProcesses) -> FunctionTool:

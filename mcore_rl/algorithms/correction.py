@@ -18,9 +18,9 @@ from math import log
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.ragged import Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.kl import kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
-from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
 from mcore_rl.types import NOT_DRAWN, SentAsArrays
 

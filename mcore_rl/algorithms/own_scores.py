@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.ragged import Trained, sequence_sums
 from mcore_rl.algorithms.correction import MEASURE, CorrectionSums, correct, drawn_tokens
-from mcore_rl.algorithms.ragged import Trained, sequence_sums
 from mcore_rl.types import SequenceScores, TokenScores, TrainBatch
 
 

@@ -25,9 +25,9 @@ from math import exp
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.drawn_pairs import PREFIX
 from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
-from mcore_rl.algorithms.losses.preference import PREFIX
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum, trained_rows
 from mcore_rl.algorithms.preference import means
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums

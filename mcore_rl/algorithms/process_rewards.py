@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.groups import PromptGroups
+from mcore_rl.algorithms.advantages.ragged import (
+    Spreads,
+    Trained,
+    at_tokens,
+    discounted_sums,
+    sequence_counts,
+    sequence_sums,
+)
 from mcore_rl.algorithms.advantages.rloo import rloo
-from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, discounted_sums, sequence_counts, sequence_sums
 from mcore_rl.config.algorithms.prime import PROCESS_REWARD, PrimeConfig, ProcessNorm, ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS
 from mcore_rl.types import SentAsArrays, TrainBatch

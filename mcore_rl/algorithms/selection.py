@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import Trained
+from mcore_rl.algorithms.advantages.ragged import Trained
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.config.algorithm_registry import policy_loss
 from mcore_rl.config.roles import ActorConfig

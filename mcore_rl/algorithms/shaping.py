@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.groups import TIE, PromptGroups
 from mcore_rl.algorithms.advantages.pairs import best_worst
-from mcore_rl.algorithms.ragged import at_tokens
+from mcore_rl.algorithms.advantages.ragged import at_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimator

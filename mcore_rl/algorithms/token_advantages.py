@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.advantages.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
 from mcore_rl.algorithms.kl import kl_k1, penalty
-from mcore_rl.algorithms.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.config.stages import TOKEN_REWARDS

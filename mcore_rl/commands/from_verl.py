@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.from_verl.models import model_facts, refuse_images
     from mcore_rl.from_verl.translate import translate
     from mcore_rl.from_verl.yaml_text import yaml_of
-    from mcore_rl.tracking.secrets import redacted
+    from mcore_rl.secrets import redacted
 
     if options.version and options.version not in versions():
         remedy = f"Write one of {', '.join(versions())}"
@@ -161,7 +161,7 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
     """The list, under its headings.  aside: programs that a script would have run, too."""
     from mcore_rl.from_verl.answer import Difference
     from mcore_rl.from_verl.facts import versions_with
-    from mcore_rl.tracking.secrets import redacted
+    from mcore_rl.secrets import redacted
 
     verl, lines = translation.verl, list[str]()
     known = versions_with(verl.config, verl.written)

@@ -49,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_the_hub(name: str) -> int:
     """Shows what the config.json of a model of the Hub says.  Raises ConfigError if it cannot be had or trained."""
+    from mcore_rl.config.hub_files import local_paths
     from mcore_rl.families.checkpoints import known_checkpoints
     from mcore_rl.families.config_json import read_config
     from mcore_rl.families.registry import model_of
-    from mcore_rl.hub.fetch import local_paths
     from mcore_rl.hub.selection import ModelPart
 
     (folder,) = local_paths("NAME", name, PathKind("directory", hub=MODEL), part=ModelPart.config)

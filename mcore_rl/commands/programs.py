@@ -128,7 +128,7 @@ class Program:
 
         Raises ConfigError, with all violations.
         """
-        from mcore_rl.hub.fetch import fetched
+        from mcore_rl.config.hub_files import fetched
 
         refuse_if_any(_offered([*self.violations(config), *file_violations(config), *_absent(config)]))
         _keep_what_torch_compiles()

@@ -121,6 +121,6 @@ def _run_file(path: Path) -> Mapping[str, Algorithm]:
     ours = {role for each in estimators().values() for role in each.roles}
     for role in {role for each in by_name.values() for role in each.advantages.roles} - ours:
         if not isinstance(role, str) and role.phase != f"{role.name}_scores":
-            problem = f"names the phase of its role {role.name}: {role.phase}"
-            raise _UnfitFileError(problem, f"Leave phase out: it is {role.name}_scores, which reports know by its form")
+            said = f"names the phase of its role {role.name}: {role.phase}"
+            raise _UnfitFileError(said, f"Leave phase out: it is {role.name}_scores, which reports know by its form")
     return by_name

@@ -23,7 +23,7 @@ from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.config.names import field_of, key_of, value_at
 from mcore_rl.errors import Violation
 from mcore_rl.hub.names import DATASET, hub_name
-from mcore_rl.tracking.secrets import has_url_password, without_url_passwords
+from mcore_rl.secrets import has_url_password, without_url_passwords
 
 T = TypeVar("T")
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e12  # where a range ends at inf
@@ -220,7 +220,7 @@ def bound_violations(config: Any, prefix: str = "") -> list[Violation]:
 def file_violations(config: Any, prefix: str = "") -> list[Violation]:
     """Every path that is to be read and cannot be, and every path that is to be written and cannot be.
 
-    Of a Hub id nothing is said, and nothing of a folder of data: ``hub.fetch`` does.
+    Of a Hub id nothing is said, and nothing of a folder of data: ``hub_files`` does.
     """
     violations = list[Violation]()
     for each, key, value in _values(config, prefix):
@@ -233,7 +233,7 @@ def file_violations(config: Any, prefix: str = "") -> list[Violation]:
 
 
 def is_name(value: str, place: PathKind) -> bool:
-    """Whether ``value`` stands for files that ``hub.fetch`` finds."""
+    """Whether ``value`` stands for files that ``hub_files`` finds."""
     if not place.hub:
         return False
     folder = place.hub == DATASET and os.path.isdir(os.path.expanduser(value))

@@ -95,8 +95,8 @@ def dtype_of(path: str) -> str:
 
     What is wrong with the checkpoint is said elsewhere.
     """
+    from mcore_rl.config.hub_files import config_folder
     from mcore_rl.config.yaml_files import read_limited  # with hydra, which no help needs
-    from mcore_rl.hub.fetch import config_folder
 
     try:
         values = json.loads(read_limited(config_folder(path) / "config.json", MAX_CONFIG_BYTES))

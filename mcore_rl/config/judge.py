@@ -27,7 +27,7 @@ from mcore_rl.config.rollout import (
 )
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.errors import Violation
-from mcore_rl.tracking.secrets import is_secret
+from mcore_rl.secrets import is_secret
 
 SCALE = [0.0, 10.0]  # of RUBRIC
 RESPONSE = "{response}"  # no template is without it

@@ -53,7 +53,7 @@ def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     refuse_if_any(wrong)
     for name, value in list(vars(options).items()):
         if isinstance(value, _Named):
-            from mcore_rl.hub.fetch import local_paths
+            from mcore_rl.config.hub_files import local_paths
 
             (path,) = local_paths(keys[name], value.text, value.place)
             setattr(options, name, Path(path))

@@ -7,20 +7,27 @@ works without the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import OffPolicy, Rejection
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, estimator, estimators, policy_loss
-from mcore_rl.config.algorithms.online_dpo import PairsConfig
-from mcore_rl.config.preference import PreferenceLoss, parted_pairs, preference_violations
-from mcore_rl.config.roles import RouterReplay
+from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss, parted_pairs, preference_violations
+from mcore_rl.config.roles import ActorConfig, RouterReplay
 from mcore_rl.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
 
 GROUP = "actor.preference."
+
+
+@dataclass(kw_only=True)
+class PairsConfig(ActorConfig):
+    """A policy that learns from pairs of responses.  preference: the loss; see ``PreferenceConfig``."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
 
 def needs_answers(run: RunConfig) -> bool:

@@ -23,14 +23,13 @@ from mcore_rl.config.algorithm_registry import (
     policy_loss,
     policy_losses,
 )
-from mcore_rl.config.algorithms.online_dpo import PairsConfig
-from mcore_rl.config.algorithms.ppo import PpoClipConfig
 from mcore_rl.config.asynchrony import AsyncConfig, mode_violations, trains_stale
 from mcore_rl.config.bounds import CrossCheck, check
+from mcore_rl.config.clipping import PpoClipConfig
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.judge import judge_violations
 from mcore_rl.config.names import has_key, value_at
-from mcore_rl.config.pairs import pair_violations
+from mcore_rl.config.pairs import PairsConfig, pair_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations

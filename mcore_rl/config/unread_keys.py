@@ -21,8 +21,8 @@ from mcore_rl.config.algorithm_registry import (
     policy_loss,
     policy_losses,
 )
-from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.bounds import Unsound
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.judge import WAY, JudgeConfig
 from mcore_rl.config.lora import LoraConfig

@@ -19,19 +19,19 @@ from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
 from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import WriteMore
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.rollouts.recording import Recorder, scheduled_step
 from mcore_rl.controller.rollouts.replay import ReplaySource
+from mcore_rl.controller.rollouts.rollout_source import Ahead, RolloutSource
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
+from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
-from mcore_rl.controller.step.rollout_source import Ahead, RolloutSource
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun

@@ -21,12 +21,12 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, is_due
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import note, warn
-from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
+from mcore_rl.controller.step.preemption import Preempted, Preemption
 from mcore_rl.controller.step.profiling import profiled
 from mcore_rl.controller.step.utilization import device_peak, utilization
 from mcore_rl.errors import CheckpointError, RunDirectoryError

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.processes.guarding import GuardedProgram
-from mcore_rl.tracking.secrets import without_secrets
+from mcore_rl.secrets import without_secrets
 
 PROLOGUE = Path(__file__).with_name("prologue.sh")
 BEGIN = 'builtin source "$1"; shift'

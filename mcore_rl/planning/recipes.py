@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.hub_files import config_folder, fetched_config
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import MODEL_CONFIGS
@@ -18,7 +19,6 @@ from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.same_architecture import architecture_violations
-from mcore_rl.hub.fetch import config_folder, fetched_config
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
 GSM8K, DAPO = 7473, 17398

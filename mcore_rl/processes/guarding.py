@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from mcore_rl.processes import guard, program_guard
-from mcore_rl.tracking.secrets import without_secrets
+from mcore_rl.secrets import without_secrets
 
 END_S = 10.0  # for a guard to kill what is below it
 

@@ -18,7 +18,7 @@ import msgspec
 from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.judgements import Judgement, Tokens
-from mcore_rl.tracking.secrets import secret
+from mcore_rl.secrets import secret
 
 if TYPE_CHECKING:
     import aiohttp

@@ -33,7 +33,7 @@ from mcore_rl.rewards.prints import PRINTS
 from mcore_rl.rewards.registry import GRADERS, grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, refusal_of, unpacked
-from mcore_rl.tracking.secrets import without_secrets
+from mcore_rl.secrets import without_secrets
 
 MAX_WORKERS = 16
 MAX_ANSWER = 16 << 20  # bytes of a Score

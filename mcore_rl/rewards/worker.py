@@ -22,7 +22,7 @@ from mcore_rl.rewards.custom import load_custom
 from mcore_rl.rewards.overlong import overlong_penalty
 from mcore_rl.rewards.registry import Grader, grader_of
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
-from mcore_rl.tracking.secrets import redacted
+from mcore_rl.secrets import redacted
 
 MEMORY_BYTES = 4 << 30  # of built-in graders: given 10^(10^10) as an answer, sympy would fill the machine's memory
 MAX_DETAIL = 500  # characters of an error

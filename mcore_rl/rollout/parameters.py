@@ -198,7 +198,7 @@ def _describe(source: Path, layout: VllmLayout, dtype: str) -> list[dict[str, Pa
 def _configured(source: Path, layout: VllmLayout, dtype: str) -> list[EffectiveConfig] | str:
     try:
         with standing_as(0, layout):
-            from mcore_rl.rollout.receiver.effective_config import effective_config
+            from mcore_rl.rollout.effective_config import effective_config
 
             return [effective_config(_model(source, layout, 0, dtype, _ParametersOnMeta())[0])]
     except Exception as error:  # noqa: BLE001  as above

@@ -26,8 +26,8 @@ from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.runtime.ray_watch import children, joined_ray, own_ray
 from mcore_rl.runtime.scratch import scratch
+from mcore_rl.secrets import secret_names
 from mcore_rl.tracking.messages import warn
-from mcore_rl.tracking.secrets import secret_names
 
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 8.0  # the time limit for a head node to accept a connection, and for its first words

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 
 from mcore_rl.errors import McoreRLError
-from mcore_rl.tracking.secrets import secret_names
+from mcore_rl.secrets import secret_names
 
 POLL_S = 0.5
 QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}

@@ -18,6 +18,7 @@ from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.cluster import ClusterConfig, Container
 from mcore_rl.config.engine import Device
 from mcore_rl.config.files import output_problem
+from mcore_rl.config.hub_files import config_folder, fetched_config
 from mcore_rl.config.launch import (
     cluster_yaml,
     load_cluster,
@@ -33,7 +34,6 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import CONFIG
-from mcore_rl.hub.fetch import config_folder, fetched_config
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import other_models, run_model
 

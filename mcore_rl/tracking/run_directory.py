@@ -39,9 +39,9 @@ import yaml
 import mcore_rl
 from mcore_rl.hub.names import with_names
 from mcore_rl.json_text import read_json
+from mcore_rl.secrets import redact_settings, without_secrets
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import sample_files
-from mcore_rl.tracking.secrets import redact_settings, without_secrets
 
 PACKAGES = (
     "torch",

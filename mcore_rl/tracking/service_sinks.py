@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import Rows
-from mcore_rl.tracking.secrets import redact
 
 MAX_PARAMS, MAX_PARAM = 100, 6000  # parameters in a batch and characters of one that mlflow takes
 NO_METRIC_NAME = re.compile(r"[^\w\-. /:]")  # what mlflow takes in no name of a metric

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.messages import warn
 from mcore_rl.tracking.samples import Rows
-from mcore_rl.tracking.secrets import redact
 
 # Seconds that wandb's server has to answer: at the start, and at the end of the run for what is not sent yet.  wandb's
 # own limits are 90, and none.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.losses.aggregation import loss_denominator, sum_token_losses
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.algorithm import KlControlConfig
 from mcore_rl.config.reward import CodeConfig

@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.ragged import Trained
 from mcore_rl.algorithms.correction import REJECTIONS, Correction, correct, correction_metrics, mean_weight
-from mcore_rl.algorithms.ragged import Trained
 from mcore_rl.config.algorithm import (
     CorrectionLevel,
     CorrectionMode,

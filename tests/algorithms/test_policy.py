@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.algorithm_registry import policy_losses

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.value import explained_variance, value_loss
 from mcore_rl.config.roles import CriticConfig, LossAggregation
 from tests.algorithms.loss_cases import assert_same, drawn, over_context, over_microbatches, partitions, whole

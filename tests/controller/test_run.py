@@ -23,8 +23,8 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
-from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
+from mcore_rl.controller.programs.start import open_run
 from mcore_rl.controller.run import Run
 from mcore_rl.errors import DeadEngineError, WorkerError
 from mcore_rl.rollout.engine.process_group import is_helper

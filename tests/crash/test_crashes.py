@@ -12,7 +12,7 @@ from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 
 import pytest
 
-from mcore_rl.controller.lifecycle.preemption import REQUEUE
+from mcore_rl.controller.step.preemption import REQUEUE
 from tests.crash.conftest import Undisturbed
 from tests.support import crash_points
 from tests.support.crash_runs import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from mcore_rl.controller.rollouts.stream import DRAWING
+from mcore_rl.controller.step.preemption import REQUEUE
 from mcore_rl.tracking.lanes import LANES, LaneSpan, State, read_lanes
 from mcore_rl.tracking.timeline import read_timeline
 from tests.support.ahead_runs import APART, lines, prompts, staleness, versions

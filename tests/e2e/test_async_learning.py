@@ -18,11 +18,11 @@ from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
-from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
+from mcore_rl.controller.programs.start import open_run
+from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
-from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.errors import AlarmError, DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.jsonl import read_metrics

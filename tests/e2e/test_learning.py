@@ -18,8 +18,8 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.role import Never
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
-from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
+from mcore_rl.controller.programs.start import open_run
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import detect

@@ -8,8 +8,8 @@ from signal import SIGKILL, SIGTERM
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.controller.lifecycle.preemption import REQUEUE
-from mcore_rl.controller.step.rollout_source import DRAWN_AHEAD
+from mcore_rl.controller.rollouts.rollout_source import DRAWN_AHEAD
+from mcore_rl.controller.step.preemption import REQUEUE
 from mcore_rl.tracking.timeline import read_timeline
 from tests.support.ahead_runs import APART, lines, prompts, same_training, staleness, versions
 from tests.support.crash_runs import doing, drawing, nothing_survives, says, start

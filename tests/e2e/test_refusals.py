@@ -23,8 +23,8 @@ from mcore_rl.commands.programs import PROGRAMS, Program
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import compose
 from mcore_rl.config.files import input_problem, output_problem
+from mcore_rl.config.hub_files import fetched
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.hub.fetch import fetched
 from tests.support.number_oracle import NUMBERS
 from tests.support.outsider import as_another_user
 

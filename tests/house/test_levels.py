@@ -71,12 +71,11 @@ def test_the_rule_allows_each_third_party_its_places() -> None:
 
 
 def contract(kind: str) -> dict[str, Any]:
-    """The import-linter contract of type ``kind`` in pyproject.toml."""
+    """The first import-linter contract of type ``kind`` in pyproject.toml; of ``layers``, that of all packages."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    (of_kind,) = [each for each in contracts if each["type"] == kind]
-    return dict(of_kind)
+    return dict(next(each for each in contracts if each["type"] == kind))
 
 
 def packages_by_level() -> list[list[str]]:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from mcore_rl.hub.download import NotFetchedError, data_files, model_folder
 from mcore_rl.hub.names import DATASET, MODEL, HubName, named
 from mcore_rl.hub.selection import ModelPart
-from tests.hub.conftest import ask
+from tests.support.hub_client import ask
 from tests.support.hub_server import TOKEN, HubServer, Repo, sha256
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

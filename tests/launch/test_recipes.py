@@ -16,8 +16,8 @@ from rich.console import Console
 
 from mcore_rl.commands.verify import prove
 from mcore_rl.config.algorithm import FilterMetric, KlPenalty, OffPolicy
-from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.algorithms.prime import ProcessRewardConfig
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Recompute

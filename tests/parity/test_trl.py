@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.config.roles import LossAggregation
 from tests.algorithms.loss_cases import Minibatch
 from tests.support.loss_parity import CONSTANT, actor, minibatches, ours_and_theirs, rows_of

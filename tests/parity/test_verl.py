@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.algorithms.advantages.estimation import estimate_advantages
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.correction import correct, correction_metrics, mean_weight
 from mcore_rl.algorithms.kl import KlController, penalty
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.algorithm import (
     CorrectionLevel,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import policy_loss
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms import loss_cases
 from tests.algorithms.loss_cases import Minibatch

@@ -12,13 +12,14 @@ import torch
 
 from mcore_rl.algorithms.advantages.gae import temporal_differences
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.advantages.ragged import discounted_sums
 from mcore_rl.algorithms.losses.ppo_clip import ppo_clip
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, masked_sum
-from mcore_rl.algorithms.ragged import discounted_sums
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import PolicyLoss
-from mcore_rl.config.algorithms.ppo import GAE, PPO, PpoClipConfig
+from mcore_rl.config.algorithms.ppo import GAE, PPO
 from mcore_rl.config.bounds import NonNegativeFloat, PositiveFloat
+from mcore_rl.config.clipping import PpoClipConfig
 from mcore_rl.types import LossInputs
 
 

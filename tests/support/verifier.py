@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.advantages.ragged import discounted_sums
 from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
-from mcore_rl.algorithms.ragged import discounted_sums
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Estimator, Scope

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.config.agent import AgentConfig
+from mcore_rl.config.reward import CodeConfig
 from mcore_rl.rewards.gsm8k import gold_number
 from mcore_rl.rewards.numbers import last_number
 
@@ -50,3 +52,8 @@ class Gsm8kAnswer(EpisodeTool):
         """See ``EpisodeTool.release``."""
         self._gold.pop(instance_id, None)
         self._best.pop(instance_id, None)
+
+
+def make(config: AgentConfig, code: CodeConfig) -> Gsm8kAnswer:
+    """Make the tool of a run."""
+    return Gsm8kAnswer({}, SCHEMA)

@@ -16,9 +16,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.rewards.code import program_of
-from mcore_rl.rewards.confinement import Ending, run_confined
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.rewards.code import WEAK, program_of
+from mcore_rl.rewards.confinement import ConfinementError, Ending, run_confined, weaknesses
 
 SCHEMA = ToolSchema(
     type="function",
@@ -119,3 +121,16 @@ def run_cells(cells: tuple[str, ...], code: CodeConfig) -> tuple[ToolResult, boo
     if outcome.ending is not Ending.timeout:
         problem = f"the interpreter ended ({outcome.message or 'a limit of memory, output or processes'})"
     return ToolResult(text=f"{text}\nError: {problem}. The code has no effect.".lstrip("\n"), failed=True), False
+
+
+def make(config: AgentConfig, code: CodeConfig) -> PythonInterpreter:
+    """Make the tool of a run.  Raises ConfigError where programs cannot be confined."""
+    key, name = "rollout.agent.tools", "python"
+    try:
+        weak_points = weaknesses()
+    except ConfinementError as error:
+        problem = f"no program can be run here: {error}"
+        raise ConfigError([Violation(key, name, problem, "Leave it out, or run elsewhere")]) from error
+    if weak_points and not code.allow_weak_confinement:
+        raise ConfigError([Violation(key, name, "; ".join(weak_points), WEAK)])
+    return PythonInterpreter({}, SCHEMA, code)

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.config.agent import AgentConfig
+from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation, pip_line
 
 SCHEMA = ToolSchema(
@@ -112,3 +114,11 @@ def _document(record: Any, place: str) -> tuple[str, str]:
     if not isinstance(text, str):
         raise ValueError(f"{place} has no {', '.join(TEXTS)} that is a text; it has {', '.join(map(str, record))}")
     return str(next((record[key] for key in TITLES if record.get(key) is not None), place)), text
+
+
+def make(config: AgentConfig, code: CodeConfig) -> CorpusSearch:
+    """Make the tool of a run, with its index.  Raises ConfigError if no corpus is named, or none can be read."""
+    if config.search_corpus is None:
+        remedy = f"Write {KEY}=FILE_OR_FOLDER"
+        raise ConfigError([Violation("rollout.agent.tools", "search", "has no documents to search in", remedy)])
+    return CorpusSearch({}, SCHEMA, config.search_corpus, config.search_results)

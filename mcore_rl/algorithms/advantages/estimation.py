@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.advantages.ragged import Spread, Spreads, at_tokens
 from mcore_rl.algorithms.advantages.whiten import Whitening
-from mcore_rl.algorithms.ragged import Spread, Spreads, at_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import CRITIC, Scope
 from mcore_rl.config.algorithm_registry import estimator

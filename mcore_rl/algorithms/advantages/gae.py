@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from mcore_rl.algorithms.ragged import discounted_sums
+from mcore_rl.algorithms.advantages.ragged import discounted_sums
 from mcore_rl.config.algorithms.ppo import GaeConfig
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import Trained, at_tokens, last_trained, sequence_counts, sequence_sums
+from mcore_rl.algorithms.advantages.ragged import Trained, at_tokens, last_trained, sequence_counts, sequence_sums
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from mcore_rl.algorithms.ragged import discounted_sums
+from mcore_rl.algorithms.advantages.ragged import discounted_sums
 from mcore_rl.config.algorithms.ppo import DiscountedConfig
 
 

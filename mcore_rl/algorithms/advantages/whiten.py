@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import Spread
+from mcore_rl.algorithms.advantages.ragged import Spread
 
 EPSILON = 1e-8  # added to the variance, as in verl
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios
-from mcore_rl.config.algorithms.ppo import ClippedConfig
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.types import LossInputs
 
 

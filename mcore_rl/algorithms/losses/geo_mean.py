@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, ROUNDING, TokenLosses, clip_metrics, log_ratios
-from mcore_rl.config.algorithms.ppo import ClippedConfig
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.types import LossInputs
 
 

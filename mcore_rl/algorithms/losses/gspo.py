@@ -12,7 +12,7 @@ from mcore_rl.algorithms.losses.token_losses import (
     clip_metrics,
     log_ratios,
 )
-from mcore_rl.config.algorithms.ppo import ClippedConfig
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.types import LossInputs
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios, masked_sum
-from mcore_rl.config.algorithms.ppo import ClippedConfig, PpoClipConfig
+from mcore_rl.config.clipping import ClippedConfig, PpoClipConfig
 from mcore_rl.types import LossInputs
 
 

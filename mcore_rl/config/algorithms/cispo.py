@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.algorithms.ppo import ClippedConfig
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.config.roles import LossAggregation
 
 CLIPPED_WEIGHT = PolicyLoss(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced, TokenSelection
 from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
-from mcore_rl.config.algorithms.ppo import ClippedConfig
 from mcore_rl.config.bounds import PositiveShare
+from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.errors import Violation
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss, Scope, Sourced
-from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss
-from mcore_rl.config.roles import ActorConfig, LossAggregation
+from mcore_rl.config.pairs import PairsConfig
+from mcore_rl.config.preference import PreferenceLoss
+from mcore_rl.config.roles import LossAggregation
 
 BEST_WORST = Estimator(
     name="best_worst",
@@ -19,16 +18,9 @@ BEST_WORST = Estimator(
 )
 
 
-@dataclass(kw_only=True)
-class PairsConfig(ActorConfig):
-    """A policy that learns from pairs of responses.  preference: the loss; see ``PreferenceConfig``."""
-
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-
-
 PREFERENCE = PolicyLoss(
     name="preference",
-    function="mcore_rl.algorithms.losses.preference:preference",
+    function="mcore_rl.algorithms.drawn_pairs:preference",
     formula="that of `actor.preference.loss` ([preferences](preferences.md#losses)), of each pair",
     paper="arXiv:2305.18290 and others",
     needs_old=False,

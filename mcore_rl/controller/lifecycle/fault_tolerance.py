@@ -19,8 +19,8 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import stop_explained, warn
-from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints, how_to_go_on
+from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.runtime.engine_client import EngineClient
 

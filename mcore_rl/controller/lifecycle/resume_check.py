@@ -32,8 +32,8 @@ from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.hub.names import with_names
 from mcore_rl.json_text import read_json
+from mcore_rl.secrets import redact_settings
 from mcore_rl.tracking.run_directory import plain
-from mcore_rl.tracking.secrets import redact_settings
 
 RUN = "run.json"
 # What may change where the user names the checkpoint: how results are judged, episodes run and advantages computed.

@@ -15,7 +15,6 @@ from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.programs.generate import logs_beside
 from mcore_rl.controller.step.reward_model import Encoder, RewardModel, prepare_encoder
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.classifier_pool import ClassifierPool
@@ -81,16 +80,15 @@ async def start_reward_model(
     return reward_model
 
 
-async def open_alone(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel:
+async def open_alone(config: EvaluateConfig, logs: Path, stack: AsyncExitStack) -> RewardModel:
     """Starts Ray and the reward model of ``mcore-rl evaluate``; both end when ``stack`` is closed.
 
-    The engines' logs are written beside the responses.  Raises as ``prepare_encoder``, before a process is started.
+    logs: the folder of the engines' logs.  Raises as ``prepare_encoder``, before a process is started.
     """
     directory = Path(config.reward_model.model.path).expanduser().resolve()
     judge = replace(config.reward_model, model=replace(config.reward_model.model, path=str(directory)))
     platform = detect(judge.device)
     encoder = prepare_encoder(judge, platform)
-    logs = logs_beside(Path(config.path).expanduser().resolve())
     stack.enter_context(ray_cluster(config.ray_init))
     places = await place_engines(judge.layout, platform, "reward_model")
     stack.callback(places.close)

@@ -19,8 +19,8 @@ from mcore_rl.planning.overheads import GIB, device_rates
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.search import refusal
 from mcore_rl.planning.tables import plan_values, short_line
+from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
-from mcore_rl.tracking.secrets import redact
 
 PLAN = "plan.json"
 LARGEST_RATE = 0.1  # weights are mostly smaller

@@ -241,11 +241,11 @@ async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> Reward
     """Starts the reward model, which runs until ``stack`` is closed; None if it is not enabled."""
     if not config.reward_model.enable:
         return None
-    from mcore_rl.controller.lifecycle.reward_engines import (
-        open_alone,  # torch, Ray and all, which nothing else here needs
-    )
+    # torch, Ray and all, which nothing else here needs
+    from mcore_rl.controller.lifecycle.reward_engines import open_alone
+    from mcore_rl.controller.programs.generate import logs_beside
 
-    return await open_alone(config, stack)
+    return await open_alone(config, logs_beside(Path(config.path).expanduser().resolve()), stack)
 
 
 def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT, means, wins
 from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, rewards
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.prefer import ACTOR, REFERENCE, PreferConfig
 from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.config.role_table import REF_LOGPROBS

@@ -13,10 +13,10 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.messages import note, outcome
-from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.start_plan import doubts_of
+from mcore_rl.controller.step.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.training_run import C, Callback, R
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.parallel.device import Platform

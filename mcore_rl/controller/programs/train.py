@@ -7,10 +7,10 @@ from functools import partial
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.engine_set import LivingEngines
-from mcore_rl.controller.lifecycle.replay_start import check_replay, open_replay
-from mcore_rl.controller.lifecycle.start import check_run, open_run
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.program import run_program, show_check
+from mcore_rl.controller.programs.replay_start import check_replay, open_replay
+from mcore_rl.controller.programs.start import check_run, open_run
 from mcore_rl.controller.training_run import Callback
 from mcore_rl.parallel.device import detect
 

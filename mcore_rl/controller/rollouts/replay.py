@@ -7,10 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.rollouts.drawn_file import DrawnFileError, RowOf
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.rollouts.recording import RECORD, read_record, record_file
+from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.errors import CheckpointError

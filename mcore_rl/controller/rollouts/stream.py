@@ -26,10 +26,11 @@ from typing import Any
 
 from mcore_rl.config.asynchrony import Overdue
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.rollouts.admission import Admission
 from mcore_rl.controller.rollouts.group import Group, KeptSamples
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
+from mcore_rl.controller.rollouts.rollout_source import Ahead
+from mcore_rl.controller.step.preemption import Preempted, Preemption
 from mcore_rl.controller.step.rollout_collection import (
     FILTERED,
     CollectProgress,
@@ -37,7 +38,6 @@ from mcore_rl.controller.step.rollout_collection import (
     RolloutBatch,
     numbered,
 )
-from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
+from mcore_rl.algorithms.advantages.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.correction import correction_metrics, mean_weight
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, SequenceStats, estimate_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig

@@ -27,7 +27,7 @@ from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.parallel.pinned import settings_of_a_new_process
 from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.tracking.secrets import secret_names
+from mcore_rl.secrets import secret_names
 
 # Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
 AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")

@@ -14,7 +14,7 @@ from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.proofs.differences import Differences, piece_differences, worst
 from mcore_rl.proofs.effective_config import EffectiveConfig
-from mcore_rl.rollout.receiver.effective_config import effective_config
+from mcore_rl.rollout.effective_config import effective_config
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.text_part_loader import TextPartWorker
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods

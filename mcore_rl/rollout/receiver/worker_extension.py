@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.proofs.effective_config import EffectiveConfig
+from mcore_rl.rollout.effective_config import effective_config
 from mcore_rl.rollout.receiver import plain_experts
-from mcore_rl.rollout.receiver.effective_config import effective_config
 from mcore_rl.rollout.receiver.live_adapters import LiveAdapters
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.losses.aggregation import loss_denominator, sum_token_losses
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.roles import LossAggregation
 from tests.algorithms.loss_cases import drawn, whole
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config.compose import compose
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
 from mcore_rl.controller.programs import sft
+from mcore_rl.controller.step.preemption import REQUEUE
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.errors import ConfigError, McoreRLError
 from tests.support import prompt_files

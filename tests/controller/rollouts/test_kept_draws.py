@@ -11,9 +11,9 @@ import pytest
 
 from mcore_rl.config.algorithm import FilterGroupsConfig
 from mcore_rl.config.asynchrony import Overdue
-from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws, read_kept
 from mcore_rl.controller.step.metrics import staleness_metrics
+from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.episodes import FinishReason
 from tests.controller.rollouts.test_stream import BATCH, STEPS, Stage, ages, on, rows, some_time

@@ -23,10 +23,10 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC, Placement, TrainerConfig
-from mcore_rl.controller.lifecycle.preemption import Preemption
+from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.rollouts.stream import DRAWING, RolloutStream, drawing_of
+from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
-from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import VersionSpan

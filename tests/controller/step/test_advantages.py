@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
+from mcore_rl.algorithms.advantages.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
-from mcore_rl.algorithms.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import CriticLoss, value_loss

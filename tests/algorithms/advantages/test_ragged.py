@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms.ragged import (
+from mcore_rl.algorithms.advantages.ragged import (
     _SIDE_BY_SIDE,
     Spreads,
     Trained,

@@ -6,7 +6,7 @@ import torch
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses
 from mcore_rl.algorithms.preference import losses_of_pairs
-from mcore_rl.config.algorithms.online_dpo import PairsConfig
+from mcore_rl.config.pairs import PairsConfig
 from mcore_rl.types import LossInputs
 
 PREFIX = "pairs/"  # of its metrics

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
+from mcore_rl.controller.step.preemption import Preempted, Preemption
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.preference import PreferencesLoss
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss
 from mcore_rl.config.roles import LossAggregation

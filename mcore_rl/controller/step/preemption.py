@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from mcore_rl.controller.lifecycle.run_checkpoints import Progress
-
 REQUEUE = 75  # exit code EX_TEMPFAIL of sysexits.h: a temporary failure, try again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -24,11 +22,17 @@ class Preempted(Exception):
     """The run was told to end; the current step is abandoned and has changed nothing."""
 
 
+class Counted(Protocol):
+    """A place in a run.  step: the last complete step."""
+
+    step: int
+
+
 class Resumable(Protocol):
     """A run that trains and can be resumed."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> Counted:
         """The progress after the last complete step."""
         ...
 

@@ -13,9 +13,9 @@ from mcore_rl.config.algorithm import FilterGroupsConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.lifecycle.preemption import Preemption
+from mcore_rl.controller.rollouts.rollout_source import DRAWN_AHEAD, Ahead, RolloutSource
+from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
-from mcore_rl.controller.step.rollout_source import DRAWN_AHEAD, Ahead, RolloutSource
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rewards.score import RewardRequest, Score

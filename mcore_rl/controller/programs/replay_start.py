@@ -12,9 +12,9 @@ from mcore_rl.config.schedule import scheduled
 from mcore_rl.controller.lifecycle.device_sharing import TrainerAlone
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare, weights_of_roles
 from mcore_rl.controller.lifecycle.replay_check import last_recorded
-from mcore_rl.controller.lifecycle.start import one_thread
 from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
 from mcore_rl.controller.lifecycle.start_roles import start_roles
+from mcore_rl.controller.programs.start import one_thread
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.training_run import begin_records, open_directory
 from mcore_rl.parallel.device import detect

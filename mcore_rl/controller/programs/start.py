@@ -34,9 +34,9 @@ from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_p
 from mcore_rl.controller.lifecycle.start_processes import Start
 from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
-from mcore_rl.controller.step.rollout_source import Ahead
 from mcore_rl.controller.training_run import begin_records, open_directory
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import DeadEngineError, DeadWorkerError

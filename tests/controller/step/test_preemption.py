@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
+from mcore_rl.controller.step.preemption import Preempted, Preemption
 
 
 async def said(leaving: Preemption) -> str:
