@@ -76,10 +76,9 @@ class _Source:
 
 def adapter_case(case: OracleCase, parallel: ParallelConfig, world_size: int) -> OracleCase:
     """The case of the adapters of all linear layers, from ``case`` of the weights that they are of, in this layout."""
-    shapes = {name: shape for name, shape in case.checkpoint.shapes.items() if len(shape) == 2}
     linear = _linears(case)
     checkpoint = NumberedCheckpoint(
-        {name: shape for module in linear for name, shape in _peft(module, shapes[f"{module}.weight"])}
+        {name: shape for module in linear for name, shape in _peft(module, _shape_of(f"{module}.weight", case))}
     )
     order = _orders(case)
     right = {rank: dict(_adapters(placed, case, checkpoint, order)) for rank, placed in case.right.items()}
@@ -87,6 +86,12 @@ def adapter_case(case: OracleCase, parallel: ParallelConfig, world_size: int) ->
     adapters = AdapterTable(base, LORA)
     read = partial(_training_word, base=base, checkpoint=checkpoint)
     return replace(case, family=adapters.family, checkpoint=checkpoint, right=right, read=read)
+
+
+def _shape_of(name: str, case: OracleCase) -> tuple[int, int]:
+    """The shape of a linear layer's weight, which may lie in a stack of experts."""
+    outputs, inputs = case.checkpoint.shapes.get(name) or case.checkpoint.read(name).shape
+    return outputs, inputs
 
 
 def _training_word(family: Family, *, base: Table, checkpoint: NumberedCheckpoint) -> TrainingWord:
@@ -130,15 +135,26 @@ def _sources(numbers: Int64Array, checkpoint: NumberedCheckpoint) -> Iterator[_S
 
 
 def _place(row: Int64Array, checkpoint: NumberedCheckpoint) -> tuple[str, int, Int64Array]:
-    """(layer, row, columns) of a row of one weight."""
+    """(layer, row, columns) of a row of one weight, which may lie in a stack of experts."""
     for name, shape in checkpoint.shapes.items():
         first = int(row[0]) - checkpoint.start_of(name)
         if 0 <= first < prod(shape):
+            if len(shape) == 3:
+                return _place_in_stack(row, checkpoint, name)
             assert len(shape) == 2, f"{name} is no weight of a linear layer by itself"
             at, columns = np.divmod(row - checkpoint.start_of(name), shape[1])
             assert len(set(at.tolist())) == 1, f"{name}: a local row has elements of several of its rows"
             return name.removesuffix(".weight"), int(at[0]), columns
     raise WeightMapError("the oracle of the adapters", [f"element {row[0]} is of no tensor"])
+
+
+def _place_in_stack(row: Int64Array, checkpoint: NumberedCheckpoint, stored: str) -> tuple[str, int, Int64Array]:
+    for name in (name for name, part in checkpoint.parts.items() if part.stored == stored):
+        for at, numbers in enumerate(checkpoint.read(name)):
+            columns = np.searchsorted(numbers, row)
+            if columns.max() < len(numbers) and np.array_equal(numbers[columns], row):
+                return name.removesuffix(".weight"), at, columns
+    raise WeightMapError("the oracle of the adapters", [f"{stored}: element {row[0]} is of no matrix of an expert"])
 
 
 def _orders(case: OracleCase) -> dict[str, int]:

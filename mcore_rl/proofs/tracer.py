@@ -118,7 +118,7 @@ class NumberedCheckpoint:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, StackedPart] | None = None) -> None:
         self.shapes = dict(shapes)
-        self._parts = parts or {}
+        self.parts = parts or {}
         sizes = [prod(shape) for shape in self.shapes.values()]
         self.num_elements = sum(sizes)
         self._starts = dict(zip(self.shapes, np.cumsum([1, *sizes[:-1]]).tolist(), strict=True))  # 0 is padding
@@ -141,8 +141,8 @@ class NumberedCheckpoint:
 
     def read(self, name: str, region: TensorSlice | None = None) -> Int64Array:
         """The tensor ``name``, or a region of it."""
-        if name in self._parts and name not in self.shapes:
-            part = self._parts[name]
+        if name in self.parts and name not in self.shapes:
+            part = self.parts[name]
             slab = self.shapes[part.stored][1:]
             of_expert = self.read(part.stored, TensorSlice((part.expert, *(0,) * len(slab)), (1, *slab)))[0]
             whole: Int64Array = part.within(of_expert)
