@@ -216,7 +216,10 @@ def _with_inputs(
 ) -> RunConfig:
     """``run`` with the rows and the functions of a call, which are written into its directory as files."""
     folder = Path(run.trainer.default_local_dir).expanduser().resolve() / INPUTS
-    given = [("dataset", "data.train_files", dataset), ("eval_dataset", "data.val_files", eval_dataset)]
+    given: list[tuple[str, str, Any]] = [
+        ("dataset", "data.train_files", dataset),
+        ("eval_dataset", "data.val_files", eval_dataset),
+    ]
     written = [(argument, key) for argument, key, rows in given if rows is not None and key in run.written]
     if functions and "custom_reward_function.path" in run.written:
         written.append(("reward", "custom_reward_function.path"))
@@ -227,7 +230,7 @@ def _with_inputs(
 
         path, names = write_functions(functions, folder)
         custom = replace(custom, path=str(path), functions=names)
-    for argument, key, rows in given:
+    for argument, _, rows in given:
         if rows is None:
             continue
         files = _files(rows)
@@ -237,7 +240,7 @@ def _with_inputs(
             split = "train" if argument == "dataset" else "val"
             of_rows = write_rows_given(rows, folder, argument=argument, split=split, prompt_key=data.prompt_key)
             files, texts = [str(of_rows.path)], texts or of_rows.texts
-        data = replace(data, **{key.removeprefix("data."): files})
+        data = replace(data, train_files=files) if argument == "dataset" else replace(data, val_files=files)
     if texts and custom.path is not None and "custom_reward_function.completions" not in run.written:
         custom = replace(custom, completions=Completions.text)
     return replace(run, data=data, custom_reward_function=custom)

@@ -47,7 +47,7 @@ sys.path += [each for each in {folders} if each not in sys.path]
 '''
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     """Writes code without the file and the line that it comes from."""
 
     dispatch_table: ClassVar[Any] = cloudpickle.Pickler.dispatch_table.new_child()

@@ -65,6 +65,7 @@ def exposed_metrics() -> dict[str, list[str]]:
 
 @cache
 def _places(row: str) -> re.Pattern[str]:
+    """A pattern of the keys of a row, with a group for each placeholder."""
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(row)))
 
 
@@ -82,7 +83,7 @@ class _Newest(Collector):
         self._step, self._ended, self._numbers = step, time.time(), kept | dict(metrics)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """See ``prometheus_client``."""
+        """What is served now, a family for each metric."""
         families: dict[str, GaugeMetricFamily] = {}
         for key, value in self._numbers.items():
             row = metric_of(key)

@@ -91,7 +91,7 @@ def test_equal_functions_give_an_equal_file_from_another_process_and_line(tmp_pa
     later = script.read_text().replace("SCALE =", "\n\n\nSCALE =")
     for text, same in ((later, True), (later.replace("10.0", "11.0"), False)):
         script.write_text(text)
-        command = [sys.executable, script, tmp_path / "again"]
+        command = [sys.executable, str(script), str(tmp_path / "again")]
         environment = {"PYTHONHASHSEED": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
         said = subprocess.check_output(command, text=True, env=environment, cwd="/")
         again = Path(said.split()[0])
