@@ -66,6 +66,8 @@ class HubPushes:
 
     async def conclude(self) -> list[str]:
         """Waits for all uploads, tries once more what failed, and returns a line for each export."""
+        if self._queue.unfinished_tasks:
+            self._note(f"waiting for the uploads to {self._target.name}; Ctrl-C leaves without them")
         await self._settle()
         await self.add(self._forget_failed())
         await self._settle()
