@@ -80,4 +80,4 @@ def test_a_run_that_is_watched_pushes_its_best_and_its_last(tmp_path: Path) -> N
         assert ours == {key: theirs[key] for key in ours}, "a Hub that refuses changes nothing"
     for path in (path for run in (directory, refused) for path in run.rglob("*") if path.is_file()):
         assert TOKEN.encode() not in path.read_bytes(), path
-    assert TOKEN not in said + told
+    assert TOKEN not in said + told and "model.safetensors: " not in said, "no bars of the client's"

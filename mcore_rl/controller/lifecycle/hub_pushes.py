@@ -11,7 +11,8 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -118,9 +119,24 @@ class HubPushes:
         card = model_card(self._target.name, staged.export)
         (staged.links / CARD).write_text(card, encoding="utf-8")
         message = f"Step {staged.step}, {WORDS[name]}"
-        address = self._target.push(staged.links, MAIN if name == FINAL else name, message)
+        with _without_bars():
+            address = self._target.push(staged.links, MAIN if name == FINAL else name, message)
         self._pushed[name] = staged.step, address
         self._note(f"pushed: step {staged.step}, {WORDS[name]}: {address}")
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within: the client of the Hub draws no bars, which would be among the lines of the run."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def _link(source: str, target: str) -> None:
