@@ -1,7 +1,10 @@
 """Training from Python, for notebooks and scripts: ``mcore_rl.train``, ``sft``, ``prefer`` and ``reward``.
 
-They compose, check and run what the commands of these names do, by the same functions.  Where an event loop
-runs already, as in a notebook, the run has one in a thread of its own; there, SIGTERM and SIGUSR1 are the notebook's.
+They compose, check and run what the commands of these names do, by the same functions.  ``train`` also takes rows and
+reward functions as they are; it writes them into the run's directory and names these files in the configuration.
+
+Where an event loop runs already, as in a notebook, the run has one in a thread of its own; there, SIGTERM and SIGUSR1
+are the notebook's.
 """
 
 from __future__ import annotations
@@ -9,25 +12,32 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward import Completions
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:  # a mistake in the configuration is said before torch and Ray are imported
     from mcore_rl.controller.training_run import Callback
 
 RunSettings = Mapping[str, Any] | Sequence[str]
+UserReward = Callable[..., Any]
+# ``datasets.Dataset``, a list of dicts or whatever else gives rows; or a path or Hub id, or several.
+GivenData = Path | str | Iterable[Mapping[str, Any]] | Iterable[Path | str]
+INPUTS = "inputs"  # folder of a run's directory: the rows and reward functions of a call
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
 _WORDS = {"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"}
 
@@ -57,28 +67,61 @@ class RunResult:
         """The Hugging Face checkpoint of its last weights, if it is finished."""
         return self.directory / "hf" / "final"
 
+    def _repr_html_(self) -> str:
+        """The curves, as a notebook shows the value of a cell; in a frame, whose style and scripts are its own."""
+        from mcore_rl.tracking.curves import curves
+        from mcore_rl.tracking.page import page
+        from mcore_rl.tracking.run_files import read_run
+
+        shown = page(self.directory.name, [curves([read_run(self.directory)])])
+        style = "width:100%;height:32em;border:0"
+        return f'<iframe srcdoc="{escape(shown)}" sandbox="allow-scripts" style="{style}"></iframe>'
+
 
 def train(
     config: RunSettings | RunConfig = (),
     *,
+    model: Path | str | Mapping[str, Any] | None = None,
+    dataset: GivenData | None = None,
+    eval_dataset: GivenData | None = None,
+    reward: UserReward | Sequence[UserReward] | Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     config_dir: Path | str | None = None,
     config_name: str | None = None,
+    **settings: Any,
 ) -> RunResult:
     """Reinforcement learning, as ``mcore-rl train`` does it.
 
     Args:
-        config: overrides as on the command line, a dictionary of groups and values, or a whole configuration.
+        config: overrides as on the command line, a dictionary of keys and values (``{"trainer.save_freq": 10}``), or a
+            whole configuration, which nothing but callbacks may stand beside.
+        model: a directory or an id of the Hub; ``model.path``.
+        dataset, eval_dataset: rows with a column ``prompt``, or files of rows; see ``GivenData``.
+        reward: a function or several, of TRL's signature ``f(completions, **columns)`` or verl's; also lambdas, and
+            functions of a notebook.  Of several, the reward is the weighted sum (``custom_reward_function.weights``).
         callbacks: called with (step, metrics) after each step, and after a validation before the first, in the thread
             of the run, which waits for them.  One that returns True ends the run after that step, with a checkpoint.
         config_dir, config_name: as the options of that name; ``config`` comes on top of that file.
+        settings: further keys by their group: ``algorithm="dr_grpo"``, ``rollout={"n": 8}``.
 
     Raises:
         McoreRLError: a mistake of the user's, all violations at once, or a run that cannot go on; see docs/from_trl.md.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop; all processes of the run have ended.
         Whatever a callback raises; the run ends then, without another checkpoint.
     """
-    run = _composed("train", config, config_dir, config_name)
+    groups = {"model": _group("path", model), "reward": reward if isinstance(reward, Mapping) else None}
+    more = settings | {name: group for name, group in groups.items() if group is not None}
+    functions = _listed(None if isinstance(reward, Mapping) else reward)
+    if isinstance(config, RunConfig):
+        given = {"dataset": dataset, "eval_dataset": eval_dataset, "reward": reward}
+        beside = [*more, *(name for name, each in given.items() if each is not None)]
+        remedy = "Set it in the configuration"
+        refuse_if_any([Violation(name, "", "stands beside a whole configuration", remedy) for name in beside])
+        run = config
+    else:
+        run = _composed("train", [*_overrides(config), *overrides_of(more)], config_dir, config_name)
+        run = _with_inputs(run, dataset, eval_dataset, functions)
+    run = PROGRAMS["train"].ready(run)
     from mcore_rl.controller.programs.train import run_training
 
     return _result(run, run_training(run, callbacks))
@@ -92,7 +135,7 @@ def sft(
     config_name: str | None = None,
 ) -> RunResult:
     """Supervised fine-tuning, as ``mcore-rl sft`` does it; arguments and errors are those of ``train``."""
-    run = _composed("sft", config, config_dir, config_name)
+    run = PROGRAMS["sft"].ready(_composed("sft", config, config_dir, config_name))
     from mcore_rl.controller.programs.sft import SFT
 
     return _result(run, SFT.train(run, callbacks))
@@ -106,7 +149,7 @@ def prefer(
     config_name: str | None = None,
 ) -> RunResult:
     """Learning from preferred answers, as ``mcore-rl prefer`` does it; arguments and errors are those of ``train``."""
-    run = _composed("prefer", config, config_dir, config_name)
+    run = PROGRAMS["prefer"].ready(_composed("prefer", config, config_dir, config_name))
     from mcore_rl.controller.programs.prefer import PREFER
 
     return _result(run, PREFER.train(run, callbacks))
@@ -120,7 +163,7 @@ def reward(
     config_name: str | None = None,
 ) -> RunResult:
     """Training a reward model, as ``mcore-rl reward`` does it; arguments and errors are those of ``train``."""
-    run = _composed("reward", config, config_dir, config_name)
+    run = PROGRAMS["reward"].ready(_composed("reward", config, config_dir, config_name))
     from mcore_rl.controller.programs.reward import REWARD
 
     return _result(run, REWARD.train(run, callbacks))
@@ -158,12 +201,67 @@ def _written(value: object) -> str:
 
 
 def _composed(program: str, config: Any, config_dir: Path | str | None, config_name: str | None) -> Any:
-    schema = PROGRAMS[program].schema
-    if not isinstance(config, schema):
-        overrides = list(overrides_of(config) if isinstance(config, Mapping) else map(str, config))
-        directory = None if config_dir is None else Path(config_dir)
-        config = PROGRAMS[program].composed(overrides, directory, config_name)
-    return PROGRAMS[program].ready(config)
+    if isinstance(config, PROGRAMS[program].schema):
+        return config
+    directory = None if config_dir is None else Path(config_dir)
+    return PROGRAMS[program].composed(_overrides(config), directory, config_name)
+
+
+def _overrides(config: RunSettings) -> list[str]:
+    return [*overrides_of(config)] if isinstance(config, Mapping) else [*map(str, config)]
+
+
+def _with_inputs(
+    run: RunConfig, dataset: GivenData | None, eval_dataset: GivenData | None, functions: Sequence[UserReward]
+) -> RunConfig:
+    """``run`` with the rows and the functions of a call, which are written into its directory as files."""
+    folder = Path(run.trainer.default_local_dir).expanduser().resolve() / INPUTS
+    given: list[tuple[str, str, Any]] = [
+        ("dataset", "data.train_files", dataset),
+        ("eval_dataset", "data.val_files", eval_dataset),
+    ]
+    written = [(argument, key) for argument, key, rows in given if rows is not None and key in run.written]
+    if functions and "custom_reward_function.path" in run.written:
+        written.append(("reward", "custom_reward_function.path"))
+    refuse_if_any([Violation(name, "", f"and {key} say the same", "Write one of the two") for name, key in written])
+    data, custom, texts = run.data, run.custom_reward_function, False
+    if functions:
+        from mcore_rl.rewards.by_value import write_functions
+
+        path, names = write_functions(functions, folder)
+        custom = replace(custom, path=str(path), functions=names)
+    for argument, _, rows in given:
+        if rows is None:
+            continue
+        files = _files(rows)
+        if files is None:
+            from mcore_rl.data.given_rows import write_rows_given
+
+            split = "train" if argument == "dataset" else "val"
+            of_rows = write_rows_given(rows, folder, argument=argument, split=split, prompt_key=data.prompt_key)
+            files, texts = [str(of_rows.path)], texts or of_rows.texts
+        data = replace(data, train_files=files) if argument == "dataset" else replace(data, val_files=files)
+    if texts and custom.path is not None and "custom_reward_function.completions" not in run.written:
+        custom = replace(custom, completions=Completions.text)
+    return replace(run, data=data, custom_reward_function=custom)
+
+
+def _files(rows: GivenData) -> list[str] | None:
+    """The files that ``rows`` names; None where it is the rows themselves."""
+    if isinstance(rows, str | Path):
+        return [str(rows)]
+    if isinstance(rows, list | tuple) and rows and all(isinstance(each, str | Path) for each in rows):
+        return [*map(str, rows)]
+    return None
+
+
+def _group(key: str, value: Any) -> Any:
+    """The settings of a group for which its most important one may stand alone."""
+    return value if value is None or isinstance(value, Mapping) else {key: str(value)}
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _result(run: RunConfig | OfflineConfig, running: Coroutine[Any, Any, int]) -> RunResult:

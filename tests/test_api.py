@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,10 +15,12 @@ import mcore_rl
 from mcore_rl.api import overrides_of
 from mcore_rl.config.compose import compose
 from mcore_rl.config.resources import RECIPES
+from mcore_rl.config.reward import Completions
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.controller.programs import train as program
 from mcore_rl.errors import ConfigError
+from tests.tracking.recorded_run import record
 
 TEXTS = ["c's", "\\", "a\\\\", "\\'", "{x}", "1e3", "no", "null", "x,y", "a b", "[1]", "", "=", '"', "8:00:00"]
 VALUES: dict[str, Any] = {
@@ -101,6 +104,77 @@ def test_a_recipe_is_what_the_rest_comes_on_top_of(tmp_path: Path, monkeypatch: 
     assert seen[0].actor.optim.warmup_ratio == 0.1
     with pytest.raises(ConfigError, match="Write one of the two"):
         mcore_rl.train(values, config_name=name)
+
+
+def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The configurations that would have been trained."""
+    configs: list[RunConfig] = []
+
+    async def run_training(config: RunConfig, callbacks: Any = ()) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(program, "run_training", run_training)
+    return configs
+
+
+def test_rows_and_functions_become_files_of_the_run(tmp_path: Path, seen: list[RunConfig]) -> None:
+    rows = [{"prompt": "Two and two?", "answer": "4"}]
+    trainer = {"default_local_dir": str(tmp_path / "run")}
+    values: dict[str, Any] = {"algorithm": "dr_grpo", "rollout": {"n": 4}, "trainer": trainer}
+    for _ in range(2):
+        result = mcore_rl.train(
+            {"trainer.save_freq": 5}, model=tmp_path, dataset=rows, eval_dataset=rows, reward=[right, print], **values
+        )
+    assert result.directory == tmp_path / "run" and seen[0] == seen[1], "the same call names the same files"
+    run, custom = seen[0], seen[0].custom_reward_function
+    assert (run.model.path, run.trainer.save_freq, run.rollout.n) == (str(tmp_path), 5, 4)
+    assert run.algorithm.adv_estimator == "dr_grpo"
+    files = [*run.data.train_files, *run.data.val_files, str(custom.path)]
+    assert sorted(files) == sorted(map(str, (tmp_path / "run" / "inputs").iterdir()))
+    assert (custom.functions, custom.completions) == (["right", "print"], Completions.text)
+    as_messages = [{"prompt": [{"role": "user", "content": "Two?"}]}]
+    mcore_rl.train(model=tmp_path, dataset=as_messages, reward=right, **values)
+    assert seen[2].custom_reward_function.completions is Completions.messages
+    mcore_rl.train(
+        model={"path": str(tmp_path)}, dataset=__file__, reward={"num_workers": 3}, custom_reward_function={}, **values
+    )
+    assert (seen[3].data.train_files, seen[3].reward.num_workers) == ([__file__], 3)
+    assert seen[3].custom_reward_function.path is None
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"learning_rate": 1e-6},
+            "learning_rate=1e-06: there is no such key. TRL's learning_rate is here: actor.optim",
+        ),
+        ({"reward_funcs": [right]}, "TRL's reward_funcs is here: reward=FUNCTION or a list of them, in Python"),
+        ({"data": {"train_files": [__file__]}}, "dataset=: and data.train_files say the same. Write one of the two"),
+        ({"custom_reward_function": {"path": __file__}}, "reward=: and custom_reward_function.path say the same"),
+        ({"config": RunConfig()}, "dataset=: stands beside a whole configuration. Set it in the configuration"),
+    ],
+)
+def test_what_contradicts_the_call_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    values = {"trainer": {"default_local_dir": str(tmp_path / "run")}} | values
+    with pytest.raises(ConfigError) as caught:
+        mcore_rl.train(dataset=[{"prompt": "Two?"}], reward=right, **values)
+    assert said in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_notebook_shows_the_curves_of_a_run(tmp_path: Path) -> None:
+    record(tmp_path)
+    shown = ElementTree.fromstring(mcore_rl.RunResult(tmp_path, finished=True)._repr_html_())
+    assert (shown.tag, shown.get("sandbox")) == ("iframe", "allow-scripts")
+    page = ElementTree.fromstring(shown.get("srcdoc", ""))
+    titles = {each.get("aria-label") for each in page.iter("svg")}
+    assert {"Validation accuracy", "Reward"} <= titles
 
 
 def test_an_error_in_the_thread_of_a_run_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

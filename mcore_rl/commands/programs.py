@@ -22,6 +22,7 @@ from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import PUSH
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 OVERRIDES = "Overrides are hydra's: key=value, and lists as key=[a,b]. MODEL is a directory, or an id of the Hub."
@@ -131,6 +132,7 @@ class Program:
         from mcore_rl.config.hub_files import fetched
 
         refuse_if_any(_offered([*self.violations(config), *file_violations(config), *_absent(config)]))
+        _demand_login(config)
         _keep_what_torch_compiles()
         return fetched(config)
 
@@ -222,6 +224,14 @@ def _absent(config: Any) -> list[Violation]:
     from mcore_rl.tracking.loggers import absent_loggers
 
     return absent_loggers(config.trainer.logger) if isinstance(config, (RunConfig, OfflineConfig)) else []
+
+
+def _demand_login(config: Any) -> None:
+    """Raises ConfigError where a run is to push to the Hub, and nobody is logged in there."""
+    if isinstance(config, (RunConfig, OfflineConfig)) and config.trainer.push_to_hub is not None:
+        from mcore_rl.hub.push import target
+
+        target(config.trainer.push_to_hub, private=True, key=PUSH).demand_login()
 
 
 def _offered(violations: list[Violation]) -> list[Violation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,9 @@ from mcore_rl.config.bounds import (
 )
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import Violation
+from mcore_rl.hub.names import A_NAME, NO_NAME, is_repository
 
+PUSH = "trainer.push_to_hub"
 PeakTflops = Annotated[float, Interval("(0, inf)", "Write what the device's data sheet says, in TFLOP/s")]
 LARGEST_WORLD = 131072  # processes; no cluster has more
 
@@ -124,6 +127,19 @@ class GuardConfig:
 
 
 @dataclass(kw_only=True)
+class PrometheusConfig:
+    """The address at which Prometheus asks the controller for the newest step's metrics.
+
+    port: where it listens; None: nowhere.
+    host: an IP address of the controller's machine.  Where it is not a loopback address, a request needs the secret
+    that the run writes into ``prometheus_token`` of its directory.
+    """
+
+    port: Annotated[int, Interval("[1, 65535]")] | None = None
+    host: str = "127.0.0.1"
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The run.
 
@@ -139,6 +155,8 @@ class TrainerConfig:
     critic_warmup: first steps in which the policy is not trained, but its critic or process reward model is.
     nnodes, n_gpus_per_node: nodes of the trainer and its devices per node; on CPU, processes per node.
     device: of trainer and rollout.
+    push_to_hub: the repository of the Hub, OWNER/NAME, that exports are uploaded to while the run goes on: the best to
+    its branch ``best``, the last to its main one; None: nowhere.  It is made, private, if it is not there.
     log_val_generations: validation samples that loggers receive.
     save_rollouts: keep the samples of every step, as texts.
     record_rollouts: keep the rollouts of every step to the last bit, in ``record/`` of the run directory, so that
@@ -173,6 +191,7 @@ class TrainerConfig:
     device: Device = Device.auto
     placement: Placement = Placement.colocated
     mode: Mode = Mode.sync
+    push_to_hub: str | None = None
     log_val_generations: NonNegativeInt = 8
     save_rollouts: bool = True
     record_rollouts: bool = False
@@ -183,6 +202,7 @@ class TrainerConfig:
     max_restarts: NonNegativeInt = 3
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
 
     @property
     def world_size(self) -> int:
@@ -247,7 +267,10 @@ class RayInitConfig:
 
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Every violation within ``trainer``, not looking at other groups."""
-    rules = [_size_violations, _window_violations, _resume_violations, _replay_violations]
+    rules = [
+        *(_size_violations, _window_violations, _resume_violations, _replay_violations, _push_violations),
+        _prometheus_violations,
+    ]
     return check(trainer, rules, "trainer.")
 
 
@@ -281,6 +304,26 @@ def _replay_violations(trainer: TrainerConfig) -> list[Violation]:
         problem = "reads rollouts that are recorded, and trainer.record_rollouts=true would record them again"
         violations.append(Violation(key, trainer.replay, problem, "Write trainer.record_rollouts=false"))
     return violations
+
+
+def _push_violations(trainer: TrainerConfig) -> list[Violation]:
+    if trainer.push_to_hub is None:
+        return []
+    if not is_repository(trainer.push_to_hub):
+        return [Violation(PUSH, trainer.push_to_hub, NO_NAME, A_NAME)]
+    if trainer.val_only:
+        problem = "pushes what is trained, and trainer.val_only=true trains nothing"
+        return [Violation(PUSH, trainer.push_to_hub, problem, "Leave one of them out")]
+    return []
+
+
+def _prometheus_violations(trainer: TrainerConfig) -> list[Violation]:
+    key, host = "trainer.prometheus.host", trainer.prometheus.host
+    try:
+        ip_address(host)
+    except ValueError:
+        return [Violation(key, host, "is no IP address", "Write 127.0.0.1, or an address of this machine")]
+    return []
 
 
 def _resume_violations(trainer: TrainerConfig) -> list[Violation]:

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from mcore_rl.config.bounds import settings
 from mcore_rl.config.names import NO_KEY, field_of, has_key, key_of, meant, value_at
 from mcore_rl.config.role_groups import group_defaults
+from mcore_rl.config.trl_names import trl_remedy
 from mcore_rl.config.written_keys import Composed, leaf_values
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
@@ -160,7 +161,7 @@ def _merge_known(
         inner = hints.get(name if prefix else field_of(name))
         if name not in tree:
             for leaf, each in leaf_values({key: value}):
-                remedy = meant(leaf, known, "--cfg all shows all keys")
+                remedy = trl_remedy(leaf) or meant(leaf, known, "--cfg all shows all keys")
                 yield Violation(leaf, _shown(each), NO_KEY, remedy)
         elif not is_dataclass(inner):
             merge(tree, {name: value})

@@ -20,6 +20,7 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, is_due
 from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.hub_pushes import BEST, HubPushes
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.lifecycle.resume_check import note_differences
@@ -53,6 +54,7 @@ class TrainingRun(ABC, Generic[C, P]):
     prepared: what was read before they were started.  groups: the worker group of each role that has one, by the name
     of the role.  progress: of the steps that are complete.  preemption: whether a signal asked the run to leave.
     owner: holds the run directory; None: nobody checks it.  callbacks: called after every step.
+    pushes: to the Hub; None: nothing is pushed.
     lanes: of the engines that draw.
     """
 
@@ -65,6 +67,7 @@ class TrainingRun(ABC, Generic[C, P]):
         self.directory, self.progress = Path(config.trainer.default_local_dir), prepared.progress
         self.preemption, self.clock = Preemption(), Clock()
         self.owner: RunOwner | None = None
+        self.pushes: HubPushes | None = None
         self.callbacks: Sequence[Callback] = ()
         self.lanes: Sequence[Lane] = ()
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
@@ -228,6 +231,8 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.tracker.log(step, metrics)
         run.tracker.timeline(step, run.clock.spans, lanes)
         await run.check_directory()
+        if run.pushes is not None:  # when the line is there that the model card reads
+            await run.pushes.add({BEST: run.progress.best_step})
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
             await run.save()

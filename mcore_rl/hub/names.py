@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL, DATASET = "model", "dataset"  # kinds of repositories, as huggingface_hub calls them
+NO_NAME, A_NAME = "is no name of a repository", "Write OWNER/NAME, of letters, digits, -, _ and ."
 TABLES = (".parquet", ".jsonl", ".jsonl.gz")  # what rows are read from
 # Folders that recipes and people keep things in.  One that is missing is a mistake to be told of: asked for as an
 # owner, it would be whatever somebody else has put there.
@@ -59,6 +60,14 @@ def hub_name(text: str, kind: str) -> HubName | None:
     if kind == DATASET and not (revision or path) and text.endswith((*TABLES, ".json", ".arrow")):
         return None  # a file that is not there
     return HubName(kind, name, revision, path)
+
+
+def is_repository(name: str) -> bool:
+    """Whether ``name`` is ``owner/name`` of a repository to write to, without revision or path."""
+    if "/" not in name or "@" in name:
+        return False
+    repository = hub_name(f"{name}@main", MODEL)  # with a revision, which no folder of that name has
+    return repository is not None and repository.name == name
 
 
 def is_inside(path: str) -> bool:

@@ -181,6 +181,16 @@ class Tracker:
                 problem = f"cannot start: {type(error).__name__}: {str(error).strip() or 'no message'}"
                 remedy = f"{row.remedy}, or leave {logger.value} out of trainer.logger"
                 violations.append(Violation("trainer.logger", logger.value, problem, remedy))
+        if trainer.prometheus.port is not None:
+            from mcore_rl.tracking.prometheus_sink import PrometheusSink
+
+            try:
+                sinks.append(PrometheusSink(run_dir, trainer, total_steps))
+            except OSError as error:
+                where = f"{trainer.prometheus.host}:{trainer.prometheus.port}"
+                problem = f"nothing can listen at {where}: {error.strerror or error}"
+                remedy = "Write another port or trainer.prometheus.host, or leave it out"
+                violations.append(Violation("trainer.prometheus.port", trainer.prometheus.port, problem, remedy))
         if Logger.console in trainer.logger and not violations:  # last, so that no other prints into its line
             sinks.append(ConsoleSink(console or Console(), total_steps))
         if violations:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from mcore_rl.cli import main
+from mcore_rl.errors import ConfigError
+from mcore_rl.hub.push import target
 from tests.support import checkpoints, rank_files
 from tests.support.engines import same_bits
 from tests.support.hub_server import TOKEN, HubServer, Repo
@@ -74,7 +76,7 @@ def test_who_may_not_write_is_told_before_anything_is_converted(
     assert "--push-to-hub=team/tuned: nobody is logged in" in (told := said(capsys)) and "hf auth login" in told
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert main([*words, "team/tuned"]) == 2
-    assert "does not let you write there (401); nothing was converted" in said(capsys)
+    assert "does not let you write there (401); nothing was done yet" in said(capsys)
     for name in ("tuned", "a/b/c", "../x", "a/b@main", "", "a/b:c"):
         assert main([*words, name]) == 2
         assert "is no name of a repository" in said(capsys)
@@ -96,3 +98,37 @@ def test_what_was_converted_is_kept_where_the_hub_refuses(
     assert "does not let you write there (403)" in told
     assert f"{tmp_path / 'out'} is complete; upload it with: hf upload closed/tuned {tmp_path / 'out'}" in told
     assert (tmp_path / "out" / "README.md").is_file()
+
+
+def test_a_run_that_could_not_push_is_refused_before_it_starts(
+    hub: HubServer, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [f"model.path={hf}", f"data.train_files=[{__file__}]", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    for program in ("train", "sft"):
+        asked = [program, *given, "trainer.push_to_hub=team/tuned"]
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        assert main(asked) == 2
+        assert "trainer.push_to_hub=team/tuned: nobody is logged in" in (told := said(capsys)) and "HF_TOKEN" in told
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        assert main([*asked, "--check"]) == 2
+        assert "does not let you write there (401)" in (told := said(capsys)) and "hf_wrong" not in told
+        assert main([program, *given, "trainer.push_to_hub=tuned"]) == 2
+        assert "trainer.push_to_hub=tuned: is no name of a repository. Write OWNER/NAME" in said(capsys)
+        assert main([*asked, "trainer.val_only=true"]) == 2
+        assert "trainer.val_only=true trains nothing" in said(capsys)
+    assert not (tmp_path / "run").exists() and hub.paths("POST") == []
+
+
+def test_what_the_hub_says_is_told_without_token_and_signature(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)  # in no variable, which would be masked elsewhere
+    repository = target("team/tuned", private=True, key="trainer.push_to_hub")
+    words = f"Bearer {TOKEN} at https://store/x?X-Amz-Signature=abc&y=1 broke"
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(words)
+
+    monkeypatch.setattr(HfApi, "create_repo", broken)
+    with pytest.raises(ConfigError, match=r"Bearer \*\*\* at https://store/x\?\*\*\* broke"):
+        repository.push(tmp_path)

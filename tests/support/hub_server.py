@@ -24,33 +24,45 @@ TOKEN = "hf_of_the_tests"
 
 @dataclass
 class Repo:
-    """files: by name.  gated: readable with TOKEN alone, and known to all.  private: known with TOKEN alone."""
+    """files: of the main branch, by name.  gated: readable with TOKEN alone, and known to all.  private: known with
+    TOKEN alone.  branches: the files of the others.
+    """
 
     files: dict[str, bytes]
     gated: bool = False
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by hash, in order
+    branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)  # of branches, the newest commit
 
     def __post_init__(self) -> None:
         self.commit()
 
-    def commit(self) -> str:
-        """Makes ``files`` the newest commit; its hash."""
-        text = json.dumps([len(self.commits), sorted((name, sha256(data)) for name, data in self.files.items())])
+    def commit(self, branch: str = "main") -> str:
+        """Makes the files of ``branch`` its newest commit; its hash."""
+        files = self.of(branch)
+        text = json.dumps([len(self.commits), sorted((name, sha256(data)) for name, data in files.items())])
         commit = hashlib.sha1(text.encode()).hexdigest()
-        self.commits[commit] = dict(self.files)
+        self.commits[commit] = dict(files)
+        self.heads[branch] = commit
         return commit
+
+    def of(self, branch: str) -> dict[str, bytes]:
+        """The files of ``branch``, to be changed."""
+        return self.files if branch == "main" else self.branches[branch]
 
     @property
     def head(self) -> str:
-        """The hash of the newest commit."""
-        return list(self.commits)[-1]
+        """The hash of the newest commit of the main branch."""
+        return self.heads["main"]
 
 
 @dataclass
 class HubServer:
     """repos: by ``models/owner/name`` or ``datasets/owner/name``.  cut: names of files whose next answers break off
-    after so many bytes.  requests: (method, path, headers) of all that came.  lists: more names that a listing has."""
+    after so many bytes.  requests: (method, path, headers) of all that came.  lists: more names that a listing has.
+    refused: commits that are refused from now on.  open: cleared, uploads wait.
+    """
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -58,6 +70,11 @@ class HubServer:
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)  # uploaded, by sha256
+    refused: int = 0
+    open: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.open.set()
 
     def paths(self, method: str) -> list[str]:
         """The paths asked for with ``method``."""
@@ -150,14 +167,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404 if self._entered else 401, "RepoNotFound")
         elif read and repo.gated and not self._entered:
             self._refuse(401, "GatedRepo")
-        elif revision != "main" and revision not in repo.commits:
+        elif revision not in repo.heads and revision not in repo.commits:
             self._refuse(404, "RevisionNotFound")
         else:
-            return repo, repo.head if revision == "main" else revision
+            return repo, repo.heads.get(revision, revision)
         return None
 
     def _api(self, name: str, rest: str, body: bytes, query: dict[str, list[str]]) -> None:
-        if rest.startswith(("/preupload/", "/commit/")):
+        if rest.startswith(("/preupload/", "/commit/", "/branch/")):
             return self._written(name, rest, body)
         _, what, revision = (*rest.split("/"), "", "main")[:3] if rest else ("", "", "main")
         matched = self._repo(name, revision, read=what == "tree")
@@ -224,23 +241,35 @@ class _Handler(BaseHTTPRequestHandler):
     def _written(self, name: str, rest: str, body: bytes) -> None:
         if not self._entered:
             return self._refuse(401, "RepoNotFound")
-        repo = self.server_hub.repos[name]
+        repo, branch = self.server_hub.repos[name], rest.split("/")[2]
+        if rest.startswith("/branch/"):
+            made = branch not in repo.heads
+            if made:
+                repo.branches[branch], repo.heads[branch] = dict(repo.files), repo.head
+            return self._json({}, 200 if made else 409)
+        if branch not in repo.heads:
+            return self._refuse(404, "RevisionNotFound")
+        files = repo.of(branch)
         if rest.startswith("/preupload/"):
+            self.server_hub.open.wait(300.0)
             kinds = [
                 {"path": each["path"], "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular",
                  "shouldIgnore": False, "oid": None}
                 for each in json.loads(body)["files"]
             ]  # fmt: skip
             return self._json({"files": kinds})
+        if self.server_hub.refused:
+            self.server_hub.refused -= 1
+            return self._refuse(403, "Forbidden")
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
             if entry["key"] == "file":
-                repo.files[value["path"]] = base64.b64decode(value["content"])
+                files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
-                repo.files[value["path"]] = self.server_hub.objects[value["oid"]]
+                files[value["path"]] = self.server_hub.objects[value["oid"]]
             elif entry["key"] == "deletedFile":
-                del repo.files[value["path"]]
-        commit, shown = repo.commit(), name.partition("/")[2]
+                del files[value["path"]]
+        commit, shown = repo.commit(branch), name.partition("/")[2]
         url = f"{self.server_hub.url}/{shown}/commit/{commit}"
         return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})

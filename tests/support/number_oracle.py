@@ -198,6 +198,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.n_gpus_per_node": RANKS,
     "trainer.nnodes": RANKS,
     "trainer.profile_steps": (("[0]", "[-1]", "[1.5]"), ("[2]", "[1,3]", "[]", "2")),
+    "trainer.prometheus.port": (("0", "-1", "65536"), ("1", "9400", "65535")),
     "trainer.save_freq": COUNT_OR_NONE,
     "trainer.test_freq": COUNT_OR_NONE,
     "trainer.timeout_s": SECONDS,

@@ -11,14 +11,17 @@ from rich.table import Table
 
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.trainer import PUSH
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
-from mcore_rl.controller.lifecycle.messages import note, outcome
+from mcore_rl.controller.lifecycle.hub_pushes import BEST, FINAL, HubPushes
+from mcore_rl.controller.lifecycle.messages import note, outcome, warn
 from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.start_plan import doubts_of
 from mcore_rl.controller.step.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.training_run import C, Callback, R
 from mcore_rl.errors import refuse_if_any
+from mcore_rl.hub.push import target
 from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.plan import Plan
 from mcore_rl.planning.tables import plan_tables
@@ -55,12 +58,13 @@ async def run_program(
     refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else config.violations())
     directory = Path(config.trainer.default_local_dir).resolve()
     owner = RunOwner(directory, say=note)
+    pushes: HubPushes | None = None
 
     async def attempt(config: C) -> Path | None:
         preemption = Preemption()
 
         async def begin(run: R) -> None:
-            run.preemption, run.owner, run.callbacks = preemption, owner, callbacks
+            run.preemption, run.owner, run.callbacks, run.pushes = preemption, owner, callbacks, pushes
             await train(run)
 
         async with AsyncExitStack() as stack:
@@ -70,11 +74,16 @@ async def run_program(
             try:
                 await run.conclude_saving()
             finally:
-                exported = await run.export("final")
+                exported = await run.export(FINAL)
             write_finished(directory, run.progress.step)
+            if pushes is not None:
+                await pushes.add({BEST: run.progress.best_step, FINAL: run.progress.step})
         return exported
 
     with owner, scratch():  # before anything is imported or started that makes temporary files, as wandb does
+        if config.trainer.push_to_hub is not None:  # once the directory is this run's
+            repository = target(config.trainer.push_to_hub, private=True, key=PUSH)
+            pushes = HubPushes(repository, directory, note=note, warn=warn)
         try:
             async with living or nullcontext():
                 exported = await run_with_restarts(config, attempt)
@@ -82,10 +91,13 @@ async def run_program(
             outcome(str(left))
             return REQUEUE
         report = write_report(directory)
+        pushed = [] if pushes is None else await pushes.conclude()
     if (learned := what_was_learned(directory)) is not None:
         Console().print(learned)
     if exported is not None:
         outcome(f"final weights: {exported}")
+    for line in pushed:
+        outcome(line)
     outcome(f"report: {report}")
     return 0
 

@@ -1,0 +1,186 @@
+"""The newest step's metrics at an address that Prometheus asks: ``trainer.prometheus``.
+
+A metric ``reward/mean`` is ``mcore_rl_reward_mean``; what a family's placeholders stand for are labels:
+``val/{data_source}/accuracy`` is ``mcore_rl_val_accuracy{data_source="..."}``.  Every one has the label ``run``.
+
+Numbers alone are served.  On another address than the loopback one, who asks needs the secret of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from hmac import compare_digest
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from socket import AF_INET, AF_INET6
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.secrets import redact
+from mcore_rl.tracking.metrics import METRICS, metric_of
+from mcore_rl.tracking.samples import Rows
+
+PATH = "/metrics"
+TOKEN = "prometheus_token"  # file of the run directory
+PREFIX = "mcore_rl_"
+STEP, TOTAL, TIME = f"{PREFIX}step", f"{PREFIX}total_steps", f"{PREFIX}last_step_timestamp_seconds"
+OWN = {STEP: "the last step that is complete", TOTAL: "steps of the whole run", TIME: "when that step ended, unix time"}
+REQUEST_S = 10.0  # for who connects and says nothing
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+def exposed_name(key: str) -> str:
+    """What Prometheus calls a row of ``metrics.METRICS``."""
+    name = PREFIX + re.sub(r"[\W_]+", "_", _PLACE.sub("", key)).strip("_")
+    labels = labels_of(key)
+    return f"{name}_by_{'_'.join(labels)}" if labels and name in _names_without_labels() else name
+
+
+@cache
+def _names_without_labels() -> frozenset[str]:
+    """A family may be beside the metric of all: ``distill/reverse_kl/{data_source}`` beside ``distill/reverse_kl``."""
+    return frozenset(exposed_name(each.key) for each in METRICS if not labels_of(each.key))
+
+
+def labels_of(key: str) -> list[str]:
+    """The labels of a row of ``metrics.METRICS``, without ``run``."""
+    return _PLACE.findall(key)
+
+
+def exposed_metrics() -> dict[str, list[str]]:
+    """The labels of each metric that may be served, by its name there."""
+    return {exposed_name(each.key): ["run", *labels_of(each.key)] for each in METRICS} | {name: ["run"] for name in OWN}
+
+
+@cache
+def _places(row: str) -> re.Pattern[str]:
+    """A pattern of the keys of a row, with a group for each placeholder."""
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(row)))
+
+
+class _Newest(Collector):
+    """Metrics of the newest step, as Prometheus collects them.  run: what it is called."""
+
+    def __init__(self, run: str, total_steps: int) -> None:
+        self._run, self._total = run, total_steps
+        self._numbers: dict[str, float] = {}
+        self._step, self._ended = 0, 0.0
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A validation's numbers stay until the next one; others are those of the step alone."""
+        kept = {key: value for key, value in self._numbers.items() if key.startswith("val/")}
+        self._step, self._ended, self._numbers = step, time.time(), kept | dict(metrics)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """What is served now, a family for each metric."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for key, value in self._numbers.items():
+            row = metric_of(key)
+            matched = _places(row.key).fullmatch(key)
+            assert matched is not None, key
+            name, labels = exposed_name(row.key), labels_of(row.key)
+            if name not in families:
+                families[name] = GaugeMetricFamily(name, f"{row.help} ({row.unit})", labels=["run", *labels])
+            families[name].add_metric([self._run, *(matched[label] for label in labels)], value)
+        yield from families.values()
+        for name, value in {STEP: self._step, TOTAL: self._total, TIME: self._ended}.items():
+            family = GaugeMetricFamily(name, OWN[name], labels=["run"])
+            family.add_metric([self._run], value)
+            yield family
+
+
+class PrometheusSink:
+    """Serves from its making on.  OSError: the address or the port cannot be had."""
+
+    name = "prometheus"
+
+    def __init__(self, run_dir: Path, trainer: TrainerConfig, total_steps: int) -> None:
+        self._newest = _Newest(redact(trainer.experiment_name), total_steps)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._newest)
+        host, port = trainer.prometheus.host, trainer.prometheus.port
+        assert port is not None
+        token = None if ip_address(host).is_loopback else _token(run_dir / TOKEN)
+        self._server = _Server(host, port, registry, token)
+        threading.Thread(target=self._server.serve_forever, name=self.name, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Serve the step's metrics from now on."""
+        self._newest.take(step, metrics)
+
+    def samples(self, step: int, kind: str, rows: Rows) -> None:
+        """Does nothing: Prometheus has numbers."""
+
+    def now(self, text: str, done: float | None, total: float | None) -> None:
+        """Does nothing: Prometheus has numbers."""
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """token: what a request must bring; None: nothing."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, token: str | None) -> None:
+        self.registry, self.token = registry, token
+        self.address_family = AF_INET6 if isinstance(ip_address(host), IPv6Address) else AF_INET
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that leave."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_S
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing on standard error."""
+
+    def do_GET(self) -> None:
+        """Answer the one path there is."""
+        token = self.server.token
+        given = self.headers.get("Authorization") or ""
+        if token is not None and not compare_digest(given.encode(), f"Bearer {token}".encode()):
+            return self._answer(401, b"", {"WWW-Authenticate": "Bearer"})
+        if self.path.partition("?")[0] != PATH:
+            return self._answer(404, b"", {})
+        return self._answer(200, generate_latest(self.server.registry), {"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _token(path: Path) -> str:
+    """The secret of a run, made once: who goes on with the run need not tell Prometheus another."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secrets.token_urlsafe(32))
+    except FileExistsError:
+        path.chmod(0o600)
+    return path.read_text(encoding="utf-8").strip()

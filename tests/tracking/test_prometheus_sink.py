@@ -1,0 +1,134 @@
+"""Metrics are asked for as Prometheus does, and read with its own parser; the dashboard asks for those there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mcore_rl.config.trainer import PrometheusConfig, TrainerConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.tracking.metrics import METRICS
+from mcore_rl.tracking.prometheus_sink import exposed_metrics, exposed_name
+from mcore_rl.tracking.sinks import Tracker
+from tests.house.source import ROOT
+
+DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as asked:
+        asked.bind((host, 0))
+        return int(asked.getsockname()[1])
+
+
+def trainer(port: int, host: str = "127.0.0.1") -> TrainerConfig:
+    return TrainerConfig(experiment_name="mine", logger=[], prometheus=PrometheusConfig(port=port, host=host))
+
+
+def asked(port: int, path: str = "/metrics", token: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """(name, labels) -> value of each sample that is served."""
+    request = Request(f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"Bearer {token}"} if token else {})
+    with urlopen(request, timeout=60) as answer:
+        text = answer.read().decode()
+    return {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+    }
+
+
+def refusal(port: int, path: str = "/metrics", token: str = "") -> int:
+    with pytest.raises(HTTPError) as caught:
+        asked(port, path, token)
+    return caught.value.code
+
+
+def test_the_newest_step_is_served_and_the_last_validation_stays(tmp_path: Path) -> None:
+    port = free_port()
+    with Tracker.open(tmp_path, trainer(port), {}, 40) as tracker:
+        assert asked(port)["mcore_rl_step", frozenset({("run", "mine")})] == 0
+        tracker.log(1, {"reward/mean": 0.5, 'val/a "b"/c/accuracy': 0.25, "dropped/groups": 3, "time/step": 2})
+        tracker.log(2, {"reward/mean": -0.125, "reward/part/form": 1, "actor/lr": 1e-6})
+        served = asked(port)
+        ended = served.pop(("mcore_rl_last_step_timestamp_seconds", frozenset({("run", "mine")})))
+        assert ended > 1.7e9
+        assert {(name, *sorted(labels - {("run", "mine")})): value for (name, labels), value in served.items()} == {
+            ("mcore_rl_step",): 2, ("mcore_rl_total_steps",): 40, ("mcore_rl_reward_mean",): -0.125,
+            ("mcore_rl_val_accuracy", ("data_source", 'a "b"/c')): 0.25, ("mcore_rl_actor_lr",): 1e-6,
+            ("mcore_rl_reward_part", ("name", "form")): 1,
+        }  # fmt: skip
+        assert all(("run", "mine") in labels for _, labels in served)
+        assert refusal(port, "/") == refusal(port, "/metrics/x") == 404
+    with pytest.raises(OSError, match="refused"):
+        asked(port)
+    assert not (tmp_path / "prometheus_token").exists()
+
+
+def test_beyond_this_machine_the_secret_of_the_run_is_demanded(tmp_path: Path) -> None:
+    port, config = free_port(), {"trainer": {"experiment_name": "mine"}}
+    tokens = set()
+    for resumed in (None, 0):
+        with Tracker.open(tmp_path, trainer(port, "0.0.0.0"), config, 2, resumed_step=resumed):
+            token = (tmp_path / "prometheus_token").read_text()
+            tokens.add(token)
+            assert [refusal(port, token=each) for each in ("", "wrong", token[:-1])] == [401] * 3
+            assert refusal(port, "/", token) == 404 and asked(port, token=token)
+    assert len(tokens) == 1 and len(token) > 40, "who goes on has the same"
+    assert (tmp_path / "prometheus_token").stat().st_mode & 0o777 == 0o600
+    others = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "prometheus_token"]
+    assert others and not any(token.encode() in path.read_bytes() for path in others)
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"trainer.prometheus.port={port}: nothing can listen at 127.0.0.1:{port}"
+        ):
+            Tracker.open(tmp_path, trainer(port), {}, 2)
+
+
+def test_no_two_metrics_share_a_name() -> None:
+    twice = [name for name, count in Counter(exposed_name(each.key) for each in METRICS).items() if count > 1]
+    assert twice == [] and all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in exposed_metrics())
+
+
+def queries(value: Any) -> list[tuple[str, str]]:
+    """(query, legend) of everything in a dashboard that asks Prometheus."""
+    if isinstance(value, list):
+        return [each for item in value for each in queries(item)]
+    if not isinstance(value, dict):
+        return []
+    own = [(str(value["expr"]), str(value.get("legendFormat", "")))] if "expr" in value else []
+    own += [(value["query"], "")] if isinstance(value.get("query"), str) and "(" in value["query"] else []
+    return own + [each for item in value.values() for each in queries(item)]
+
+
+def test_every_query_of_the_dashboard_names_metrics_and_labels_that_there_are() -> None:
+    known, asked_for = exposed_metrics(), queries(DASHBOARD)
+    assert len(asked_for) > 30
+    for query, legend in asked_for:
+        names = re.findall(r"mcore_rl_\w+", query)
+        labels = {*re.findall(r"(\w+)=~?\"", query), *re.findall(r"{{(\w+)}}", legend)}
+        assert names and {*names} <= known.keys(), query
+        assert all(labels <= {*known[name]} for name in names), (query, legend)
+
+
+def test_the_dashboard_has_a_place_for_every_panel() -> None:
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len({*cells}) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
