@@ -22,6 +22,19 @@ from torch import Tensor
 NOT_DRAWN = float("inf")  # as a sampler's log-prob: what no sampler says, not even one that breaks down
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a sequence.
+
+    key: of its content (a sha256).  height, width: in patches.  tokens: that stand for it, as many as it has features.
+    """
+
+    key: str
+    height: int
+    width: int
+    tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Ragged sequences, laid end to end, no padding.
@@ -44,6 +57,10 @@ class TrainBatch:
     teacher_hidden_MH: the teacher's last hidden states that predict the M tokens of ``teacher_scored_T``, in its dtype,
         where a divergence over the vocabulary is trained; both stay in host memory.
     teacher_scored_T: bool, tokens that were to be trained when the teacher scored the batch.
+    positions_T3: int32, the positions of each token in time, height and width, of a model with rotation by three axes.
+    feature_T: int32, which of the features of its sequence's pictures, one behind another, takes a token's place; -1
+        for a token of text.  images_S: the pictures of each sequence, in order.  patches: of each picture by its key,
+        uint8 [patches, numbers of a patch], in host memory; the first pipeline stage alone reads them.
     unrouted_T: bool, tokens whose routers choose in spite of ``routing_TLK``, because nobody recorded them; None: none.
     extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
     extra_S: numbers of each sequence that a loss of whole sequences reads, float32, by name, one that ends in ``_S``.
@@ -66,6 +83,10 @@ class TrainBatch:
     selection_T: Tensor | None = None
     routing_TLK: Tensor | None = None
     unrouted_T: Tensor | None = None
+    positions_T3: Tensor | None = None
+    feature_T: Tensor | None = None
+    images_S: tuple[tuple[Picture, ...], ...] | None = None
+    patches: Mapping[str, Tensor] = field(default_factory=dict)
     teacher_scored_T: Tensor | None = None
     teacher_hidden_MH: Tensor | None = None
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)
@@ -80,6 +101,8 @@ class TrainBatch:
         if self.teacher_hidden_MH is not None:
             assert len(self.teacher_hidden_MH) == sum(self.scored_S), "a hidden state for each token that was scored"
         assert self.pairs_S is None or len(self.pairs_S) == len(self.lengths_S), "pairs_S has a key a sequence"
+        assert (self.images_S is None) == (self.feature_T is None), "pictures, and where their features go"
+        assert self.images_S is None or len(self.images_S) == len(self.lengths_S), "pictures of every sequence"
         assert all(x_S.shape == (len(self.lengths_S),) for x_S in self.extra_S.values()), "a number a sequence"
         assert self.mask_T.dtype == torch.bool, "masks are bool"
         assert not self.mask_T[list(self.offsets_S)].any(), "the first token of a sequence is never trained"
@@ -110,11 +133,16 @@ class TrainBatch:
         named: Mapping[str, Tensor],
         pairs_S: tuple[int | None, ...] | None = None,
         extra_S: Mapping[str, Tensor] | None = None,
+        images_S: tuple[tuple[Picture, ...], ...] | None = None,
+        patches: Mapping[str, Tensor] | None = None,
     ) -> TrainBatch:
         """From per-token fields by name, as ``token_fields`` has them, and what is of sequences."""
         known = {name: tensor for name, tensor in named.items() if name in (*_TOKEN_FIELDS, HIDDEN)}
         extra_T = {name: tensor for name, tensor in named.items() if name not in known}
-        return cls(lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, extra_S=extra_S or {}, **known)
+        return cls(
+            lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, extra_S=extra_S or {}, images_S=images_S,
+            patches=patches or {}, **known,
+        )  # fmt: skip
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensors on ``device``, but for what a teacher said."""
@@ -137,12 +165,16 @@ class TrainBatch:
             selected[HIDDEN] = torch.cat([states[i] for i in indices])
         pairs_S = None if self.pairs_S is None else tuple(self.pairs_S[i] for i in indices)
         extra_S = {name: x_S[list(indices)] for name, x_S in self.extra_S.items()}
-        return TrainBatch.of_fields(tuple(self.lengths_S[i] for i in indices), selected, pairs_S, extra_S)
+        images_S = None if self.images_S is None else tuple(self.images_S[i] for i in indices)
+        shown = {image.key for images in images_S or () for image in images}
+        patches = {key: patches for key, patches in self.patches.items() if key in shown}
+        lengths_S = tuple(self.lengths_S[i] for i in indices)
+        return TrainBatch.of_fields(lengths_S, selected, pairs_S, extra_S, images_S, patches)
 
 
 HIDDEN = "teacher_hidden_MH"
 TAUGHT_BY = "taught_by_S"  # of ``extra_S``, with several teachers: a number of ``config.teachers.Teachers.names``
-_NOT_OF_TOKENS = ("lengths_S", HIDDEN, "extra_T", "extra_S", "pairs_S")
+_NOT_OF_TOKENS = ("lengths_S", HIDDEN, "extra_T", "extra_S", "pairs_S", "images_S", "patches")
 _ON_HOST = ("teacher_scored_T",)
 _TOKEN_FIELDS = tuple(each.name for each in fields(TrainBatch) if each.name not in _NOT_OF_TOKENS)
 

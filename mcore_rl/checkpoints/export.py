@@ -212,6 +212,8 @@ def save_hf(
     def plan() -> tuple[_Source, Parts, Rest | None]:
         # A value head is of a text model alone.
         rest = rest_of(Path(source)) if source is not None and table.head is not Head.value else None
+        if rest is not None and table.model.vision is not None:
+            rest = rest.without_tower()
         return _Source(chunks, table, rank, dtype), owned_parts(table), rest
 
     device = next(tensor for chunk in chunks for tensor in chunk.parameters()).device
@@ -279,9 +281,10 @@ def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Call
 
 def _verify(directory: Path, specs: Mapping[str, TensorSpec], table: Table, rest: Rest | None) -> None:
     """Read the headers back: every tensor is there, and every file is as long as it must be; and all of ``rest``."""
-    if rest is not None:
+    pictures = table.model.vision is not None
+    if rest is not None and not pictures:
         rest.demand_same(directory)
-    with unstacked(open_files(directory), table) as checkpoint:
+    with unstacked(open_files(directory, pictures=pictures), table) as checkpoint:
         stored = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
     wrong = [name for name in {**specs, **stored} if specs.get(name) != stored.get(name)]
     if wrong:

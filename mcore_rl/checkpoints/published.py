@@ -31,10 +31,10 @@ _WRITERS = {
 }
 
 
-def open_weights(directory: Path) -> HfCheckpoint:
+def open_weights(directory: Path, *, pictures: bool = False) -> HfCheckpoint:
     """The weights of the Hugging Face model in ``directory``, to be read as plain numbers.
 
-    Of a multimodal checkpoint those of its text part, by the names of the text model.
+    Of a multimodal checkpoint those of its text part, by the names of the text model; with ``pictures`` of the whole.
 
     Raises CheckpointError as ``read_config``, ``HfCheckpoint.open`` and the two readers do, and in one line where files
     are quantised in a way that config.json does not say or that is not read.
@@ -45,7 +45,7 @@ def open_weights(directory: Path) -> HfCheckpoint:
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if quantization and method != "mxfp4" and not (method == "fp8" and block):  # as model_of says it at more length
         raise CheckpointError(str(directory), [f"weights quantised by {method} are not read. {UNQUANTISED}"])
-    checkpoint = open_files(directory)
+    checkpoint = open_files(directory, pictures=pictures)
     if problems := list(_surprises(directory, checkpoint, method)):
         raise CheckpointError(str(directory), problems)
     if method == "mxfp4":

@@ -60,10 +60,11 @@ def spelling_of(names: Iterable[str], part: TextPart) -> NamesInFiles:
     return max(part.spellings, key=known)  # the first of equals
 
 
-def open_files(directory: Path) -> HfCheckpoint:
+def open_files(directory: Path, *, pictures: bool = False) -> HfCheckpoint:
     """``HfCheckpoint.open``; of a multimodal checkpoint its text model's tensors, by the names of the tables.
 
-    A tensor of no known name is among them by its own, so that ``check_checkpoint`` refuses it.
+    A tensor of no known name is among them by its own, so that ``check_checkpoint`` refuses it.  pictures: those of the
+    vision tower, too.
     """
     checkpoint, part = HfCheckpoint.open(directory), part_in(directory)
     if part is None:
@@ -76,6 +77,8 @@ def open_files(directory: Path) -> HfCheckpoint:
         for name, info in checkpoint.tensors.items()
         if not name.startswith(spelling.rest)
     }
+    if pictures:
+        shown |= {spelling.of_tower(name): info for name, info in _not_trained(checkpoint, spelling).items()}
     return HfCheckpoint(directory, {name: replace(info, name=name) for name, info in shown.items()})
 
 
@@ -110,6 +113,10 @@ class Rest:
     def specs(self) -> list[TensorSpec]:
         """Names, dtypes and shapes."""
         return [TensorSpec(info.name, info.dtype, info.shape) for info in self.tensors.values()]
+
+    def without_tower(self) -> Rest:
+        """The rest of a model that sees pictures: nothing, but the files are spelt alike."""
+        return replace(self, tensors={})
 
     def spelled(self, name: str) -> str:
         """The files' name of the tables' tensor, or of one of the rest."""

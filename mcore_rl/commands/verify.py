@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollout", type=typed(parse_rollout_layout), help=rollout)
     parser.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
     add_change_options(parser)
+    pictures = "of a vision-language model prove the whole, with its vision tower; else its text part"
+    parser.add_argument("--pictures", action="store_true", help=pictures)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--check", action="store_true", help="see that the layouts suit the model, and prove nothing")
 
@@ -155,10 +157,15 @@ def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, Ro
 
 
 def demand_suited(
-    config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None
+    config: Mapping[str, Any],
+    parallel: ParallelConfig,
+    world_size: int,
+    rollout: RolloutLayout | None,
+    *,
+    pictures: bool,
 ) -> tuple[Family, ModelConfig]:
     """The family and the model of ``config``.  Raises ConfigError where a layout does not suit it."""
-    family, model = model_of(config)
+    family, model = model_of(config, pictures=pictures)
     violations = layout_violations(model, parallel, world_size)
     refuse_if_any(violations + (rollout_violations(model, rollout) if rollout else []))
     return family, model
@@ -166,10 +173,10 @@ def demand_suited(
 
 def prove(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
-    hf: Path | None, console: Console, lora: PublishedLora | None = None,
+    hf: Path | None, console: Console, lora: PublishedLora | None = None, *, pictures: bool = False,
 ) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
     """The report at full and at reduced size.  Raises ConfigError where a layout does not fit."""
-    family, model = demand_suited(config, parallel, world_size, rollout)
+    family, model = demand_suited(config, parallel, world_size, rollout, pictures=pictures)
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
         from mcore_rl.checkpoints.published import open_weights  # torch and Megatron, when all is checked
@@ -184,7 +191,8 @@ def prove(
             applied=vllm.adapter_placements if lora is PublishedLora.adapter else None,
         )  # fmt: skip
         status = stack.enter_context(console.status("..."))
-        return prove(subject, checkpoint=open_weights(hf) if hf else None, notice=status.update), model
+        checkpoint = open_weights(hf, pictures=pictures) if hf else None
+        return prove(subject, checkpoint=checkpoint, notice=status.update), model
 
 
 def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
@@ -269,12 +277,12 @@ def run(options: argparse.Namespace) -> int:
         return mutate(options.mutate, options, console)
     asked = asked_for(options)
     if options.check:
-        demand_suited(asked.config, asked.parallel, asked.world_size, asked.rollout)
+        demand_suited(asked.config, asked.parallel, asked.world_size, asked.rollout, pictures=options.pictures)
         console.print("the layouts suit the model. Nothing was proven", highlight=False)
         return 0
     report, model = prove(
         asked.config, asked.parallel, asked.world_size, asked.rollout, options.hf, Console(stderr=True, emoji=False),
-        asked.lora,
+        asked.lora, pictures=options.pictures,
     )  # fmt: skip
     if options.json:
         json.dump(report.as_json(), sys.stdout, indent=2)

@@ -152,6 +152,58 @@ class MoeConfig:
         return 1 if self.num_experts <= 256 else 2
 
 
+class TowerKind(Enum):
+    """Whose modules a vision tower has; the values are transformers' model types.
+
+    qwen2_5_vl: RMSNorm, a gated MLP, attention within windows in most blocks.  qwen3_vl: LayerNorm, learned positions,
+    attention over the whole picture, features for several layers of the language model (deepstack).
+    """
+
+    qwen2_5_vl = "qwen2_5_vl"
+    qwen3_vl = "qwen3_vl"
+
+
+@dataclass(kw_only=True)
+class VisionConfig:
+    """The tower that makes features of pictures, one for each of their tokens.
+
+    depth: blocks.  ffn_hidden_size: inner width of a block's MLP.  patch_size: pixels along a side of a patch.
+    merge_size: patches along a side of the square that becomes one token.  temporal_patch_size: frames of a patch; a
+    still picture has its frame as often.  window_size: pixels along a side of a window of attention; None: there are
+    none.  full_blocks: the blocks (from 0) that attend over the whole picture in spite of windows.
+    num_positions: learned positions, a square; 0: none.  deepstack: the blocks whose output also becomes features, the
+    first of which are added behind layer 0 of the language model, and so on.
+    pixel_mean, pixel_std: of red, green and blue between 0 and 1, by which pixels are normalised.
+    """
+
+    kind: TowerKind
+    depth: int
+    hidden_size: int
+    num_heads: int
+    ffn_hidden_size: int
+    patch_size: int
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    window_size: int | None = None
+    full_blocks: list[int] = field(default_factory=list)
+    num_positions: int = 0
+    deepstack: list[int] = field(default_factory=list)
+    pixel_mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    pixel_std: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+
+
+@dataclass(kw_only=True)
+class MropeConfig:
+    """Rotation by positions of three axes: time, height, width (arXiv:2409.12191).
+
+    sections: how many of a head's frequencies are of each axis.  interleaved: the axes take turns, as far as height and
+    width go, time has the rest (Qwen3-VL); else they follow one another, the fastest frequencies first (Qwen2-VL).
+    """
+
+    sections: list[int]
+    interleaved: bool = False
+
+
 class LayerKind(NamedTuple):
     """What decides which tensors a layer has; see ``ModelConfig.has_experts`` and ``is_linear``."""
 
@@ -183,7 +235,8 @@ class ModelConfig:
     ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
     ``cap * tanh(x / cap)`` on the attention's scores and on the logits (Gemma 2).  zero_centered_norm: norms multiply
     by ``1 + weight``.  sandwich_norm: also a norm after attention and MLP, before the residual sum.  embedding_scale:
-    multiplies the embeddings.
+    multiplies the embeddings.  vision: the tower of a model that sees pictures; None: it reads text alone.  mrope: how
+    its tokens' positions of three axes rotate; None: a token has one position.
     """
 
     num_layers: int
@@ -220,6 +273,8 @@ class ModelConfig:
     sandwich_norm: bool = False
     embedding_scale: float = 1.0
     moe: MoeConfig | None = None
+    vision: VisionConfig | None = None
+    mrope: MropeConfig | None = None
 
     @property
     def rotary_dim(self) -> int:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RopeType, RouterScore
+from math import isqrt
+
+from mcore_rl.config.model import (
+    LinearAttentionConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    MropeConfig,
+    RopeType,
+    RouterScore,
+    VisionConfig,
+)
 from mcore_rl.errors import Violation
 
 
@@ -53,7 +64,61 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         violations += _mla_violations(model, model.mla)
     if model.moe is not None:
         violations += _moe_violations(model, model.moe)
+    if model.vision is not None:
+        violations += _vision_violations(model, model.vision)
+    if model.mrope is not None:
+        violations += _mrope_violations(model, model.mrope)
     return violations
+
+
+def _vision_violations(model: ModelConfig, vision: VisionConfig) -> list[Violation]:
+    positive = ["depth", "hidden_size", "num_heads", "ffn_hidden_size", "patch_size", "merge_size"]
+    violations = _not_positive("model.vision", vision, [*positive, "temporal_patch_size", "window_size"])
+    if violations:
+        return violations  # the rules below divide by these
+    unknown = [block for block in (*vision.full_blocks, *vision.deepstack) if not 0 <= block < vision.depth]
+    side = vision.patch_size * vision.merge_size
+    for name, is_right, problem, remedy in (
+        (
+            "hidden_size", vision.hidden_size % (4 * vision.num_heads) == 0,
+            f"each of model.vision.num_heads={vision.num_heads} rotates pairs in height and in width",
+            f"Write a multiple of {4 * vision.num_heads}",
+        ),
+        (
+            "depth", not unknown,
+            f"blocks {unknown} are named and are none of the tower's", "Leave them out",
+        ),
+        (
+            "deepstack", len(vision.deepstack) <= model.num_layers,
+            f"are features for more than model.num_layers={model.num_layers}", "Name fewer blocks",
+        ),
+        (
+            "deepstack", vision.deepstack == sorted(set(vision.deepstack)),
+            "are features in the order of the blocks, each once", "Write them in ascending order",
+        ),
+        (
+            "window_size", vision.window_size is None or vision.window_size >= side,
+            f"is less than a token's {side} pixels", f"Write {side} or more, or null",
+        ),
+        (
+            "num_positions", isqrt(max(vision.num_positions, 0)) ** 2 == vision.num_positions,
+            "are no square", "Write the square of a side",
+        ),
+    ):  # fmt: skip
+        if not is_right:
+            violations.append(Violation(f"model.vision.{name}", getattr(vision, name), problem, remedy))
+    return violations
+
+
+def _mrope_violations(model: ModelConfig, mrope: MropeConfig) -> list[Violation]:
+    pairs, sections = model.rotary_dim // 2, mrope.sections
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
+        problem = f"are no three numbers that add up to the {pairs} rotated pairs of a head"
+        return [Violation("model.mrope.sections", sections, problem, "Write those of time, height and width")]
+    if model.mla is not None or model.local_rotary_base is not None or model.rope.type is not RopeType.default:
+        problem = "is for attention over queries and keys of one kind, whose frequencies nothing changes"
+        return [Violation("model.mrope", sections, problem, "Choose a checkpoint with rope_type=default")]
+    return []
 
 
 def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:

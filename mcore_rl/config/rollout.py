@@ -362,6 +362,9 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
         widths["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     if model.linear_attention is not None:
         widths["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
+    if model.vision is not None:
+        widths["model.vision.num_heads"] = model.vision.num_heads
+        widths["model.vision.ffn_hidden_size"] = model.vision.ffn_hidden_size
     remedy = "Write a rollout.tp that does"
     violations = [
         Violation("rollout.tp", layout.tp, f"does not divide {key}={size}", remedy)

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import ModelConfig, VisionConfig
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rules import Rule
 from mcore_rl.families.stacks import Stack
+
+
+@dataclass(frozen=True)
+class Tower:
+    """How the vision tower of a family is read.
+
+    read: makes the ``VisionConfig`` of vision_config's fields and the language model.  interleaved: see
+    ``MropeConfig``; transformers' class takes no other.
+    """
+
+    read: Callable[[Fields, ModelConfig], VisionConfig]
+    interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,7 @@ class Family:
     mxfp4: a checkpoint may have its experts in mxfp4, which reading dequantises.
     readers: the names in ``config.json`` that transformers' or vLLM's code of the model reads; other fields are noted
     and change nothing.  None: those of ``readership``; a family that is not there refuses what ``read`` does not take.
+    tower: of a family whose models see pictures; ``read`` is then of the text part.
     """
 
     name: str
@@ -42,3 +55,4 @@ class Family:
     extra_layers: bool = False
     mxfp4: bool = False
     readers: frozenset[str] | None = None
+    tower: Tower | None = None

@@ -36,6 +36,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.readership import READERSHIP
 from mcore_rl.families.text_part import TEXT_PARTS, TextPart, own_text, text_config, text_part_of
+from mcore_rl.families.towers import PICTURES, read_mrope
 from mcore_rl.families.unsupported import advice
 
 GROUP = "mcore_rl.families"
@@ -129,14 +130,21 @@ _WRITTEN = {
     "model.moe.ffn_hidden_size": "moe_intermediate_size",
     "model.moe.num_groups": "n_group",
     "model.moe.top_k_groups": "topk_group",
+    "model.mrope": "rope_parameters",
+    "model.mrope.sections": "rope_parameters.mrope_section",
+    "model.vision.ffn_hidden_size": "intermediate_size",
+    "model.vision.merge_size": "spatial_merge_size",
+    "model.vision.num_positions": "num_position_embeddings",
+    "model.vision.deepstack": "deepstack_visual_indexes",
 }
+_TOWER = "model.vision."  # its other keys are named as the fields of vision_config
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any], *, pictures: bool = False) -> Family:
     """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
 
     A sequence classifier is of the family of its decoder; who asks for logits misses their tensor (``demand_weights``).
-    A multimodal checkpoint is of the family of its text part.
+    A multimodal checkpoint is of the family of its text part, or, with ``pictures``, of that of the whole.
 
     Raises ConfigError if no family has them, if the two disagree, or if an installed family is wrong.
     """
@@ -144,6 +152,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     part = text_part_of(config)
     if part is not None:
         refuse_if_any([*_other_text(config, part)])
+    if pictures:
+        return _family_with_tower(config, part)
+    if part is not None:
         config = text_config(config)
     names = config.get("architectures")
     known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
@@ -163,6 +174,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
+def _family_with_tower(config: Mapping[str, Any], part: TextPart | None) -> Family:
+    known = {architecture: family for family in PICTURES.values() for architecture in family.architectures}
+    if part is None or part.architecture not in known:
+        problem = "is of no model that sees pictures here"
+        remedy = f"Choose a checkpoint of one of {', '.join(known)}, or read it as a text model"
+        raise ConfigError([Violation("config.json: architectures", config.get("architectures"), problem, remedy)])
+    return known[part.architecture]
+
+
 def _other_text(config: Mapping[str, Any], part: TextPart) -> Iterator[Violation]:
     """Refuses a text part of another kind than ``part`` speaks of."""
     kind = config.get("model_type")
@@ -177,12 +197,13 @@ def _other_text(config: Mapping[str, Any], part: TextPart) -> Iterator[Violation
         yield Violation(f"config.json: {part.text}.model_type", kind, problem, remedy)
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+def model_of(config: Mapping[str, Any], *, pictures: bool = False) -> tuple[Family, ModelConfig]:
     """The family and the model of a Hugging Face ``config``, as ``json.load`` gives it.
 
+    pictures: of a multimodal ``config`` the whole, with its vision tower; else its text part, a text model.
     Raises ConfigError with every field that has a wrong type, or that could change a number and is not implemented.
     """
-    family, model, _ = _read(config)
+    family, model, _ = _read(config, pictures=pictures)
     return family, model
 
 
@@ -194,21 +215,46 @@ def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     return _read(config)[2]
 
 
-def _read(config: Mapping[str, Any]) -> tuple[Family, ModelConfig, tuple[str, ...]]:
-    family, part = family_of(config), text_part_of(config)
+def _read(config: Mapping[str, Any], *, pictures: bool = False) -> tuple[Family, ModelConfig, tuple[str, ...]]:
+    family, part = family_of(config, pictures=pictures), text_part_of(config)
     fields = Fields(text_config(config), readers=readers_of(family))
     for name, value in part.only.items() if part else ():
         fields.demand(name, value, because="is not read by transformers' multimodal class")
     _demand_read_weights(fields, family)
     model = family.read(fields)
+    tower = _read_tower(config, part, family, fields, model) if part is not None else None
     violations = fields.violations + fields.unread()
-    if fields.sound:  # else some sizes are defaults, and a violation would not be about the user's values
-        violations += [_as_written(violation) for violation in model_violations(model)]
+    of_tower = list[Violation]()
+    # Else some sizes are defaults, and a violation would not be about the user's values.
+    if fields.sound and (tower is None or tower.sound):
+        of_model = model_violations(model)
+        violations += [_as_written(each) for each in of_model if not each.key.startswith(_TOWER)]
+        of_tower += [_as_written(each) for each in of_model if each.key.startswith(_TOWER)]
     if part is not None and own_text(config, part) is not None:
         inner = f"config.json: {part.text}."
         violations = [replace(each, key=each.key.replace("config.json: ", inner, 1)) for each in violations]
+    if tower is not None:
+        of_tower += [*tower.violations, *tower.unread()]
+        violations += [replace(each, key=each.key.replace("config.json: ", _OF_TOWER, 1)) for each in of_tower]
     refuse_if_any(violations)
     return family, model, tuple(fields.notes)
+
+
+_OF_TOWER = "config.json: vision_config."
+
+
+def _read_tower(
+    config: Mapping[str, Any], part: TextPart, family: Family, text: Fields, model: ModelConfig
+) -> Fields | None:
+    """Reads the tower into ``model``; returns the fields of its configuration.  None: the family has none."""
+    if family.tower is None:
+        return None
+    fields = Fields(config.get("vision_config") or {})
+    model.vision = family.tower.read(fields, model)
+    model.mrope, problem = read_mrope(own_text(config, part) or config, family.tower)
+    if problem:
+        text.refuse("rope_parameters", problem, "Restore the checkpoint's own config.json")
+    return fields
 
 
 def readers_of(family: Family) -> frozenset[str] | None:
@@ -217,7 +263,8 @@ def readers_of(family: Family) -> frozenset[str] | None:
 
 
 def _as_written(violation: Violation) -> Violation:
-    return replace(violation, key=f"config.json: {_WRITTEN.get(violation.key, violation.key)}")
+    written = _WRITTEN.get(violation.key, violation.key.removeprefix(_TOWER))
+    return replace(violation, key=f"config.json: {written}")
 
 
 def _demand_read_weights(fields: Fields, family: Family) -> None:

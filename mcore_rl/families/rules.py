@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 
-from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, VisionConfig
 
 
 def _moe(model: ModelConfig) -> MoeConfig:
@@ -32,6 +32,11 @@ def _mla(model: ModelConfig) -> MlaConfig:
 def _linear(model: ModelConfig) -> LinearAttentionConfig:
     assert model.linear_attention is not None, "a size of linear attention in a model without it"
     return model.linear_attention
+
+
+def _vision(model: ModelConfig) -> VisionConfig:
+    assert model.vision is not None, "a size of a vision tower in a model without it"
+    return model.vision
 
 
 # Name of a Hugging Face tensor's dimension in the tables -> its size.
@@ -63,6 +68,14 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "delta_heads": lambda model: _linear(model).num_value_heads,
     "delta_value_head": lambda model: _linear(model).value_head_dim,
     "delta_conv": lambda model: _linear(model).conv_kernel_dim,
+    "colours": lambda model: 3,
+    "vision_frames": lambda model: _vision(model).temporal_patch_size,
+    "vision_patch": lambda model: _vision(model).patch_size,
+    "vision_hidden": lambda model: _vision(model).hidden_size,
+    "vision_qkv": lambda model: 3 * _vision(model).hidden_size,
+    "vision_ffn": lambda model: _vision(model).ffn_hidden_size,
+    "vision_merged": lambda model: _vision(model).hidden_size * _vision(model).merge_size ** 2,
+    "vision_positions": lambda model: _vision(model).num_positions,
 }
 
 
@@ -100,23 +113,29 @@ class Axis(Enum):
 class Stage(Enum):
     """Where in the pipeline a tensor lives: with its layer, or in the first or last stage.
 
-    last_copy: a copy of the first stage's tensor in the last stage, unless both are one stage.
+    last_copy: a copy of the first stage's tensor in the last stage, unless both are one stage.  tower: in the first
+    stage, once for each block of the vision tower; ``{l}`` in its names is the block.
     """
 
     layer = auto()
     first = auto()
     last = auto()
     last_copy = auto()
+    tower = auto()
 
 
 class Layers(Enum):
-    """Which layers have a tensor: all, dense ones, those with experts, those that attend, or with linear attention."""
+    """Which layers have a tensor: all, dense ones, those with experts, those that attend, or with linear attention.
+
+    deepstack: of a tower's, as many as it makes features for.
+    """
 
     all = auto()
     dense = auto()
     experts = auto()
     attention = auto()
     linear = auto()
+    deepstack = auto()
 
     def include(self, model: ModelConfig, layer: int) -> bool:
         """Whether ``layer`` of ``model`` is one of them."""
@@ -126,6 +145,7 @@ class Layers(Enum):
             Layers.experts: model.has_experts(layer),
             Layers.attention: not model.is_linear(layer),
             Layers.linear: model.is_linear(layer),
+            Layers.deepstack: model.vision is not None and layer < len(model.vision.deepstack),
         }[self]
 
 
@@ -353,7 +373,12 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_expert", any("{e}" in tensor.name for tensor in self.hf))
-        assert self.stage is not Stage.layer or "{l}" in self.name, f"{self.name} lives in a layer and names none"
+        numbered = self.stage in (Stage.layer, Stage.tower)
+        assert not numbered or "{l}" in self.name, f"{self.name} lives in a layer and names none"
+        of_tower = self.stage is Stage.tower
+        assert self.layers in (Layers.all, Layers.deepstack) if of_tower else self.layers is not Layers.deepstack, (
+            f"{self.name}: {self.layers} in {self.stage}"
+        )
         assert 0 <= self.turn[0] < self.turn[1], f"{self.name}: turn {self.turn}"
         assert len({len(tensor.dims) for tensor in self.hf}) == 1, f"{self.name}: tensors of different ranks"
         assert not self.stored_parts or (self.dim == 0 and self.checkpoint is None), f"{self.name}: parts of its rows"
@@ -378,6 +403,14 @@ class Rule:
         if not self.only(model):
             return False
         return layer is None or self.layers.include(model, layer)
+
+    def layers_of(self, model: ModelConfig) -> list[int | None]:
+        """The layers of ``model``, or blocks of its tower, that have this tensor; [None]: it lives outside of both."""
+        if self.stage not in (Stage.layer, Stage.tower):
+            return [None]
+        blocks = 0 if model.vision is None else model.vision.depth
+        count = model.num_layers if self.stage is Stage.layer else blocks
+        return [number for number in range(count) if self.applies_to(model, number)]
 
     def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
         """Shapes of ``hf`` in a checkpoint of ``model``."""

@@ -38,8 +38,15 @@ class NamesInFiles:
             return HEAD + name.removeprefix(self.head)
         return MODEL + name.removeprefix(self.model) if name.startswith(self.model) else None
 
+    def of_tower(self, name: str) -> str:
+        """The tables' name of tensor ``name`` of the rest, where the model sees pictures."""
+        return name.removeprefix(MODEL)
+
     def in_files(self, name: str) -> str:
         """The files' name of the tables' tensor ``name``."""
+        for rest in self.rest:
+            if name.startswith(self.of_tower(rest)):
+                return rest + name.removeprefix(self.of_tower(rest))
         if name.startswith(HEAD):
             return self.head + name.removeprefix(HEAD)
         assert name.startswith(MODEL), f"{name} is no tensor of a language model"

@@ -158,7 +158,8 @@ def layout_violations(model: ModelConfig, parallel: ParallelConfig, world_size: 
         return violations  # the rules below divide by these sizes
     violations = _world_violations(parallel, world_size)
     violations += _model_violations(model, parallel)
-    violations += _placement_violations(model.num_layers, parallel)
+    placement = _placement_violations(model.num_layers, parallel)
+    violations += placement or _deepstack_violations(model, parallel)
     nearest = nearest_layouts(model, parallel, world_size) if violations else []
     if nearest:
         texts = "; ".join(layout_text(layout) for layout in nearest)
@@ -189,6 +190,7 @@ def nearest_layouts(
         chunks = [
             (_far(vpp, parallel.vpp) + (model.num_layers % (pp * vpp) > 0), vpp)
             for vpp in range(1, model.num_layers // pp + 1 if pp > 1 else 2)
+            if model.num_layers // (pp * vpp) >= _num_deepstack(model)
         ]
         shortlists = product(sorted(dense)[:count], sorted(expert)[:count], sorted(chunks)[:count])
         for (far_dense, tp, cp), (far_expert, ep, etp), (far_chunks, vpp) in shortlists:
@@ -338,6 +340,27 @@ def _placement_violations(num_layers: int, parallel: ParallelConfig) -> list[Vio
     if problems:
         violations.append(Violation("parallel.pipeline_layers", _list(counts), " and ".join(problems), balanced))
     return violations
+
+
+def _num_deepstack(model: ModelConfig) -> int:
+    """Layers, from the first on, behind which features of pictures are added."""
+    return 0 if model.vision is None else len(model.vision.deepstack)
+
+
+def _deepstack_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Violation]:
+    """The features of pictures are made on the first stage, and its first chunk needs all layers that they go to."""
+    wanted, first = _num_deepstack(model), len(place_layers(model.num_layers, parallel)[0])
+    if first >= wanted:
+        return []
+    num_chunks = parallel.pp * parallel.vpp
+    problem = f"gives the first chunk {first} layers, and features of pictures are added behind the first {wanted}"
+    remedy = f"Make pp * vpp at most {model.num_layers // wanted}"
+    if num_chunks > 1 and model.num_layers - wanted >= num_chunks - 1:
+        layers = [wanted, *balanced_layers(model.num_layers - wanted, num_chunks - 1)]
+        remedy = f"Write parallel.pipeline_layers={_list(layers)}"
+    if parallel.pipeline_layers is not None:
+        return [Violation("parallel.pipeline_layers", _list(parallel.pipeline_layers), problem, remedy)]
+    return [Violation("parallel.pp", parallel.pp, problem, remedy)]
 
 
 def divisors(number: int) -> list[int]:

@@ -25,13 +25,13 @@ from mcore_rl.arrays import Int64Array
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.family import Family
-from mcore_rl.families.registry import model_of
 from mcore_rl.families.rules import Rule, ShardRanges
 from mcore_rl.families.stacks import stacked_parts
+from mcore_rl.families.text_part import text_config, text_part_of
 from mcore_rl.proofs.hf_model import HfShapes
 from mcore_rl.proofs.stated_slices import Holder
 from mcore_rl.proofs.statements import Statement, stated
-from mcore_rl.proofs.tracer import NumberedCheckpoint, index
+from mcore_rl.proofs.tracer import NumberedCheckpoint, index, subject_of, whole_with
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
 
@@ -164,7 +164,8 @@ def full_size_failures(
     """
     files = NumberedFiles(shapes)
     parts = stacked_parts(table.family.stacks, table.model)
-    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    text = text_config(config)
+    kv_heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     failures = []
     shards = _shards(table)
     for rank, local in shards:
@@ -242,6 +243,9 @@ def narrow_config(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
 
     Latent and linear attention keep their widths: the parts of their fused projections do not shrink alike.
     """
+    part = text_part_of(config)
+    if part is not None:
+        return whole_with(config, part, narrow_config(text_config(config), tp))
     narrow = dict(config) | {name: 2 * tp for name in WIDTHS if config.get(name)}
     if "kv_lora_rank" in config or "linear_num_key_heads" in config:
         return narrow
@@ -258,7 +262,7 @@ def width_failures(family: Family, config: Mapping[str, Any], layout: RolloutLay
     Every range begins and ends at the same share of its Hugging Face tensor, whatever the widths; rows of the
     vocabulary are dealt out evenly, with the padding behind the last.
     """
-    (_, model), (_, thin) = model_of(config), model_of(narrow_config(config, layout.tp))
+    (_, model), (_, thin) = subject_of(config), subject_of(narrow_config(config, layout.tp))
     rollout, count, failures = RolloutTable(family, model, layout), 0, []
     for rule in rollout.rules:
         num_shards = rollout.num_shards(rule)

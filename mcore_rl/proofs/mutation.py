@@ -27,8 +27,8 @@ from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.errors import ConfigError, WeightMapError
 from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
-from mcore_rl.families.registry import model_of
 from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage, replicated_qkv
+from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
@@ -47,7 +47,7 @@ from mcore_rl.proofs.placement import (
     rank_failures,
 )
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduced_config
+from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduced_config, subject_of
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -118,7 +118,7 @@ def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _refused(config: Mapping[str, Any]) -> bool:
     try:
-        model_of(config)
+        subject_of(config)
     except ConfigError:
         return True
     return False
@@ -127,7 +127,7 @@ def _refused(config: Mapping[str, Any]) -> bool:
 def fits(config: Mapping[str, Any], layout: str) -> bool:
     """Whether a small model of ``config`` can be trained in ``layout``."""
     parallel = parse_layout(layout)
-    _, model = model_of(reduced_config(config, parallel, RolloutLayout()))
+    _, model = subject_of(reduced_config(config, parallel, RolloutLayout()))
     return not layout_violations(model, parallel, _world_size(parallel))
 
 
@@ -137,7 +137,7 @@ def _world_size(parallel: ParallelConfig) -> int:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the model of a ``config.json`` has experts."""
-    return any(name in config for name in EXPERTS)
+    return any(name in text_config(config) for name in EXPERTS)
 
 
 def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> OracleCase:
@@ -145,7 +145,7 @@ def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) ->
     parallel = parse_layout(layout)
     world_size = _world_size(parallel)
     small = reduced_config(config, parallel, RolloutLayout())
-    family, model = model_of(small)
+    family, model = subject_of(small)
     checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     ranks = {rank: megatron(model, parallel, world_size, rank) for rank in range(world_size)}
     oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
@@ -165,7 +165,7 @@ def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_a
     """The case of a family's ``rollout``, or of ``rollout_without_latent``, in ``layout``."""
     target = parse_rollout_layout(layout)
     small = reduced_config(config, parse_layout("tp=2,pp=2"), target, VLLM_HEAD_DIM)
-    family, model = model_of(small)
+    family, model = subject_of(small)
     checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     right = vllm(small, checkpoint.shapes, target, latent_attention)
     read = partial(_rollout_word, model=model, layout=target, latent=latent_attention, checkpoint=checkpoint)
@@ -377,7 +377,7 @@ class FamilyScore:
 
 def family_score(config: Mapping[str, Any], megatron: Megatron, vllm: Vllm) -> FamilyScore:
     """Judge every mutant of the family of ``config``, a small model of it."""
-    family, _ = model_of(config)
+    family, _ = subject_of(config)
     if family.name not in STATEMENTS:
         return FamilyScore(family.name, (), (NO_STATEMENT.format(family=family.name),))
     try:

@@ -27,6 +27,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.rules import Rule
 from mcore_rl.families.stacks import stacked_parts, stored_shapes
+from mcore_rl.families.text_part import text_config
 from mcore_rl.proofs.hf_model import HfShapes
 from mcore_rl.proofs.stated_slices import Holder
 from mcore_rl.proofs.statements import Statement, stated
@@ -121,8 +122,9 @@ class TrainingOracle:
         self.failures: list[str] = []
         self._statement = statement
         self._whole = {name: checkpoint.read(name) for name in checkpoint}
-        self._kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        self._linear_key_heads = config.get("linear_num_key_heads", 0)
+        text = text_config(config)
+        self._kv_heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+        self._linear_key_heads = text.get("linear_num_key_heads", 0)
         self.placements = {rank: self._stated(rank, modules) for rank, modules in ranks.items()}
         arrived = (stored.numbers for placement in self.placements.values() for stored in placement.values())
         self.failures += [f"the statement: {failure}" for failure in missing(arrived, checkpoint)]

@@ -22,7 +22,6 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout, rollout_violations
 from mcore_rl.errors import RolloutError, refuse_if_any
 from mcore_rl.families.family import Family
-from mcore_rl.families.registry import model_of
 from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.adapter_mutation import LORA, VllmAdapters, adapter_case, rollout_adapter_case
@@ -42,7 +41,7 @@ from mcore_rl.proofs.placement import (
 )
 from mcore_rl.proofs.reshard_proof import reshard_failures
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, numbered, reduced_config
+from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, numbered, reduced_config, subject_of
 from mcore_rl.proofs.verify import Check, ProofReport, check, verify
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.reshard import plan_reshard
@@ -89,13 +88,14 @@ def prove(
     checkpoint: HfCheckpoint | None = None,
     notice: Callable[[str], None] = lambda proves: None,
 ) -> ProofReport:
-    """Prove ``subject``; of a multimodal model the text part.
+    """Prove ``subject``; of a multimodal model the text part, or the whole if that is what its family reads.
 
     checkpoint: also compare its names and shapes with the tables.  notice: called with each claim before it is checked.
     Raises ConfigError where the configuration or a layout does not fit.
     """
-    subject = replace(subject, config=text_config(subject.config))
-    _, model = model_of(subject.config)
+    if subject.family.tower is None:
+        subject = replace(subject, config=text_config(subject.config))
+    _, model = subject_of(subject.config)
     violations = layout_violations(model, subject.parallel, subject.world_size)
     refuse_if_any(violations + (rollout_violations(model, subject.rollout) if subject.rollout else []))
     tables: list[tuple[Table, RolloutTable | None]] = []
@@ -176,7 +176,7 @@ def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
 def _case(subject: ProofSubject) -> tuple[OracleCase, list[str]]:
     """(the reduced model in the training layout, with what the oracle says; what is wrong with its statement)."""
     small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
-    _, model = model_of(small)
+    _, model = subject_of(small)
     numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
     table = Table(subject.family, model, subject.parallel, subject.world_size)
     places: dict[tuple[int, ...], int] = {}
@@ -204,7 +204,7 @@ def _applied(subject: ProofSubject) -> tuple[str, list[str]]:
     case = rollout_adapter_case(subject.config, subject.rollout, subject.applied)
     if case is None:
         return "", ["vLLM applies no adapters of this family. Write rollout.lora=merged"]
-    _, model = model_of(subject.config)
+    _, model = subject_of(subject.config)
     trained = AdapterTable(Table(subject.family, model, subject.parallel, subject.world_size), LORA)
     held = RolloutAdapterTable(RolloutTable(subject.family, model, subject.rollout), trained)
     failures = [*case_failures(case), *reshard_failures(plan_reshard(trained, held))]
@@ -222,7 +222,7 @@ def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
     tp = 2 if subject.parallel.tp == 1 and layout.tp % 4 == 0 else subject.parallel.tp
     four_layers = replace(subject.parallel, tp=tp, pp=2, vpp=1, pipeline_layers=None, ep=1)
     small = reduced_config(subject.config, four_layers, layout, VLLM_HEAD_DIM)
-    _, model = model_of(small)
+    _, model = subject_of(small)
     numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
     try:
         right = subject.vllm(small, numbers.shapes, layout, True)
@@ -236,7 +236,7 @@ def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
 
 def _traced(subject: ProofSubject) -> tuple[str, list[str]]:
     assert subject.rollout is not None
-    _, model = model_of(reduced_config(subject.config, subject.parallel, subject.rollout))
+    _, model = subject_of(reduced_config(subject.config, subject.parallel, subject.rollout))
     table = Table(subject.family, model, subject.parallel, subject.world_size)
     tracer = Tracer(plan_reshard(table, RolloutTable(subject.family, model, subject.rollout)))
     failures = list(tracer.failures(range(subject.rollout.world_size)))

@@ -152,7 +152,9 @@ def _row_failures(plan: ReshardPlan) -> Iterator[str]:
 def _in_stage(plan: ReshardPlan, rule: Int32Array, layer: Int32Array) -> NDArray[np.bool_]:
     """For each row, whether the stage of its source has the tensor."""
     layout, replicas = plan.table.layout, plan.replicas
-    has = np.zeros((len(plan.table.rules), plan.table.model.num_layers, layout.pp), dtype=bool)
+    model = plan.table.model
+    numbers = max(model.num_layers, 0 if model.vision is None else model.vision.depth)
+    has = np.zeros((len(plan.table.rules), numbers, layout.pp), dtype=bool)
     for rank in range(layout.world_size):
         stage = replicas.pp[rank]
         if not has[:, :, stage].any():

@@ -53,6 +53,7 @@ class Statement:
     layer: Mapping[str, StatedParameter]
 
 
+TOWER = "vision."  # before the names of the vision tower's parameters
 ENDS: dict[str, StatedParameter] = {
     "embedding.word_embeddings.weight": vocabulary("model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": whole("model.norm.weight"),
@@ -222,6 +223,13 @@ STATEMENTS: dict[str, Statement] = {
     # Glm4MoeAttention has biases and norms where the configuration says so
     "glm4_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | QK_NORM | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
 }
+# The language models beside a vision tower are those of the text families (modeling_qwen2_5_vl.py, modeling_qwen3_vl.py
+# and modeling_qwen3_vl_moe.py have the same modules by other names).
+STATEMENTS |= {
+    "qwen2_5_vl": STATEMENTS["qwen2"],
+    "qwen3_vl": STATEMENTS["qwen3"],
+    "qwen3_vl_moe": STATEMENTS["qwen3_moe"],
+}
 
 
 def stated(
@@ -231,6 +239,8 @@ def stated(
 
     layer, expert: of the parameter, in the whole model.  Raises KeyError if nobody stated it.
     """
+    if key.startswith(TOWER):  # transformers' own module, which no axis cuts
+        return whole[key.replace(TOWER, "visual.", 1)]
     if layer is None:
         return statement.outside[key](whole.__getitem__, rank)
     within = key.split(".", 3)[3]  # behind decoder.layers.N.

@@ -23,6 +23,7 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.stacks import StackedPart, stacked_parts, stored_shapes
+from mcore_rl.families.text_part import TextPart, own_text, text_config, text_part_of
 from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
@@ -48,6 +49,9 @@ def reduced_config(
     What decides how tensors are cut stays: how many query heads a key/value head has, whether there are fewer key/value
     heads than ranks on either side, whether a rank has several of them, dense layers before those with experts.
     """
+    part = text_part_of(config)
+    if part is not None:
+        return _reduced_whole(config, part, parallel, rollout, head_dim)
     both = lcm(parallel.tp, rollout.tp)
     given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
     # Several ranks share one key/value head where there are more of them.
@@ -97,6 +101,50 @@ def reduced_config(
     if "short_factor" in (config.get("rope_scaling") or {}):  # a number for each frequency of the whole width
         small.pop("rope_scaling")
     return small
+
+
+def _reduced_whole(
+    config: Mapping[str, Any], part: TextPart, parallel: ParallelConfig, rollout: RolloutLayout, head_dim: int
+) -> dict[str, Any]:
+    """``reduced_config`` of a model with a vision tower: of its text part, and of the tower."""
+    small = whole_with(config, part, reduced_config(text_config(config), parallel, rollout, head_dim))
+    both = lcm(parallel.tp, rollout.tp)
+    changes = {
+        "depth": 5,  # more than layers, so that a block is no layer
+        "hidden_size": 2 * both * 8,
+        "num_heads": 2 * both,
+        "intermediate_size": 6 * both,
+        "window_size": 8,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0, 3],
+        "fullatt_block_indexes": [1],
+    }
+    vision = small["vision_config"] | {"patch_size": 2}
+    return small | {"vision_config": vision | {name: value for name, value in changes.items() if name in vision}}
+
+
+def whole_with(config: Mapping[str, Any], part: TextPart, text: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with another ``text`` in its part, which the axes of its rotation and the tower's output fit."""
+    own = own_text(config, part) or config
+    rope = next(dict(own[name]) for name in ("rope_scaling", "rope_parameters") if own.get(name))
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    pairs = head_dim // 2
+    rope |= {"rope_type": "default", "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+    rope.setdefault("rope_theta", text.get("rope_theta"))
+    left_out = ("architectures", "rope_scaling", "rope_theta", "type")
+    inner = {name: value for name, value in text.items() if name not in left_out}
+    inner |= {"model_type": part.text_types[0], "rope_parameters": {k: v for k, v in rope.items() if k != "type"}}
+    outside = {name: value for name, value in config.items() if name not in inner or name in _OF_WHOLE}
+    vision = dict(config["vision_config"]) | {"out_hidden_size": text["hidden_size"]}
+    return outside | {part.text: inner, "vision_config": vision}
+
+
+_OF_WHOLE = ("architectures", "model_type", "tie_word_embeddings")
+
+
+def subject_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """The family and the model of a ``config`` that is proven: of a multimodal one the whole, with its tower."""
+    return model_of(config, pictures=text_part_of(config) is not None)
 
 
 def _both_kinds(types: Sequence[str], num_layers: int) -> list[str]:
@@ -244,7 +292,7 @@ def trace(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout
 ) -> tuple[str, list[str]]:
     """(size of the trace in words, failures) over every rollout rank, for the model of ``config`` at reduced size."""
-    family, model = model_of(reduced_config(config, parallel, rollout))
+    family, model = subject_of(reduced_config(config, parallel, rollout))
     table = Table(family, model, parallel, world_size)
     tracer = Tracer(plan_reshard(table, RolloutTable(family, model, rollout)))
     failures = list(tracer.failures(range(rollout.world_size)))

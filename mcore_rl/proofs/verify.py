@@ -145,8 +145,7 @@ def _places(table: Table) -> Iterator[tuple[Rule, int | None, int | None]]:
     for rule in table.rules:
         if rule.stage is Stage.last_copy:
             continue
-        in_layers = [layer for layer in range(table.model.num_layers) if rule.applies_to(table.model, layer)]
-        layers: list[int | None] = [*in_layers] if rule.stage is Stage.layer else [None]
+        layers = rule.layers_of(table.model)
         num_experts = table.model.moe.num_experts if table.model.moe else 0
         experts: list[int | None] = [*range(num_experts)] if rule.per_expert else [None]
         yield from ((rule, layer, expert) for layer in layers for expert in experts)

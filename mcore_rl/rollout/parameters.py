@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +27,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -38,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import RolloutError
 from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.families.text_part import text_part_of
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.proofs.placement import NOTHING, Stored
 from mcore_rl.proofs.tracer import NumberedCheckpoint
@@ -138,8 +143,12 @@ class VllmProcess:
         """Where vLLM's ``load_weights`` puts each element of a checkpoint, on each rank of an engine of ``layout``.
 
         hf_config: the content of config.json, of a small model.  shapes: of the checkpoint's tensors; their elements
-        are numbered as ``NumberedCheckpoint`` numbers them, and are exact to 2**53.
+        are numbered as ``NumberedCheckpoint`` numbers them, and are exact to 2**53.  Names are the tables'; vLLM gets
+        those of the files of a multimodal model.
         """
+        part = text_part_of(hf_config)
+        if part is not None:
+            shapes = {part.spellings[0].in_files(name): shape for name, shape in shapes.items()}
         ranks = _layout(layout.tp, layout.engine_dp, layout.ep > 1, None, latent_attention)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / CONFIG).write_text(json.dumps(dict(hf_config)))
@@ -379,4 +388,20 @@ def _import_architecture(source: Path) -> None:
     if unknown or not names:
         raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")
     for name in names:
+        if "vision_config" in read_config(source):
+            _stand_in_for_torchvision()
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def _stand_in_for_torchvision() -> None:
+    """Lets vLLM's classes with a vision tower be imported without torchvision: they name it for pixels alone.
+
+    vLLM's CPU build does without it; nothing here is given a picture.
+    """
+    if find_spec("torchvision") is not None:
+        return
+    for name in (f"torchvision{below}" for below in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        sys.modules[name] = module

@@ -45,6 +45,7 @@ from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.training.optimizer import Optimizer
+from mcore_rl.training.pictures import see_pictures
 from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
 from mcore_rl.training.schedule import run_schedule
@@ -65,6 +66,7 @@ class Engine:
     head: a value head gives values instead of log-probs; without an output projection the engine gives
     ``hidden_states`` alone.  trainable: with gradients and an optimizer.
     adapters: train these tensors and freeze all others; None trains all.
+    train_tower: False freezes the vision tower of a model that sees pictures.
     Raises ConfigError with every violation of model, layout, engine and optimizer settings at once.
     """
 
@@ -80,6 +82,7 @@ class Engine:
         head: Head = Head.lm,
         trainable: bool = True,
         adapters: AdapterTable | None = None,
+        train_tower: bool = True,
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
@@ -99,7 +102,11 @@ class Engine:
             settings = transformer_config(model, parallel, config, layer_spec, fusions)
             if fusions.tp_comm_overlap:
                 share_buffers(rows_per_context_rank(config.microbatch_tokens, groups), model, groups.layout, platform)
-            self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
+            train_tower = train_tower and trainable and adapters is None
+            self.models = build_chunks(
+                model, settings, parallel, layer_spec, groups, head=head, train_tower=train_tower
+            )
+            self.pictures = see_pictures(self.models, model, groups)
             if adapters is not None:
                 attach(self.models, adapters, groups)
                 start(self.models, adapters, groups.rank, config.seed)
@@ -363,6 +370,8 @@ class Engine:
 
     def _announce(self, microbatch: Microbatch) -> None:
         self._watch.microbatch = microbatch.index
+        if self.pictures is not None:
+            self.pictures.announce(microbatch)
         if self.routing is not None:
             self.routing.announce(microbatch)
 

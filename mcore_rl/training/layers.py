@@ -160,6 +160,8 @@ def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> st
         return "its output linears have no norm behind them, and the model does"
     if model.linear_attention is not None:
         return "its layers with linear attention take no packed sequences, and the model has some"
+    if model.mrope is not None:
+        return "its rotation of packed sequences has one position for a token, and the model has three"
     if model.sliding_layers and parallel.cp > 1:
         return f"its ring attention (cp={parallel.cp}) has no sliding window, and the model has one"
     return None

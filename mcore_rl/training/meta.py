@@ -33,6 +33,7 @@ from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.proofs.placement import MegatronRank, MegatronTensor
 from mcore_rl.training.model import build_chunks, transformer_config
+from mcore_rl.training.vision import block_numbers
 
 Shapes = dict[str, tuple[int, ...]]  # by the keys of a chunk's state dict
 
@@ -104,6 +105,8 @@ def _tensors(chunk: GPTModel) -> dict[str, MegatronTensor]:
     layers = {
         name: module.layer_number - 1 for name, module in chunk.named_modules() if isinstance(module, TransformerLayer)
     }
+    if hasattr(chunk, "vision"):
+        layers |= {f"vision.{name}": number for name, number in block_numbers(chunk.vision).items()}
     experts = {
         f"{name}.experts.local_experts.{local}": expert
         for name, module in chunk.named_modules()

@@ -9,7 +9,7 @@ mask and log-probs.  ``targets_N`` maps each row to its token's place in the bat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, rows_multiple, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.sequences import PackedSequences
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import Picture, TrainBatch
 
 NOWHERE = -1
 
@@ -38,6 +38,8 @@ class Microbatch:
     sequence_N: index in this microbatch of the row's sequence, ``NOWHERE`` for padding.
     router_rows_M: rows that this tensor rank's routers see (sequence parallelism), in their order.
     members, lengths: index in the batch and tokens of each sequence.  packed: None when unpacked.
+    pictures: of all sequences, each once, whose features lie one behind another.  feature_N: the feature that takes the
+    place of a row's embedding; ``NOWHERE`` for text; None in a batch without pictures.  patches: see ``TrainBatch``.
     """
 
     index: int
@@ -52,6 +54,9 @@ class Microbatch:
     members: tuple[int, ...]
     lengths: tuple[int, ...]
     packed: PackedSequences | None
+    pictures: tuple[Picture, ...] = ()
+    feature_N: Tensor | None = None
+    patches: Mapping[str, Tensor] = field(default_factory=dict)
 
     def at_targets(self, field_T: Tensor | None) -> Tensor | None:
         """A per-token field of the batch in predictor order; zero (False) for rows without a target."""
@@ -117,6 +122,9 @@ def build_microbatches(
     """
     budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
     refuse_if_any(_unit_violations(batch, units, groups, tokens, sequences))
+    if tokens is None and batch.positions_T3 is not None:
+        problem, remedy = "leaves sequences with pictures unpacked", "Write microbatch_tokens"
+        refuse_if_any([Violation("microbatch_sequences", sequences, problem, remedy)])
     if tokens is not None:
         budget = tokens // split_multiple(groups) * split_multiple(groups)
     plan = _plan(batch.lengths_S, units, groups, budget, sequences)
@@ -229,6 +237,10 @@ def _build(
     if packed:
         real = lengths or (1,)
         packing = PackedSequences.of(real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device)
+        if batch.positions_T3 is not None:
+            held_N3 = batch.positions_T3[sources_N.clamp(min=0)]
+            packing.positions_3N = held_N3.masked_fill(sources_N[:, None] == NOWHERE, 0).T.contiguous()
+    pictures, feature_N = _pictures(batch, members, sources_N, sequence_N)
     return Microbatch(
         index=index,
         width=width,
@@ -242,7 +254,35 @@ def _build(
         members=tuple(members),
         lengths=lengths,
         packed=packing,
+        pictures=pictures,
+        feature_N=feature_N,
+        patches=batch.patches,
     )
+
+
+def _pictures(
+    batch: TrainBatch, members: Sequence[int], sources_N: Tensor, sequence_N: Tensor
+) -> tuple[tuple[Picture, ...], Tensor | None]:
+    """(the pictures of ``members``, each once; the feature of each row).  The device is not waited for."""
+    if batch.images_S is None or batch.feature_T is None:
+        return (), None
+    pictures = {image.key: image for member in members for image in batch.images_S[member]}
+    first, num_features = dict[str, int](), 0
+    for key, image in pictures.items():
+        first[key] = num_features
+        num_features += image.tokens
+    places, begins = [torch.zeros(0, dtype=torch.int64)], [0]  # of each sequence's features, one sequence after another
+    for member in members:
+        own = [torch.arange(image.tokens) + first[image.key] for image in batch.images_S[member]]
+        places += own
+        begins.append(begins[-1] + sum(map(len, own)))
+    if not num_features:
+        return (), torch.full_like(sources_N, NOWHERE)
+    device = sources_N.device
+    local_N = torch.where(sources_N == NOWHERE, NOWHERE, batch.feature_T[sources_N.clamp(min=0)].long())
+    begin_N = torch.tensor(begins, device=device)[sequence_N.clamp(min=0)]
+    place_N = (begin_N + local_N.clamp(min=0)).clamp(max=begins[-1] - 1)
+    return tuple(pictures.values()), torch.where(local_N == NOWHERE, NOWHERE, torch.cat(places).to(device)[place_N])
 
 
 def _router_rows(rows: int, width: int, tp: int, tp_rank: int) -> Tensor:

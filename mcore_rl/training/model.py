@@ -29,8 +29,15 @@ from mcore_rl.training.fusions import UNFUSED, Fusions
 from mcore_rl.training.hidden_head import HiddenHead
 from mcore_rl.training.layers import block_spec, has_head_norms
 from mcore_rl.training.local_dispatcher import keep_tokens_local
-from mcore_rl.training.rope import PackedRotaryEmbedding, frequency_sets, score_scale, set_frequencies
+from mcore_rl.training.rope import (
+    AxesRotaryEmbedding,
+    PackedRotaryEmbedding,
+    frequency_sets,
+    score_scale,
+    set_frequencies,
+)
 from mcore_rl.training.value_head import ValueHead
+from mcore_rl.training.vision import build_tower, set_trained
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
@@ -182,12 +189,12 @@ def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
 
 def build_chunks(
     model: ModelConfig, config: TransformerConfig, parallel: ParallelConfig, layer_spec: LayerSpec,
-    groups: ProcessGroups, *, head: Head,
+    groups: ProcessGroups, *, head: Head, train_tower: bool = False,
 ) -> list[GPTModel]:  # fmt: skip
     """The model chunks of this rank, one per virtual stage, with Megatron's initial weights.
 
     head: a value head takes the place of the output projection in the last stage, and is never tied to the embedding;
-    so does what hands out hidden states.
+    so does what hands out hidden states.  train_tower: whether a vision tower learns; else it is frozen.
     """
     placement = place_layers(model.num_layers, parallel)
     chunks = []
@@ -211,12 +218,16 @@ def build_chunks(
             )
         if model.mla is None:
             if not config.apply_rope_fusion:
-                chunk.rotary_pos_emb = PackedRotaryEmbedding.instead_of(
-                    chunk.rotary_pos_emb, groups.device, config.params_dtype
-                )
+                kind = PackedRotaryEmbedding if model.mrope is None else AxesRotaryEmbedding
+                chunk.rotary_pos_emb = kind.instead_of(chunk.rotary_pos_emb, groups.device, config.params_dtype)
+                if model.mrope is not None:
+                    chunk.rotary_pos_emb.rotate_by(model.mrope)
             set_frequencies(chunk.rotary_pos_emb, *frequency_sets(model))
         if chunk_index == 0 and model.embedding_scale != 1.0:
             chunk.embedding.register_forward_hook(ScaledEmbeddings(model.embedding_scale, config.params_dtype))
+        if chunk_index == 0 and model.vision is not None:
+            chunk.vision = build_tower(model.vision, model.hidden_size, groups.device, config.params_dtype)
+            set_trained(chunk.vision, train_tower, sums_over_tensor_ranks=config.sequence_parallel)
         _reduce_experts_over_their_own_group(chunk)
         keep_tokens_local(chunk)
         _forget_routing(chunk)

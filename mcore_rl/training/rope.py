@@ -20,7 +20,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
+from mcore_rl.config.model import ModelConfig, MropeConfig, RopeConfig, RopeType
 from mcore_rl.training.sequences import PackedSequences, row_positions
 
 
@@ -127,6 +127,40 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         cp = self.cp_group
         positions = row_positions(self.padded_lengths, cp.size(), cp.rank(), self.inv_freq.device)
         angles = torch.outer(positions, self.inv_freq)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)[:, None, None]
+
+
+class AxesRotaryEmbedding(PackedRotaryEmbedding):
+    """``PackedRotaryEmbedding`` by positions of three axes, which the sequences bring, row by row.
+
+    So packing, context parallelism, recomputation and interleaved stages cannot part a row from its positions; Megatron
+    cuts the axes of a whole packed tensor (MultimodalRotaryEmbedding, 0.16.1).  transformers' bits.
+    """
+
+    def rotate_by(self, mrope: MropeConfig) -> None:
+        """Say which axis each frequency is of."""
+        axes = [axis for axis, count in enumerate(mrope.sections) for _ in range(count)]
+        if mrope.interleaved:
+            axes = [0] * len(axes)
+            for axis in (1, 2):
+                for place in range(axis, min(3 * mrope.sections[axis], len(axes)), 3):
+                    axes[place] = axis
+        self.axis_F = torch.tensor(axes, device=self.inv_freq.device)
+        self.positions_3N: Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
+        """See ``PackedRotaryEmbedding``; notes their positions, too."""
+        length = super().get_rotary_seq_len(*args, **options)
+        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
+        self.positions_3N = None if packed is None else packed.positions_3N
+        return length
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Cosines, then sines, as ``PackedRotaryEmbedding`` gives them."""
+        if self.positions_3N is None:  # a token of text has the same position on each axis
+            out: Tensor = super().forward(*args, **options)
+            return out
+        angles = self.positions_3N[self.axis_F].T.float() * self.inv_freq
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)[:, None, None]
 
 

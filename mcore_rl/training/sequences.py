@@ -50,6 +50,19 @@ class Segments:
         return self.query_lengths == self.key_lengths
 
 
+@dataclass(frozen=True)
+class Deepstack:
+    """Features of pictures that are added behind the first layers.
+
+    features: of each of these layers, leaves [features, H], in whose ``grad`` layers leave what comes back to them.
+    index_M: the feature of each of the rows that this tensor rank's layers have.  has_M: whether there is one.
+    """
+
+    features: tuple[Tensor, ...]
+    index_M: Tensor
+    has_M: Tensor
+
+
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Megatron's ``PackedSeqParams`` with the lengths kept as Python numbers, and what all layers derive from them.
@@ -58,7 +71,9 @@ class PackedSequences(PackedSeqParams):
     most once per microbatch.  Build it with ``of``.
 
     lengths: tokens of each sequence.  padded_lengths: those plus the padding at its end, over all context-parallel
-    ranks; the sum is T.  cp, cp_rank: this rank's place in the context-parallel group.
+    ranks; the sum is T.  cp, cp_rank: this rank's place in the context-parallel group.  positions_3N: in time, height
+    and width, of this rank's rows; None: each row's are its place in its sequence.  deepstack: what the first layers
+    add to hidden states, of the forward pass that is on its way.
     """
 
     lengths: tuple[int, ...]
@@ -66,6 +81,8 @@ class PackedSequences(PackedSeqParams):
     cp: int
     cp_rank: int
     device: torch.device
+    positions_3N: Tensor | None = None
+    deepstack: Deepstack | None = None
 
     @classmethod
     def of(

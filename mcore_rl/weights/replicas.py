@@ -45,6 +45,8 @@ class Replicas:
         if rule.stage is Stage.layer:
             assert layer is not None, f"{rule.name} lives in a layer"
             return (self._place_of[layer] % (last + 1),)
+        if rule.stage is Stage.tower:
+            return (0,)
         if rule.stage is Stage.first:
             return (0, last) if rule.hf in self._copies and last else (0,)
         return (last,)
@@ -78,6 +80,8 @@ class Replicas:
             number = layer - self.table.placement[place][0]
             local = expert - int(self.ep[rank]) * self.table.experts_per_rank if rule.per_expert else None
             return place // self.table.layout.pp, rule.name.format(l=number, e=local)
+        if rule.stage is Stage.tower:
+            return 0, rule.name.format(l=layer)
         if rule.stage is Stage.first and self.pp[rank] != 0:
             rule = self._copies[rule.hf]
         return 0 if rule.stage is Stage.first else self.table.layout.vpp - 1, rule.name

@@ -104,10 +104,8 @@ class RolloutTable:
         return np.array(held)
 
     def layers(self, rule: Rule) -> list[int | None]:
-        """The layers that have a tensor of ``rule``; [None] for a rule outside the layers."""
-        if rule.stage is not Stage.layer:
-            return [None]
-        return [layer for layer in range(self.model.num_layers) if rule.applies_to(self.model, layer)]
+        """See ``Rule.layers_of``."""
+        return rule.layers_of(self.model)
 
     def tensors(self, rank: int) -> Iterator[RolloutTensor]:
         """Every tensor of ``rank``, rule by rule."""

@@ -51,8 +51,8 @@ class LocalTensor:
     """A tensor of one rank.
 
     name: canonical (``weights/names.py``), within its model chunk.  chunk: which of the rank's model chunks.  layer,
-    expert: in the whole model; None for a tensor outside the layers or experts.  num_shards, index: shard ``index`` of
-    ``num_shards`` along the rule's axis.
+    expert: in the whole model, the layer or the block of the vision tower; None for a tensor outside them.
+    num_shards, index: shard ``index`` of ``num_shards`` along the rule's axis.
     """
 
     name: str
@@ -136,8 +136,10 @@ class Table:
             place = chunk * self.parallel.pp + coords.pp
             layers = self.placement[place]
             first, last = place == 0, place == len(self.placement) - 1
-            here = {Stage.first: first, Stage.last: last, Stage.last_copy: last and not first, Stage.layer: False}
-            tensors += [self._local(rule, chunk, coords) for rule in self.rules if here[rule.stage]]
+            here = {Stage.first: first, Stage.last: last, Stage.last_copy: last and not first}
+            tensors += [self._local(rule, chunk, coords) for rule in self.rules if here.get(rule.stage)]
+            if first:
+                tensors += self._of_tower(chunk, coords)
             for layer in layers:
                 for rule in self.rules:
                     if rule.stage is Stage.layer and rule.applies_to(self.model, layer):
@@ -153,6 +155,13 @@ class Table:
             replace(local, name=rule.name.format(l=layer - first_layer, e=e), layer=layer, expert=first + e)
             for e in range(self.experts_per_rank)
         ]
+
+    def _of_tower(self, chunk: int, coords: Coords) -> Iterator[LocalTensor]:
+        for rule in self.rules:
+            if rule.stage is Stage.tower:
+                local = self._local(rule, chunk, coords)
+                for block in rule.layers_of(self.model):
+                    yield replace(local, name=rule.name.format(l=block), layer=block)
 
     def _local(self, rule: Rule, chunk: int, coords: Coords) -> LocalTensor:
         num_shards, index = {
@@ -196,8 +205,10 @@ class Table:
         return infos
 
     def _places(self) -> Iterator[tuple[Rule, int | None, int | None]]:
-        """(rule, layer, expert) of the whole model: the first stage, the layers, the last stage."""
-        yield from ((rule, None, None) for rule in self.rules if rule.stage is Stage.first)
+        """(rule, layer, expert) of the whole model: the first stage, the tower, the layers, the last stage."""
+        for stage in (Stage.first, Stage.tower):
+            of_stage = [rule for rule in self.rules if rule.stage is stage]
+            yield from ((rule, number, None) for rule in of_stage for number in rule.layers_of(self.model))
         for layer in range(self.model.num_layers):
             for rule in self.rules:
                 if rule.stage is Stage.layer and rule.applies_to(self.model, layer):

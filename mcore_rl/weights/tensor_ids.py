@@ -18,11 +18,13 @@ class TensorIds:
     def __init__(self, rules: Sequence[Rule], model: ModelConfig) -> None:
         self._in_layer = np.array([rule.stage is Stage.layer for rule in rules])
         # The place of a rule outside the layers.
-        self._place = np.array([-1 if rule.stage is Stage.first else model.num_layers for rule in rules])
+        before = (Stage.first, Stage.tower)
+        self._place = np.array([-1 if rule.stage in before else model.num_layers for rule in rules])
         self._per_expert = np.array([rule.per_expert for rule in rules])
         num_experts = 1 if model.moe is None else model.moe.num_experts
         self._experts = np.where(self._per_expert, num_experts, 1)
-        sizes = np.where(self._in_layer, model.num_layers, 1) * self._experts
+        numbered = {Stage.layer: model.num_layers, Stage.tower: 0 if model.vision is None else model.vision.depth}
+        sizes = np.array([numbered.get(rule.stage, 1) for rule in rules], dtype=np.int64) * self._experts
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         assert self._starts[-1] < 2**31, "more tensors than 32 bits number"
 

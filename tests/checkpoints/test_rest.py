@@ -30,7 +30,7 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.weights.table import Table
-from tests.support import engines, text_parts
+from tests.support import engines, picture_models, text_parts
 from tests.support.checkpoints import edit_config, tensors
 from tests.support.forked import run_ranks
 from tests.support.text_parts import PUBLISHED
@@ -79,10 +79,14 @@ def test_to_megatron_and_back_when_the_source_is_gone(
         assert torch.equal(loaded.state_dict()[name], expected), name
 
 
-def _saved(rank: Rank, root: Path, architecture: str, layout: str) -> None:
+def _saved(rank: Rank, root: Path, layout: str, *, pictures: bool = False) -> None:
     parallel, directory = parse_layout(layout), root / "hf"
-    table = Table(*model_of(read_config(directory)), parallel, rank.world_size)
-    with engines.world(rank), engines.groups_of(layout) as groups, open_weights(directory) as checkpoint:
+    table = Table(*model_of(read_config(directory), pictures=pictures), parallel, rank.world_size)
+    with (
+        engines.world(rank),
+        engines.groups_of(layout) as groups,
+        open_weights(directory, pictures=pictures) as checkpoint,
+    ):
         load = partial(load_hf, checkpoint=checkpoint, table=table, rank=groups.rank)
         engine = engines.build(groups, table.model, layout=layout, trainable=False, load=load)
         save_hf(engine.models, table, rank.rank, root / "out", directory, max_shard_bytes=100_000)
@@ -97,8 +101,30 @@ def test_processes_write_the_whole_together(
     architecture: str, layout: str, experts: str | None, tmp_path: Path, processes: None
 ) -> None:
     text_parts.write(architecture, tmp_path / "hf", None, experts)
-    run_ranks(_saved, 2, (tmp_path, architecture, layout))
+    run_ranks(_saved, 2, (tmp_path, layout))
     assert_same_tensors(tmp_path / "out", tmp_path / "hf")
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(
+    ("family", "layout", "spelling", "experts"),
+    [
+        ("qwen2_5_vl", "tp=2", "flat", None),
+        ("qwen2_5_vl", "pp=2", "newest", None),
+        ("qwen3_vl", "tp=2", None, None),
+        ("qwen3_vl_moe", "ep=2", None, "published"),
+        ("qwen3_vl_moe", "tp=2,etp=2", None, "module"),
+    ],
+)
+def test_a_tower_that_is_a_part_of_the_model_comes_back_bit_for_bit(
+    family: str, layout: str, spelling: str | None, experts: str | None, tmp_path: Path, processes: None
+) -> None:
+    """It is read into the modules of the first stage, and written from them, as the files were spelt."""
+    architecture = picture_models.ARCHITECTURES[family]
+    text_parts.write(architecture, tmp_path / "hf", spelling, experts)
+    run_ranks(partial(_saved, pictures=True), 2, (tmp_path, layout))
+    assert_same_tensors(tmp_path / "out", tmp_path / "hf")
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "hf")
 
 
 def test_what_is_kept_beside_a_checkpoint_says_how_the_files_were(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Stage
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.proofs.mutants import TABLES, with_rules
 from mcore_rl.proofs.mutation import MutantVerdict, OracleCase, case_failures, cases, has_experts, judge_all
 from mcore_rl.proofs.placement import ParameterPlacement
@@ -27,7 +28,11 @@ from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+from tests.support import picture_models
 from tests.support.published import FACTS, TINY
+
+CONFIGS = dict(TINY) | {name: picture_models.config(name) for name in PICTURES}
+BUILT_IN = FAMILIES | PICTURES
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +44,24 @@ def vllm(processes: None) -> Iterator[VllmProcess]:
 @pytest.fixture(scope="module")
 def cases_of(vllm: VllmProcess) -> Callable[[str], list[OracleCase]]:
     """Of a family: its rollout tables in vLLM's layouts, tied and untied, with and without latent attention."""
-    return cache(lambda model_type: cases(TINY[model_type], None, vllm.placements))
+    return cache(lambda model_type: cases(CONFIGS[model_type], None, vllm.placements))
 
 
-@pytest.mark.parametrize("model_type", list(TINY))
+@pytest.mark.parametrize("model_type", list(CONFIGS))
 def test_the_table_is_what_vllm_loads(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
     made = cases_of(model_type)
     assert {case.table for case in made} == {
-        table for table in TABLES if table != "weights" and getattr(FAMILIES[model_type], table)
+        table for table in TABLES if table != "weights" and getattr(BUILT_IN[model_type], table)
     }
     for case in made:
         assert case_failures(case) == []
 
 
-@pytest.mark.parametrize("model_type", list(TINY))
+@pytest.mark.parametrize("model_type", list(CONFIGS))
 def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
     """The index tracer: from Megatron's tensors, through every copy of the plan, to where vLLM's load puts them."""
     trainings = ["tp=2,pp=2"]
-    if has_experts(TINY[model_type]):
+    if has_experts(CONFIGS[model_type]):
         trainings += ["tp=2,pp=2,ep=2,etp=2", "tp=2,pp=2,ep=4,etp=1"]
     for case in cases_of(model_type):
         layout, latent = parse_rollout_layout(case.name), case.table == "rollout"
@@ -75,7 +80,7 @@ def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[Oracle
             assert list(tracer.failures(range(layout.world_size), direct)) == [], (case.name, training)
 
 
-@pytest.mark.parametrize("model_type", list(TINY))
+@pytest.mark.parametrize("model_type", list(CONFIGS))
 def test_no_wrong_rollout_table_survives(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
     judged = list(judge_all(cases_of(model_type)))
     assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is MutantVerdict.survived] == []

@@ -16,7 +16,7 @@ from mcore_rl.proofs.statements import STATEMENTS
 from mcore_rl.rollout import parameters
 from mcore_rl.rollout.parameters import VllmProcess
 from tests.house.source import ROOT
-from tests.support import checkpoints
+from tests.support import checkpoints, picture_models
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,25 @@ def test_json(one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert report["traffic"]["over_bound"] == 1.0
     assert len({check["proves"] for check in report["checks"]}) == len(report["checks"]) >= 9
     assert all(check["found"] and not check["failures"] for check in report["checks"])
+
+
+def test_the_whole_of_a_model_that_sees_pictures(
+    one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    picture_models.write("qwen3_vl", tmp_path / "model")
+    arguments = ("--hf", str(tmp_path / "model"), "--layout", "tp=2", "--rollout", "tp=2", "--json")
+    counts = {}
+    for pictures in ((), ("--pictures",)):
+        code, out, _ = run(capsys, monkeypatch, *arguments, *pictures)
+        report = json.loads(out)
+        assert code == 0 and report["proven"]
+        names = next(check["found"] for check in report["checks"] if "consumed once" in check["proves"])
+        counts[report["family"]] = int(names.split()[0])
+    assert counts["qwen3_vl"] > counts["qwen3"], counts
+    code, _, err = run(capsys, monkeypatch, *arguments, "--pictures", "--rollout", "tp=4")
+    assert code == 2 and "model.vision.num_heads=2" in err
+    code, _, err = run(capsys, monkeypatch, "--model", "tiny-llama", "--pictures", "--check")
+    assert code == 2 and "is of no model that sees pictures here" in err
 
 
 def test_a_preset_names_its_layouts(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, TowerKind, VisionConfig
 from mcore_rl.families.rules import (
     SIZES,
     Axis,
@@ -40,6 +40,13 @@ MODEL = ModelConfig(
     moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=4, shared_ffn_hidden_size=12, dense_layers=[0]),
     mla=MlaConfig(q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3),
 )
+SEEING = replace(
+    MODEL,
+    vision=VisionConfig(
+        kind=TowerKind.qwen3_vl, depth=2, hidden_size=8, num_heads=2, ffn_hidden_size=10, patch_size=7, merge_size=3,
+        num_positions=16,
+    ),
+)  # fmt: skip
 LINEAR = replace(
     MODEL,
     linear_attention=LinearAttentionConfig(
@@ -154,17 +161,23 @@ def test_empty_ranges_are_left_out_and_size_stays() -> None:
 
 
 def test_sizes_by_hand() -> None:
+    others = ("delta", "vision", "colours")
     by_hand = {
         "one": 1, "vocab": 10, "hidden": 6, "head": 2, "query": 16, "key": 8, "ffn": 8, "experts": 4, "expert_ffn": 4,
         "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
         "query_key_value": 32, "gate_and_up": 16, "query_and_gate": 32, "query_heads": 8,
     }  # fmt: skip
-    assert {name: size(MODEL) for name, size in SIZES.items() if not name.startswith("delta")} == by_hand
+    assert {name: size(MODEL) for name, size in SIZES.items() if not name.startswith(others)} == by_hand
     delta = {
         "delta_key": 6, "delta_value": 20, "delta_qkv": 32, "delta_qkvz": 52, "delta_ba": 8, "delta_heads": 4,
         "delta_value_head": 5, "delta_conv": 4,
     }  # fmt: skip
     assert {name: size(LINEAR) for name, size in SIZES.items() if name.startswith("delta")} == delta
+    tower = {
+        "colours": 3, "vision_frames": 2, "vision_patch": 7, "vision_hidden": 8, "vision_qkv": 24, "vision_ffn": 10,
+        "vision_merged": 72, "vision_positions": 16,
+    }  # fmt: skip
+    assert {name: size(SEEING) for name, size in SIZES.items() if name.startswith(("vision", "colours"))} == tower
 
 
 def _rows(shard: ShardRanges) -> list[tuple[int, int]]:

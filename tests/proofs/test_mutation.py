@@ -13,6 +13,7 @@ import pytest
 from mcore_rl.errors import WeightMapError
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Axis, Rule, Stage, hf
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
 from mcore_rl.proofs.mutation import (
@@ -28,15 +29,16 @@ from mcore_rl.proofs.placement import placement_failures
 from mcore_rl.proofs.stated_slices import grouped, whole
 from mcore_rl.proofs.statements import STATEMENTS, Statement
 from mcore_rl.training.meta import meta_rank
+from tests.support import picture_models
 from tests.support.published import TINY
 
 DENSE = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")  # fields that make a layer dense
 
 
 @pytest.mark.tier("ci")
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", [*FAMILIES, *PICTURES])
 def test_no_wrong_training_table_survives(name: str) -> None:
-    made = cases(TINY[name], meta_rank, None)
+    made = cases(picture_models.config(name) if name in PICTURES else TINY[name], meta_rank, None)
     for case in made:
         assert case_failures(case) == []
     judged = list(judge_all(made))
@@ -138,4 +140,4 @@ def test_a_family_without_a_statement_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_statement_is_of_a_family() -> None:
-    assert STATEMENTS.keys() == FAMILIES.keys()
+    assert STATEMENTS.keys() == FAMILIES.keys() | PICTURES.keys()

@@ -1,0 +1,153 @@
+"""Tiny models that see pictures, a batch with pictures for them, and what transformers' whole model says of it.
+
+The batch has what goes wrong elsewhere: a sequence of text alone, two pictures in one, a picture at the end, and one
+that two sequences share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from mcore_rl.config.model import VisionConfig
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
+from mcore_rl.data.media.positions import positions_3T
+from mcore_rl.types import LossInputs, LossSums, Picture, TrainBatch
+from tests.support import text_parts
+
+ARCHITECTURES = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+PICTURE = 195  # the token of pictures
+GRIDS = {"wide": (4, 8), "square": (4, 4), "large": (12, 10), "least": (2, 4)}  # patches: of several windows, and one
+TOKENS_OF_TEXT = text_parts.TOKENS_OF_TEXT
+
+
+def config(family: str, **text_changes: object) -> dict[str, Any]:
+    """A config.json of ``family``.  text_changes: fields of its text part."""
+    made = text_parts.config(ARCHITECTURES[family], **text_changes)
+    if family == "qwen2_5_vl":
+        made["vision_config"]["window_size"] = 56
+    return made
+
+
+def write(family: str, directory: Path, **text_changes: Any) -> None:
+    """A checkpoint of a random model of ``family``, whose layers all count."""
+    text_parts.write(ARCHITECTURES[family], directory, **text_changes)
+
+
+def whole_model(directory: Path) -> PreTrainedModel:
+    """transformers' model of the checkpoint in ``directory``."""
+    auto: Any = AutoModelForImageTextToText
+    model: PreTrainedModel = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    embedding: Any = model.get_input_embeddings()
+    embedding.padding_idx = None
+    return model.train()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sequence: its tokens, its pictures with the places of their first tokens, and how many tokens are trained."""
+
+    tokens: list[int]
+    media: tuple[tuple[str, int], ...]
+    trained: int
+
+
+def _row(random: torch.Generator, parts: list[int | str], trained: int) -> _Row:
+    """parts: so many random tokens of text, or a picture."""
+    tokens: list[int] = []
+    media = []
+    for part in parts:
+        if isinstance(part, str):
+            media.append((part, len(tokens)))
+            tokens += [PICTURE] * (GRIDS[part][0] * GRIDS[part][1] // 4)
+        else:
+            tokens += torch.randint(10, TOKENS_OF_TEXT, (part,), generator=random).tolist()
+    return _Row(tokens, tuple(media), trained)
+
+
+def batch_of(vision: VisionConfig) -> TrainBatch:
+    """The batch, for a tower."""
+    patch_width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    random = torch.Generator().manual_seed(5)
+    rows = [
+        _row(random, [3, "wide", 9], 6),
+        _row(random, [13], 7),
+        _row(random, [2, "square", 2, "large", 11], 8),
+        _row(random, ["least", 6], 4),
+        _row(random, [1, "square", 5], 4),  # a picture that another sequence has, too
+        _row(random, [4, "least"], 3),  # the picture is the last token, and is trained on
+    ]
+    lengths = tuple(len(row.tokens) for row in rows)
+    mask_T = torch.cat([torch.arange(len(row.tokens)) >= len(row.tokens) - row.trained for row in rows])
+    positions, features, images = [], [], []
+    for row in rows:
+        placed, feature = [], torch.full((len(row.tokens),), -1, dtype=torch.int32)
+        number = 0
+        for name, first in row.media:
+            grid = Grid(1, *GRIDS[name])
+            placed.append(Placed(ImageRef(name, name), first, grid))
+            feature[first : first + grid.tokens] = torch.arange(number, number + grid.tokens, dtype=torch.int32)
+            number += grid.tokens
+        positions.append(torch.from_numpy(positions_3T(len(row.tokens), placed)).T)
+        features.append(feature)
+        images.append(tuple(Picture(name, *GRIDS[name], Grid(1, *GRIDS[name]).tokens) for name, _ in row.media))
+    draw = np.random.default_rng(3)
+    patches = {
+        name: torch.from_numpy(draw.integers(0, 256, (high * wide, patch_width), dtype=np.uint8))
+        for name, (high, wide) in GRIDS.items()
+    }
+    return TrainBatch(
+        lengths_S=lengths,
+        tokens_T=torch.tensor([token for row in rows for token in row.tokens]),
+        mask_T=mask_T,
+        positions_T3=torch.cat(positions),
+        feature_T=torch.cat(features),
+        images_S=tuple(images),
+        patches=patches,
+    )
+
+
+def literal(batch: TrainBatch) -> TrainBatch:
+    """``batch`` with the pictures' token written in text: first, amid it, behind a picture, and drawn as the last."""
+    assert batch.feature_T is not None
+    tokens_T = batch.tokens_T.clone()
+    for sequence, place in ((1, 0), (1, 6), (0, 12), (3, 7)):
+        tokens_T[batch.offsets_S[sequence] + place] = PICTURE
+        assert batch.feature_T[batch.offsets_S[sequence] + place] < 0, "a token of text"
+    return replace(batch, tokens_T=tokens_T)
+
+
+def loss(inputs: LossInputs) -> LossSums:
+    """The negative log-likelihood of the trained tokens."""
+    assert inputs.logprobs_N is not None
+    return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
+
+
+def whole_side(whole: PreTrainedModel, vision: VisionConfig, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """(log-probs [T], mean loss) of transformers' model, sequence by sequence, with normalised float32 pixels."""
+    assert batch.images_S is not None and batch.feature_T is not None
+    area = vision.temporal_patch_size * vision.patch_size**2
+    mean, std = (torch.tensor(x).repeat_interleave(area) for x in (vision.pixel_mean, vision.pixel_std))
+    logprobs = []
+    for start, length, images in zip(batch.offsets_S, batch.lengths_S, batch.images_S, strict=True):
+        tokens = batch.tokens_T[None, start : start + length]
+        given: dict[str, Any] = {}
+        if images:
+            given["pixel_values"] = torch.cat([(batch.patches[x.key].float() / 255 - mean) / std for x in images])
+            given["image_grid_thw"] = torch.tensor([(1, x.height, x.width) for x in images])
+            given["mm_token_type_ids"] = (batch.feature_T[None, start : start + length] >= 0).int()
+        logits = whole(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given).logits
+        chosen = torch.log_softmax(logits[0].float(), dim=-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), chosen]))
+    logprobs_T = torch.cat(logprobs)
+    return logprobs_T, -(logprobs_T * batch.mask_T).sum() / batch.mask_T.sum()

@@ -1,0 +1,25 @@
+"""How the pictures of a microbatch are spread over the ranks of a stage; what they become is in tests/parity."""
+
+from __future__ import annotations
+
+from mcore_rl.training.pictures import share_out
+from mcore_rl.types import Picture
+
+
+def pictures(*sides: int) -> list[Picture]:
+    """Square pictures of so many patches a side."""
+    return [Picture(f"{number:02}", side, side, side * side // 4) for number, side in enumerate(sides)]
+
+
+def test_every_picture_is_encoded_once_and_ranks_have_about_as_much() -> None:
+    given = pictures(20, 4, 12, 12, 8, 16, 4)
+    shares = share_out(given, 3)
+    assert sorted(each.key for share in shares for each in share) == [each.key for each in given]
+    patches = [sum(each.height * each.width for each in share) for share in shares]
+    assert max(patches) == 400, "the largest is alone"
+    assert share_out(list(reversed(given)), 3) == shares, "the order in which they come does not matter"
+
+
+def test_ranks_without_a_picture_have_none() -> None:
+    assert share_out(pictures(8), 4) == [pictures(8), [], [], []]
+    assert share_out([], 2) == [[], []]
