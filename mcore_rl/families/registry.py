@@ -20,8 +20,10 @@ from mcore_rl.families import (
     gemma2,
     gemma3,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmoe,
@@ -58,6 +60,8 @@ BUILT_IN: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "minimax_m2": minimax_m2.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
 }
 
@@ -232,7 +236,7 @@ def _demand_read_weights(fields: Fields, family: Family) -> None:
         return
     if method == "fp8":
         block = inner.values.get("weight_block_size")
-        if block == [128, 128] and inner.values.get("fmt", "e4m3") == "e4m3":
+        if block == [128, 128] and inner.values.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
             return
         kind = f"in blocks of {block}" if block else "without weight_block_size"
         problem = f"fp8 {kind} is not read: it is in blocks of [128, 128], e4m3"

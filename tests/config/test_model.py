@@ -41,6 +41,7 @@ def linear(**changes: object) -> ModelConfig:
         models.gemma2(),
         models.gemma3(),
         models.olmoe(),
+        models.minimax_m2(),
         models.phi3(),
         models.gpt_oss(),
         models.qwen3_next(),

@@ -190,6 +190,8 @@ def proven(vllm: VllmProcess, family: Family):  # type: ignore[no-untyped-def]
         ("moonshotai/Kimi-K2-Instruct", "tp=16,ep=16"),
         ("zai-org/GLM-4.5", "tp=16"),
         ("zai-org/GLM-4.5-Air", "tp=4,dp=2,ep=8"),
+        ("zai-org/GLM-4.7-Flash", "tp=4,dp=2,ep=8"),
+        ("MiniMaxAI/MiniMax-M2.5", "tp=8"),
         ("google/gemma-2-2b-it", "tp=4"),
         ("google/gemma-3-1b-it", "tp=4"),
         ("microsoft/phi-4", "tp=2"),

@@ -121,6 +121,8 @@ MODELS: dict[str, ModelConfig] = {
     # Moonlight's epsilon is not the 1e-6 that transformers has for latents; one so large shows where it is.
     "moonlight": models.deepseek_v3(q_lora_rank=None, norm_epsilon=1e-2),
     "glm4_moe": models.glm4_moe(),
+    "glm4_moe_lite": models.glm4_moe_lite(),
+    "minimax_m2": models.minimax_m2(),
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
     "gemma3": models.gemma3(),

@@ -170,6 +170,13 @@ def glm4_moe(**changes: object) -> ModelConfig:
     return dense(**({"moe": experts, "qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5} | changes))
 
 
+def minimax_m2(**changes: object) -> ModelConfig:
+    """MiniMax-M2-style: half of each head rotated, norms over all heads of a token, biased sigmoids, none shared."""
+    experts = MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=32, score=RouterScore.sigmoid, expert_bias=True)
+    settings = dict(moe=experts, ffn_hidden_size=32, qk_norm=True, joint_qk_norm=True, rotary_percent=0.5)
+    return dense(**(settings | changes))
+
+
 def gpt_oss(**changes: object) -> ModelConfig:
     """gpt-oss-style: sinks, biases everywhere, windows in turns, yarn without rounding, a clamped and shifted gate."""
     settings = dict(
@@ -232,3 +239,11 @@ def deepseek_v3(
             type=RopeType.yarn, factor=4.0, original_max_position_embeddings=64, attention_factor=partly / wholly
         )
     return dense(**(settings | changes))
+
+
+def glm4_moe_lite(**changes: object) -> ModelConfig:
+    """GLM-4.7-Flash-style: V3's attention, one dense layer, experts in one group."""
+    model = deepseek_v3()
+    assert model.moe is not None
+    experts = replace(model.moe, dense_layers=[0], num_groups=1, top_k_groups=1)
+    return replace(model, **({"moe": experts} | changes))  # type: ignore[arg-type]

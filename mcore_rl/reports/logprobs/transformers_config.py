@@ -136,7 +136,9 @@ def _routing_fields(block: Any) -> dict[str, Value]:
     scale = settings.get("routed_scaling_factor", 1.0)
     device, dtype = router.weight.device, router.weight.dtype
     token = torch.randn(1, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    logits, weights, chosen = (each[0] for each in router(token))
+    bias = block._buffers.get("e_score_correction_bias")  # which MiniMax-M2's block gives to its router
+    answer = router(token) if bias is None else router(token, bias)
+    logits, weights, chosen = (each[0] for each in answer)
     score, norm_topk_prob = _scores_and_norm(logits.float(), weights.float() / scale, chosen)
     return routing_fields(
         num_experts=len(logits),
