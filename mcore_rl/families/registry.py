@@ -17,6 +17,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
     gemma2,
     gemma3,
     glm4_moe,
@@ -33,6 +34,8 @@ from mcore_rl.families import (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
@@ -63,6 +66,9 @@ BUILT_IN: dict[str, Family] = {
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
     "minimax_m2": minimax_m2.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    "ernie4_5": ernie4_5.FAMILY,
 }
 
 
@@ -113,6 +119,7 @@ _WRITTEN = {
     "model.vocab_size": "vocab_size",
     "model.max_position_embeddings": "max_position_embeddings",
     "model.rotary_percent": "partial_rotary_factor",
+    "model.no_rope_layers": "no_rope_layers",
     "model.sliding_window": "sliding_window",
     "model.softmax_scale": "query_pre_attn_scalar",
     "model.attention_soft_cap": "attn_logit_softcapping",

@@ -16,9 +16,8 @@ NEAREST = {
     "DeepseekForCausalLM": ("Qwen2MoeForCausalLM", "shared experts, which have no gate"),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention"),
     "DeepseekV4ForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention of another kind"),
-    "Ernie4_5ForCausalLM": ("LlamaForCausalLM", "rotation of neighbouring pairs"),
     "Ernie4_5_MoeForCausalLM": (
-        "Qwen2MoeForCausalLM",
+        "Ernie4_5ForCausalLM",
         "experts that a bias of softmax scores chooses, which Megatron has for sigmoids alone",
     ),
     "Exaone4ForCausalLM": ("Qwen3ForCausalLM", "norms behind each block and layers without positions"),
@@ -57,8 +56,6 @@ NEAREST = {
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
     "Qwen3_5ForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
-    "SeedOssForCausalLM": ("LlamaForCausalLM", "biases on queries, keys and values"),
-    "SmolLM3ForCausalLM": ("LlamaForCausalLM", "layers without positions"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }

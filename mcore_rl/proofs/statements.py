@@ -154,12 +154,16 @@ NUMBERED_EXPERTS: dict[str, StatedParameter] = {
 }
 
 LLAMA = Statement(ENDS, NORMS | ATTENTION | MLP)
+QWEN2 = Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP)
 QWEN3 = Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP)
 
 STATEMENTS: dict[str, Statement] = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "qwen2": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP),
+    "smollm3": LLAMA,
+    "ernie4_5": LLAMA,
+    "qwen2": QWEN2,
+    "seed_oss": QWEN2,
     "qwen3": QWEN3,
     "mixtral": Statement(ENDS, NORMS | ATTENTION | NUMBERED_EXPERTS),
     "qwen2_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP | EXPERTS | GATED_SHARED_EXPERT),

@@ -76,6 +76,7 @@ def reduced_config(
         "layer_types": _both_kinds(config.get("layer_types") or (), num_layers),
         "sliding_window_pattern": 2,  # of few layers one in two sees all tokens, whatever it was
         "full_attention_interval": 2,
+        "no_rope_layers": [layer % 2 for layer in range(num_layers)],
         "rotary_dim": head_dim // 2,
     }
     if config.get("partial_rotary_factor") != 1:

@@ -34,9 +34,10 @@ LACKS = {
     "gemma2": "its attention has no soft cap",
     "gemma3-text": "its output linears have no norm",
     "gpt-oss": "its attention has no sinks",
+    "ernie4-5": "its rotation of neighbouring pairs",
     "qwen3-next": "its layers with linear attention take no packed sequences",
 }
-FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", *WITH_EXPERTS, *LACKS}
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "seed-oss", "smollm3", *WITH_EXPERTS, *LACKS}
 WITH_ROUTER_BIAS = {"deepseek-v3", "glm4-moe", "glm4-moe-lite", "minimax-m2"}
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 

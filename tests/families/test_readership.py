@@ -40,7 +40,8 @@ def test_transformers_reads_nothing_that_is_not_recorded(name: str) -> None:
     for is looked up all the same.
     """
     reads = transformers_reads({field: value for field, value in TINY[name].items() if field in READERSHIP[name]})
-    assert {"hidden_size", "rms_norm_eps", "num_hidden_layers", "attention_dropout"} <= reads
+    assert {"hidden_size", "rms_norm_eps", "num_hidden_layers"} <= reads
+    assert "attention_dropout" in reads or name == "ernie4_5"  # whose attention has 0 written in
     assert reads <= READERSHIP[name]
 
 

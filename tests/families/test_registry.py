@@ -18,6 +18,7 @@ from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.model import Activation, ModelConfig, RopeType
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.proofs.effective_config import neighbours_rotate
 from mcore_rl.weights.table import Table
 from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_model, saved_shapes
 
@@ -159,6 +160,8 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
         else:
             window, attention = model.sliding_window if layer in model.sliding_layers else None, block.self_attn
             assert attention.scaling == pytest.approx(scale, rel=1e-15)
+            assert bool(getattr(attention, "use_rope", True)) == (layer not in model.no_rope_layers)
+            assert model.mla is not None or neighbours_rotate(attention) == model.rotary_interleaved
             assert getattr(attention, "sliding_window", whole_model) == window
             assert (attention.o_proj.bias is not None) == model.linear_bias
             assert hasattr(attention, "sinks") == model.attention_sinks

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -33,6 +34,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from mcore_rl.errors import CheckpointError, RolloutError
@@ -95,6 +98,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES | dict(intermediate_size=EXPERT_FFN), num_local_experts=EXPERTS, num_experts_per_tok=2,
         rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True,
     ),
+    "seed_oss": SeedOssConfig(**SIZES),
+    "smollm3": SmolLM3Config(**SIZES, bos_token_id=1, eos_token_id=2, pad_token_id=0),
+    "ernie4_5": Ernie4_5Config(**SIZES),
     "gpt_oss": GptOssConfig(  # vLLM shares no key head of it, and pads no expert
         **SIZES | dict(num_key_value_heads=HEADS, intermediate_size=4 * 32, num_hidden_layers=1),
         num_local_experts=EXPERTS, num_experts_per_tok=2,

@@ -39,12 +39,13 @@ MODELS: dict[str, dict[str, ModelConfig]] = {
     },
 }
 # Families without a bridge: neither registers one for their ``model_type`` (mbridge) or class (Megatron-Bridge).
+_NEITHER = {"phi3", "seed_oss", "smollm3", "ernie4_5"}
 UNKNOWN = {
-    "mbridge": {
-        "mistral", "gemma2", "gemma3_text", "phi3", "olmoe", "deepseek_v2", "gpt_oss", "qwen3_next", *_SINCE_0_6_2,
-    },
-    "megatron-bridge": {"mixtral", "qwen2_moe", "phi3"} | (_SINCE_0_6_2 - set(_MEGATRON_BRIDGE)),
-}  # fmt: skip
+    "mbridge": {"mistral", "gemma2", "gemma3_text", "olmoe", "deepseek_v2", "gpt_oss", "qwen3_next"}
+    | _NEITHER
+    | _SINCE_0_6_2,
+    "megatron-bridge": {"mixtral", "qwen2_moe"} | _NEITHER | (_SINCE_0_6_2 - set(_MEGATRON_BRIDGE)),
+}
 
 
 def layouts(bridge: str, model: ModelConfig) -> Iterator[str]:

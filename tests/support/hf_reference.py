@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -44,6 +46,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeType, RouterScore
@@ -139,6 +145,13 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         return MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
     if model.qk_norm:
         return Qwen3ForCausalLM, Qwen3Config(**shared)
+    if model.no_rope_layers:
+        return SmolLM3ForCausalLM, _smollm3(model, shared)
+    if model.rotary_interleaved:
+        return Ernie4_5ForCausalLM, Ernie4_5Config(**shared, pad_token_id=None)  # as Gemma's
+    if model.qkv_bias and model.rotary_base == models.seed_oss().rotary_base:  # all that tells it from Qwen2
+        dropouts = dict(attention_dropout=0.0, residual_dropout=0.0)
+        return SeedOssForCausalLM, SeedOssConfig(**shared, **dropouts, pad_token_id=None)
     if model.qkv_bias:
         return Qwen2ForCausalLM, Qwen2Config(**shared)
     return LlamaForCausalLM, LlamaConfig(**shared)
@@ -201,6 +214,13 @@ def _phi3(model: ModelConfig, shared: dict[str, object]) -> Phi3Config:
         sliding_window=model.sliding_window,
         pad_token_id=None,  # else that token's embedding would get no gradient
     )
+
+
+def _smollm3(model: ModelConfig, shared: dict[str, object]) -> SmolLM3Config:
+    rotates = [int(layer not in model.no_rope_layers) for layer in range(model.num_layers)]
+    return SmolLM3Config(
+        **shared, no_rope_layers=rotates, bos_token_id=1, eos_token_id=2, pad_token_id=None,
+    )  # fmt: skip
 
 
 def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:

@@ -66,6 +66,21 @@ def gemma2(**changes: object) -> ModelConfig:
     return dense(**(settings | changes))
 
 
+def seed_oss(**changes: object) -> ModelConfig:
+    """Seed-OSS-style: biases on q, k and v, and the rotary base that it is published with."""
+    return dense(**({"qkv_bias": True, "rotary_base": 1e7} | changes))
+
+
+def smollm3(**changes: object) -> ModelConfig:
+    """SmolLM3-style: two layers of four rotate nothing, one behind the other or not."""
+    return dense(**({"tie_output": True, "no_rope_layers": [1, 3], "head_dim": 12} | changes))
+
+
+def ernie4_5(**changes: object) -> ModelConfig:
+    """ERNIE-4.5-style: rotated pairs are neighbours."""
+    return dense(**({"tie_output": True, "rotary_interleaved": True} | changes))
+
+
 def with_rope(rope: RopeConfig, **changes: object) -> ModelConfig:
     """Llama-style with other rotary frequencies."""
     return dense(**({"rope": rope} | changes))

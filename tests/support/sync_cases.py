@@ -44,6 +44,9 @@ MODELS: dict[str, ModelConfig] = {
         hidden_size=64,
     ),
     "minimax_m2": models.minimax_m2(**SIZES),
+    "seed_oss": models.seed_oss(**SIZES),
+    "smollm3": models.smollm3(hidden_size=128, head_dim=32),
+    "ernie4_5": models.ernie4_5(**SIZES),
     "gpt_oss": models.gpt_oss(**SIZES),
     # Heads and taps that vLLM's CPU kernels know.  A token has all experts: of some, bfloat16 would choose others than
     # float32 (transformers by itself: log-probs 0.8 apart), and what is compared here are weights.
