@@ -24,7 +24,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``Ernie4_5Config``."""
+    """Reads ``Ernie4_5Config``, which has no biases."""
     model = read_decoder(fields, DEFAULTS)
     fields.demand("use_bias", False, None, because="adds biases to every linear layer")
     model.rotary_interleaved = True

@@ -21,10 +21,10 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``SeedOssConfig``.
+    """Reads ``SeedOssConfig`` without its dropouts.
 
-    Published files have dropouts of 0.1, which transformers applies in training and vLLM never; here nothing is
-    dropped, so that what is trained is what drew.
+    Published files have 0.1, which transformers applies in training and vLLM never; here nothing is dropped, so that
+    what is trained is what drew.
     """
     model = read_decoder(fields, DEFAULTS)
     fields.ignore("attention_dropout", "residual_dropout")

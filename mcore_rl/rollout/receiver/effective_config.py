@@ -120,7 +120,7 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
 
 
 def _fields_of_transformers(attention: Any, core: Any, decoder: Any) -> dict[str, Value]:
-    """``_attention_fields`` of a model that vLLM has no class of its own for: its modules are transformers'."""
+    """Read the fields of attention where vLLM has no class of its own for the model: modules are transformers'."""
     own, rotary = vars(attention), decoder.rotary_emb
     rotates = own.get("use_rope", True)  # smollm3
     frequencies = rotary.inv_freq.double().cpu().tolist() if rotates else []
