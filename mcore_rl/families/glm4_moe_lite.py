@@ -12,7 +12,7 @@ from mcore_rl.families import deepseek_v3
 from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rules import Rule
+from mcore_rl.families.rules import Axis, Rule
 
 DEFAULTS = Defaults(
     vocab_size=154880,
@@ -79,9 +79,10 @@ def _read_dense_layers(fields: Fields, num_layers: int) -> list[int]:
     return list(range(min(dense, num_layers)))
 
 
-def _in_float32(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """``rules`` with the router in float32, as vLLM's Glm4MoE has it."""
-    return tuple(replace(rule, dtype="float32") if rule.name.endswith("gate.weight") else rule for rule in rules)
+def _with_glm_experts(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """``rules`` with vLLM's Glm4MoE: the router in float32, and shared experts that are always cut."""
+    router = (replace(rule, dtype="float32") if rule.name.endswith("gate.weight") else rule for rule in rules)
+    return tuple(replace(rule, axis=Axis.tensor) if rule.axis is Axis.shared_expert else rule for rule in router)
 
 
 FAMILY = Family(
@@ -90,7 +91,7 @@ FAMILY = Family(
     model_type="glm4_moe_lite",
     read=read,
     weights=deepseek_v3.WEIGHTS,
-    rollout=_in_float32(deepseek_v3.ROLLOUT),
-    rollout_without_latent=_in_float32(deepseek_v3.ROLLOUT_WITHOUT_LATENT),
+    rollout=_with_glm_experts(deepseek_v3.ROLLOUT),
+    rollout_without_latent=_with_glm_experts(deepseek_v3.ROLLOUT_WITHOUT_LATENT),
     extra_layers=True,
 )
