@@ -69,6 +69,9 @@ PUBLISHED_PARAMETERS = {
     "zai-org/GLM-4.5-Air": 106_852_251_264,
     "zai-org/GLM-4.7-Flash": 29_943_393_920,
     "MiniMaxAI/MiniMax-M2.5": 228_689_764_864,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "baidu/ERNIE-4.5-0.3B-PT": 360_748_032,
 }
 
 

@@ -213,7 +213,7 @@ def test_vllms_tables_cut_wide_tensors_as_narrow_ones(name: str) -> None:
                     continue
                 num_wrong += 1
                 assert width_failures(replace(family, rollout=(wrong,)), facts, tp)[1], (rule.name, size, change)
-    assert num_wrong > 5
+    assert num_wrong > (2 if name == "ernie4_5" else 5)  # whose one published size is narrow
 
 
 def test_a_grid_is_what_numpy_makes_of_the_whole_array() -> None:
