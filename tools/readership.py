@@ -54,6 +54,7 @@ VLLM = (
 # Where the files of single models are, and layers that are given a model's whole configuration.
 VLLM_MODELS = ("vllm.model_executor.models.", "vllm.models.", "vllm.model_executor.layers.mamba.")
 MENTIONS = re.compile(r"hf_\w*config|Pre[tT]rainedConfig|rope_parameters")
+REGISTRIES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 # Helpers of all models, which are among the shared files or read no configuration.
 HELPERS = {"utils", "interfaces", "interfaces_base", "registry", "adapters", "config", "module_mapping", "transformers"}
 
@@ -155,6 +156,8 @@ def _vllm_files(architecture: str) -> set[Path]:
     vllm = _package("vllm")
     models = vllm / "model_executor" / "models"
     module = _vllm_modules()[architecture]
+    if module == "transformers":  # vLLM has no class of its own for it
+        return set((models / module).glob("*.py"))
     wanted = [vllm.parent / Path(*module.split(".")) if "." in module else models / module]
     files: set[Path] = set()
     while wanted:
@@ -176,16 +179,18 @@ def _vllm_files(architecture: str) -> set[Path]:
 
 @cache
 def _vllm_modules() -> dict[str, str]:
-    """Architecture -> module, of vLLM's registry of models that generate."""
+    """Architecture -> module, of vLLM's registries of models that generate, and of those that transformers computes."""
     file = _package("vllm") / "model_executor" / "models" / "registry.py"
+    modules: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         match node:
             case (
-                ast.Assign(targets=[ast.Name(id="_TEXT_GENERATION_MODELS")], value=value)
-                | ast.AnnAssign(target=ast.Name(id="_TEXT_GENERATION_MODELS"), value=ast.Dict() as value)
-            ):
-                return {name: module for name, (module, _) in ast.literal_eval(value).items()}
-    raise AssertionError("vLLM's registry has another form")
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as value)
+            ) if name in REGISTRIES:
+                modules |= {architecture: module for architecture, (module, _) in ast.literal_eval(value).items()}
+    assert modules, "vLLM's registry has another form"
+    return modules
 
 
 def version_of(library: str) -> str:

@@ -31,8 +31,8 @@ from mcore_rl.weights.views import view_of
 Slab = tuple[str, int]  # stored tensor, expert
 
 
-# Mixtral's name in files, and the module's; the modules of the other families have the names of the files.
-OF_MODULE = ("block_sparse_moe.gate.", "mlp.gate.")
+# Mixtral's and MiniMax-M2's name in files, and the module's; other families' modules have the names of their files.
+OF_MODULE = (".block_sparse_moe.", ".mlp.")
 
 
 def expert_parameters(family: Family) -> tuple[Stack, ...]:

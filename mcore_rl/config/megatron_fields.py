@@ -22,7 +22,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
         "num_layers", "hidden_size", "num_attention_heads", "softmax_scale", "softmax_type", "num_query_groups",
         "ffn_hidden_size", "kv_channels", "layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear",
         "add_qkv_bias", "gated_linear_unit", "activation_func", "activation_func_clamp_value", "num_moe_experts",
-        "rotary_interleaved", "window_size", "window_attn_skip_freq", "normalization", "qk_layernorm",
+        "rotary_interleaved", "no_rope_freq", "window_size", "window_attn_skip_freq", "normalization", "qk_layernorm",
         "multi_latent_attention", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
         "moe_ffn_hidden_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk",
         "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_dtype",
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "makes another model of the checkpoint": (
         "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone", "fp32_residual_connection",
         "apply_residual_connection_post_layernorm", "glu_linear_offset", "qk_l2_norm", "attention_output_gate",
-        "no_rope_freq", "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim",
+        "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim",
         "dsa_indexer_topk", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "linear_attention_freq",
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "apply_query_key_layer_scaling", "moe_apply_probs_on_input", "moe_latent_size",

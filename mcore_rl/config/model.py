@@ -224,6 +224,8 @@ class ModelConfig:
     layers.  mla: latent attention instead of grouped queries; head_dim is then the sum of
     its two parts, and num_query_groups equals num_attention_heads.
     rotary_percent: the share of each query and key head, from its beginning, that RoPE rotates (GLM-4.5, Phi-4-mini).
+    rotary_interleaved: rotated pairs are neighbours (2i, 2i + 1), and not (i, i + pairs) (ERNIE-4.5); of latent
+    attention its own ``interleaved`` says it.  no_rope_layers: those (from 0) that rotate nothing (SmolLM3).
     local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
     None: all layers rotate alike.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
@@ -249,6 +251,8 @@ class ModelConfig:
     max_position_embeddings: int
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    no_rope_layers: list[int] = field(default_factory=list)
     rope: RopeConfig = field(default_factory=RopeConfig)
     norm_epsilon: float = 1e-5
     activation: Activation = Activation.silu

@@ -45,6 +45,13 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         remedy = "Write null, or model.rope without an attention factor"
         violations.append(Violation("model.local_rotary_base", model.local_rotary_base, problem, remedy))
     violations += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
+    violations += _layer_violations("model.no_rope_layers", model.no_rope_layers, model.num_layers)
+    if model.rotary_interleaved and model.mla is not None:
+        problem = "latent attention has a field of its own for it"
+        violations.append(Violation("model.rotary_interleaved", True, problem, "Write model.mla.interleaved=true"))
+    if model.no_rope_layers and (model.mla is not None or model.local_rotary_base is not None):
+        problem = "latent attention and a second rotary base have no layers that rotate nothing"
+        violations.append(Violation("model.no_rope_layers", model.no_rope_layers, problem, "Write []"))
     for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap", "activation_clamp"):
         value = getattr(model, name)
         if value is not None and not value > 0:

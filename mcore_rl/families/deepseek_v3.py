@@ -73,6 +73,9 @@ DEFAULTS = Defaults(
 )
 
 
+LATENTS = MlaConfig(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
 def read(fields: Fields) -> ModelConfig:
     """Reads ``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
     model = read_latent_attention(fields, DEFAULTS)
@@ -81,11 +84,13 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-def read_latent_attention(fields: Fields, defaults: Defaults) -> ModelConfig:
+def read_latent_attention(fields: Fields, defaults: Defaults, latents: MlaConfig = LATENTS) -> ModelConfig:
     """The sizes, positions and latent attention of DeepSeek-V2 and V3; the family adds the experts.
 
+    latents: the widths that the configuration class has where the file has none.
+
     ``rms_norm_eps`` is that of every norm, as in vLLM and Megatron.  transformers' norms of the latents have 1e-6
-    whatever it says, which differs for Moonlight's 1e-5.
+    whatever it says, which differs for Moonlight's and GLM-4.7-Flash's 1e-5.
     """
     model = read_sizes(fields, defaults)
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
@@ -95,7 +100,7 @@ def read_latent_attention(fields: Fields, defaults: Defaults) -> ModelConfig:
         fields.refuse("num_key_value_heads", problem, f"Write {model.num_attention_heads}")
         model.num_query_groups = model.num_attention_heads
     fields.demand("rope_interleave", True, because="pairs rotated dimensions in a way that vLLM 0.32 does not")
-    model.mla = _read_latents(fields)
+    model.mla = _read_latents(fields, latents)
     width, rotated = model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim
     model.head_dim = width + rotated
     fields.demand("head_dim", rotated, None, because="contradicts qk_rope_head_dim")
@@ -107,13 +112,13 @@ def read_latent_attention(fields: Fields, defaults: Defaults) -> ModelConfig:
     return model
 
 
-def _read_latents(fields: Fields) -> MlaConfig:
+def _read_latents(fields: Fields, defaults: MlaConfig) -> MlaConfig:
     return MlaConfig(
-        q_lora_rank=fields.optional("q_lora_rank", int, 1536),
-        kv_lora_rank=fields.take("kv_lora_rank", int, 512),
-        qk_nope_head_dim=fields.take("qk_nope_head_dim", int, 128),
-        qk_rope_head_dim=fields.take("qk_rope_head_dim", int, 64),
-        v_head_dim=fields.take("v_head_dim", int, 128),
+        q_lora_rank=fields.optional("q_lora_rank", int, defaults.q_lora_rank),
+        kv_lora_rank=fields.take("kv_lora_rank", int, defaults.kv_lora_rank),
+        qk_nope_head_dim=fields.take("qk_nope_head_dim", int, defaults.qk_nope_head_dim),
+        qk_rope_head_dim=fields.take("qk_rope_head_dim", int, defaults.qk_rope_head_dim),
+        v_head_dim=fields.take("v_head_dim", int, defaults.v_head_dim),
     )
 
 

@@ -17,11 +17,14 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
     gemma2,
     gemma3,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmoe,
@@ -31,6 +34,8 @@ from mcore_rl.families import (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
@@ -59,7 +64,12 @@ BUILT_IN: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "minimax_m2": minimax_m2.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    "ernie4_5": ernie4_5.FAMILY,
 }
 
 
@@ -110,6 +120,7 @@ _WRITTEN = {
     "model.vocab_size": "vocab_size",
     "model.max_position_embeddings": "max_position_embeddings",
     "model.rotary_percent": "partial_rotary_factor",
+    "model.no_rope_layers": "no_rope_layers",
     "model.sliding_window": "sliding_window",
     "model.softmax_scale": "query_pre_attn_scalar",
     "model.attention_soft_cap": "attn_logit_softcapping",
@@ -279,7 +290,7 @@ def _demand_read_weights(fields: Fields, family: Family) -> None:
         return
     if method == "fp8":
         block = inner.values.get("weight_block_size")
-        if block == [128, 128] and inner.values.get("fmt", "e4m3") == "e4m3":
+        if block == [128, 128] and inner.values.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
             return
         kind = f"in blocks of {block}" if block else "without weight_block_size"
         problem = f"fp8 {kind} is not read: it is in blocks of [128, 128], e4m3"

@@ -75,7 +75,7 @@ def family_for(model: ModelConfig) -> Family:
     if model.sandwich_norm:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None and moe.expert_bias:
-        return FAMILIES["glm4_moe"]
+        return FAMILIES["minimax_m2" if model.joint_qk_norm else "glm4_moe"]
     if model.attention_sinks:
         return FAMILIES["gpt_oss"]
     if model.linear_attention is not None:

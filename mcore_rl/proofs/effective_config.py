@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,8 @@ def _shown(name: str, value: Value) -> str:
 def _frequencies_shown(values: Sequence[float]) -> str:
     """The base that explains the frequencies, ``scale * base ** (-i / n)``, where one does; else some of them."""
     pairs = len(values)
+    if not pairs:
+        return "no rotation"
     if pairs > 1 and values[-1] > 0:
         base = (values[0] / values[-1]) ** (pairs / (pairs - 1))
         fitted = [values[0] * base ** (-i / pairs) for i in range(pairs)]
@@ -179,6 +182,23 @@ def rotary_fields(frequencies: Sequence[float], factor: float, scale: float, hea
     if 2 * len(frequencies) == head_dim:
         factor, scale = 1.0, scale * factor**2
     return {FREQUENCIES: list(frequencies), "rotary_factor": factor, "softmax_scale": scale}
+
+
+def neighbours_rotate(attention: Any) -> bool:
+    """Whether rotated pairs are neighbours, by the ``rotate_half`` of the file of transformers' ``attention``.
+
+    A file without it has a function for halves (gpt_oss), or rotates complex numbers (deepseek_v2), whose two parts are
+    neighbours.
+    """
+    functions = vars(sys.modules[type(attention).__module__])
+    rotate_half = functions.get("rotate_half")
+    if (
+        rotate_half is None
+        and (rotated := functions.get("_apply_rotary_emb")) is not None
+        and "first_half" in (rotated.__code__.co_varnames)
+    ):
+        return False
+    return rotate_half is None or bool(rotate_half(torch.tensor([0.0, 1.0, 0.0, 0.0]))[0] != 0)
 
 
 def linear_fields(num_key_heads: int, num_value_heads: int) -> dict[str, Value]:

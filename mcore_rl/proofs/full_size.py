@@ -251,6 +251,8 @@ def narrow_config(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
         return narrow
     if config.get("head_dim") is not None:
         narrow["head_dim"] = NARROW_HEAD
+        if "rotary_dim" in config:
+            narrow["rotary_dim"] = NARROW_HEAD // 2
     else:
         narrow["hidden_size"] = NARROW_HEAD * config["num_attention_heads"]
     return narrow

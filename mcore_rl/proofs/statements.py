@@ -139,26 +139,34 @@ GATED_SHARED_EXPERT: dict[str, StatedParameter] = {
     "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight"),
 }
 
+# OlmoeAttention and MiniMaxM2Attention norm all heads at once; a rank has the weights of its own
+# (training/joint_norm.py).
+JOINT_QK_NORM: dict[str, StatedParameter] = {
+    "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": rows("self_attn.k_norm.weight"),
+}
+# In modeling_mixtral.py act(w1(x)) * w3(x) goes through w2; modeling_minimax_m2.py saves the same names.
+NUMBERED_EXPERTS: dict[str, StatedParameter] = {
+    "mlp.router.weight": whole("block_sparse_moe.gate.weight"),
+    "mlp.experts.local_experts.{e}.linear_fc1.weight": expert_gate_up(
+        "block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"
+    ),
+    "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("block_sparse_moe.experts.{e}.w2.weight"),
+}
+
 LLAMA = Statement(ENDS, NORMS | ATTENTION | MLP)
+QWEN2 = Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP)
 QWEN3 = Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP)
 
 STATEMENTS: dict[str, Statement] = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "qwen2": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP),
+    "smollm3": LLAMA,
+    "ernie4_5": LLAMA,
+    "qwen2": QWEN2,
+    "seed_oss": QWEN2,
     "qwen3": QWEN3,
-    "mixtral": Statement(
-        ENDS,
-        NORMS
-        | ATTENTION
-        | {  # in modeling_mixtral.py act(w1(x)) * w3(x) goes through w2
-            "mlp.router.weight": whole("block_sparse_moe.gate.weight"),
-            "mlp.experts.local_experts.{e}.linear_fc1.weight": expert_gate_up(
-                "block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"
-            ),
-            "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("block_sparse_moe.experts.{e}.w2.weight"),
-        },
-    ),
+    "mixtral": Statement(ENDS, NORMS | ATTENTION | NUMBERED_EXPERTS),
     "qwen2_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP | EXPERTS | GATED_SHARED_EXPERT),
     "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
     "qwen3_next": Statement(
@@ -178,16 +186,7 @@ STATEMENTS: dict[str, Statement] = {
     ),
     "gemma2": Statement(ENDS, ATTENTION | MLP | SANDWICH),
     "gemma3_text": Statement(ENDS, ATTENTION | QK_NORM | MLP | SANDWICH),
-    "olmoe": Statement(
-        ENDS,
-        NORMS
-        | ATTENTION
-        | EXPERTS
-        | {  # OlmoeAttention norms all heads at once; a rank has the weights of its own (training/joint_norm.py)
-            "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
-            "self_attention.k_layernorm.weight": rows("self_attn.k_norm.weight"),
-        },
-    ),
+    "olmoe": Statement(ENDS, NORMS | ATTENTION | JOINT_QK_NORM | EXPERTS),
     "phi3": Statement(
         ENDS,
         NORMS
@@ -222,6 +221,16 @@ STATEMENTS: dict[str, Statement] = {
     ),
     # Glm4MoeAttention has biases and norms where the configuration says so
     "glm4_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | QK_NORM | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
+    # Glm4MoeLiteAttention is DeepseekV3Attention
+    "glm4_moe_lite": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
+    "minimax_m2": Statement(
+        ENDS,
+        NORMS
+        | ATTENTION
+        | JOINT_QK_NORM
+        | NUMBERED_EXPERTS
+        | {"mlp.router.expert_bias": whole("block_sparse_moe.e_score_correction_bias")},
+    ),
 }
 # The language models beside a vision tower are those of the text families (modeling_qwen2_5_vl.py, modeling_qwen3_vl.py
 # and modeling_qwen3_vl_moe.py have the same modules by other names).

@@ -80,8 +80,11 @@ def reduced_config(
         "layer_types": _both_kinds(config.get("layer_types") or (), num_layers),
         "sliding_window_pattern": 2,  # of few layers one in two sees all tokens, whatever it was
         "full_attention_interval": 2,
-        "partial_rotary_factor": 0.5,
+        "no_rope_layers": [layer % 2 for layer in range(num_layers)],
+        "rotary_dim": head_dim // 2,
     }
+    if config.get("partial_rotary_factor") != 1:
+        changes["partial_rotary_factor"] = 0.5
     narrowest = 2 if head_dim < WHOLE_EXPERTS or "swiglu_limit" not in config else WHOLE_EXPERTS
     changes |= dict.fromkeys(EXPERT_WIDTHS, narrowest * both * parallel.etp)
     changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}
@@ -90,7 +93,9 @@ def reduced_config(
         changes |= dict.fromkeys(EXPERTS, num_experts)
         grouped = (config.get("n_group") or 1) > 1
         changes |= {"num_experts_per_tok": 2, "n_group": 2 if grouped else 1, "topk_group": 1}
-        changes["first_k_dense_replace"] = min(config.get("first_k_dense_replace", 0), num_layers // 2)
+        dense = min(config.get("first_k_dense_replace", 0), num_layers // 2)
+        changes["first_k_dense_replace"] = dense
+        changes["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (num_layers - dense)
         changes["mlp_only_layers"] = [layer for layer in config.get("mlp_only_layers", ()) if layer < num_layers]
     if "linear_num_key_heads" in config:  # several on each rank, and no width is another
         sharing = config["linear_num_value_heads"] // config["linear_num_key_heads"]

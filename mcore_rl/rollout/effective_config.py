@@ -28,6 +28,7 @@ from mcore_rl.proofs.effective_config import (
     gate_fields,
     layer_place,
     linear_fields,
+    neighbours_rotate,
     norm_fields,
     readable,
     rotary_fields,
@@ -52,7 +53,10 @@ def effective_config(model: Any) -> EffectiveConfig:
         for name, module in layer.named_modules():
             if isinstance(module, Attention | MLAAttention):
                 attention = layer._modules[name.partition(".")[0]]
-                fields |= readable(_attention_fields, attention, module, rotations)
+                if "rotary_emb" in attention._modules:
+                    fields |= readable(_attention_fields, attention, module, rotations)
+                else:
+                    fields |= readable(_fields_of_transformers, attention, module, decoder)
             if isinstance(module, MoERunner):
                 fields |= readable(_routing_fields, module)
             if isinstance(module, QwenGatedDeltaNetAttention):
@@ -113,6 +117,21 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
         if name in own:
             fields["num_query_groups"] = own[name]
     return fields
+
+
+def _fields_of_transformers(attention: Any, core: Any, decoder: Any) -> dict[str, Value]:
+    """Read the fields of attention where vLLM has no class of its own for the model: modules are transformers'."""
+    own, rotary = vars(attention), decoder.rotary_emb
+    rotates = own.get("use_rope", True)  # smollm3
+    frequencies = rotary.inv_freq.double().cpu().tolist() if rotates else []
+    fields = rotary_fields(frequencies, rotary.attention_scaling, core.impl.scale, own["head_dim"])
+    return fields | {
+        "rotary_interleaved": neighbours_rotate(attention),
+        "num_attention_heads": own["config"].num_attention_heads,
+        "num_query_groups": own["config"].num_key_value_heads,
+        "attention_soft_cap": vars(core.impl).get("logits_soft_cap") or None,
+        "sliding_window": core.sliding_window,
+    }
 
 
 def _cosines_and_sines(rotary: Any) -> Tensor:

@@ -92,6 +92,8 @@ def _attention_fields(attention: Any, chunk: GPTModel) -> dict[str, Value]:
         frequencies, factor = chunk.rotary_pos_emb.inv_freq, _factor_of_a_part(attention)
         if isinstance(attention, TwoBaseAttention):
             frequencies = frequencies.chunk(2)[attention.frequency_set]
+        if config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]:
+            frequencies = frequencies[:0]
         head_dim, interleaved = config.kv_channels, config.rotary_interleaved
     fields = rotary_fields(_floats(frequencies), factor, own.get("softmax_scale", config.softmax_scale), head_dim)
     fields |= {

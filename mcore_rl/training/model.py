@@ -146,6 +146,9 @@ def _attention(model: ModelConfig) -> dict[str, Any]:
     if model.mla is None:
         settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
         settings["attention_output_gate"] = model.attention_output_gate
+        settings["rotary_interleaved"] = model.rotary_interleaved
+        if model.no_rope_layers:
+            settings["no_rope_freq"] = [int(layer in model.no_rope_layers) for layer in range(model.num_layers)]
     else:
         scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
         # kv_channels: width of a value head, the input of the output projection; ``LatentAttention`` has the rest.

@@ -41,8 +41,17 @@ class RotatedSelfAttention(SelfAttention):  # type: ignore[misc]  # Megatron is 
     ) -> tuple[Tensor, ...]:
         """Query, key, value, and the gate if there is one, [s, b, heads, head_dim].  key_value_states: see above."""
         query, key, *others = super().get_query_key_value_tensors(hidden_states, None, **options)
+        if not self.rotates:
+            return query, key, *others
         cos, sin = key_value_states.chunk(2, dim=-1)
-        return rotate(query, cos, sin), rotate(key, cos, sin), *others
+        query, key = (rotate(each, cos, sin, interleaved=self.config.rotary_interleaved) for each in (query, key))
+        return query, key, *others
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the layer rotates at all."""
+        skipped = self.config.no_rope_freq
+        return not (skipped and skipped[self.layer_number - 1])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -28,15 +28,17 @@ from tests.support.skips import NOT_INSTALLED
 from tests.support.transformer_engine_stub import FOLDER, VERSIONS
 from tools.record_requirements import PYTHONS, holds_for, locked
 
-WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "deepseek-v2", "glm4-moe", "olmoe"}
+WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "deepseek-v2", "glm4-moe", "olmoe", "glm4-moe-lite",
+                "minimax-m2"}  # fmt: skip
 LACKS = {
     "gemma2": "its attention has no soft cap",
     "gemma3-text": "its output linears have no norm",
     "gpt-oss": "its attention has no sinks",
+    "ernie4-5": "its rotation of neighbouring pairs",
     "qwen3-next": "its layers with linear attention take no packed sequences",
 }
-FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", *WITH_EXPERTS, *LACKS}
-WITH_ROUTER_BIAS = {"deepseek-v3", "glm4-moe"}
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "seed-oss", "smollm3", *WITH_EXPERTS, *LACKS}
+WITH_ROUTER_BIAS = {"deepseek-v3", "glm4-moe", "glm4-moe-lite", "minimax-m2"}
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 
 

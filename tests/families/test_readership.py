@@ -40,7 +40,8 @@ def test_transformers_reads_nothing_that_is_not_recorded(name: str) -> None:
     for is looked up all the same.
     """
     reads = transformers_reads({field: value for field, value in TINY[name].items() if field in READERSHIP[name]})
-    assert {"hidden_size", "rms_norm_eps", "num_hidden_layers", "attention_dropout"} <= reads
+    assert {"hidden_size", "rms_norm_eps", "num_hidden_layers"} <= reads
+    assert "attention_dropout" in reads or name == "ernie4_5"  # whose attention has 0 written in
     assert reads <= READERSHIP[name]
 
 
@@ -68,6 +69,6 @@ def test_every_way_to_look_up_a_name_is_seen(tool: ModuleType, tmp_path: Path) -
 def test_what_is_published_and_read_by_nobody_is_not_among_them() -> None:
     unread = "sliding_window_size is_llama_config rope_interleaved unsloth_fixed some_new_switch"
     assert not set(unread.split()) & frozenset().union(*READERSHIP.values())
-    assert [name for name, names in READERSHIP.items() if "use_qk_norm" in names] == ["glm4_moe"]
+    assert [name for name, names in READERSHIP.items() if "use_qk_norm" in names] == ["glm4_moe", "glm4_moe_lite"]
     assert "qkv_bias" in READERSHIP["qwen2_moe"] and "shared_expert_intermediate_size" in READERSHIP["qwen3_moe"]
     assert {"sliding_window", "rope_parameters", "dual_chunk_attention_config"} <= SHARED

@@ -18,11 +18,13 @@ from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.model import Activation, ModelConfig, RopeType
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.proofs.effective_config import neighbours_rotate
 from mcore_rl.weights.table import Table
 from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_model, saved_shapes
 
-# As the model cards and safetensors indices count; DeepSeek-V3 and GLM-4.5 without
-# the multi-token prediction layer (with it GLM-4.5 has 358,337,791,296, and Air 110,468,824,832).
+# As the model cards and safetensors indices count; DeepSeek-V3, GLM-4.5 and GLM-4.7-Flash without the multi-token
+# prediction layer (with it GLM-4.5 has 358,337,791,296, Air 110,468,824,832, and Flash 31,221,488,576).  MiniMax-M2.5
+# without the 13,880,064 scales of its fp8 blocks.
 # Moonlight's is published in four digits: 15.29e9 without embedding and output, 671,088,640 more.
 PUBLISHED_PARAMETERS = {
     "google/gemma-3-1b-it": 999_885_952,
@@ -65,6 +67,11 @@ PUBLISHED_PARAMETERS = {
     "openai/gpt-oss-120b": 116_829_156_672,
     "zai-org/GLM-4.5": 352_797_829_024,
     "zai-org/GLM-4.5-Air": 106_852_251_264,
+    "zai-org/GLM-4.7-Flash": 29_943_393_920,
+    "MiniMaxAI/MiniMax-M2.5": 228_689_764_864,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "baidu/ERNIE-4.5-0.3B-PT": 360_748_032,
 }
 
 
@@ -156,6 +163,8 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
         else:
             window, attention = model.sliding_window if layer in model.sliding_layers else None, block.self_attn
             assert attention.scaling == pytest.approx(scale, rel=1e-15)
+            assert bool(getattr(attention, "use_rope", True)) == (layer not in model.no_rope_layers)
+            assert model.mla is not None or neighbours_rotate(attention) == model.rotary_interleaved
             assert getattr(attention, "sliding_window", whole_model) == window
             assert (attention.o_proj.bias is not None) == model.linear_bias
             assert hasattr(attention, "sinks") == model.attention_sinks

@@ -206,7 +206,9 @@ def _replay_cases() -> list[Case]:
 
 def _feature_cases() -> list[Case]:
     """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases, sinks."""
-    layouts = dict.fromkeys(("phi3", "gemma3"), ("tp=2", "cp=2", "pp=2")) | {"olmoe": ("tp=2,etp=1", "ep=2", "cp=2")}
+    layouts = dict.fromkeys(("phi3", "gemma3", "smollm3", "ernie4_5"), ("tp=2", "cp=2", "pp=2"))
+    layouts["seed_oss"] = ("tp=2", "pp=2")
+    layouts |= dict.fromkeys(("olmoe", "minimax_m2", "glm4_moe_lite"), ("tp=2,etp=1", "ep=2", "cp=2"))
     cases = [
         Case(problem=Problem(model=name), layout=layout, world_size=2) for name in layouts for layout in layouts[name]
     ]

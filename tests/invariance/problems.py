@@ -121,6 +121,8 @@ MODELS: dict[str, ModelConfig] = {
     # Moonlight's epsilon is not the 1e-6 that transformers has for latents; one so large shows where it is.
     "moonlight": models.deepseek_v3(q_lora_rank=None, norm_epsilon=1e-2),
     "glm4_moe": models.glm4_moe(),
+    "glm4_moe_lite": models.glm4_moe_lite(),
+    "minimax_m2": models.minimax_m2(),
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
     "gemma3": models.gemma3(),
@@ -128,6 +130,9 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_next": models.qwen3_next(),
     "phi3": models.phi3(),
     "gpt_oss": models.gpt_oss(),
+    "seed_oss": models.seed_oss(),
+    "smollm3": models.smollm3(),
+    "ernie4_5": models.ernie4_5(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
     "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
     "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),

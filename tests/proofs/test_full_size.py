@@ -37,7 +37,8 @@ for _name, _facts in FACTS.items():
         held = LARGEST.get(_family)
         if held is None or FACTS[held]["num_hidden_layers"] < _facts["num_hidden_layers"]:
             LARGEST[_family] = _name
-DEAR = ("deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_next")  # transformers makes tens of thousands of tensors
+# transformers makes tens of thousands of tensors
+DEAR = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_moe", "qwen3_next")
 NAMES = [pytest.param(name, marks=pytest.mark.tier("full") if name in DEAR else ()) for name in LARGEST]
 SHARING = "query heads of a key/value head"  # which the reduced model keeps
 # What a rule could be wrong beyond, and the bound, which no other reduced model exceeds.
@@ -212,7 +213,7 @@ def test_vllms_tables_cut_wide_tensors_as_narrow_ones(name: str) -> None:
                     continue
                 num_wrong += 1
                 assert width_failures(replace(family, rollout=(wrong,)), facts, tp)[1], (rule.name, size, change)
-    assert num_wrong > 5
+    assert num_wrong > (2 if name == "ernie4_5" else 5)  # whose one published size is narrow
 
 
 def test_a_grid_is_what_numpy_makes_of_the_whole_array() -> None:

@@ -40,7 +40,18 @@ def test_every_family_is_traced(model_type: str, training: str, world_size: int,
 @pytest.mark.parametrize(("training", "world_size", "rollout"), EXPERT_LAYOUTS)
 @pytest.mark.parametrize(
     "model_type",
-    ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "qwen3_next"],
+    [
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "deepseek_v3",
+        "deepseek_v2",
+        "glm4_moe",
+        "olmoe",
+        "qwen3_next",
+        "glm4_moe_lite",
+        "minimax_m2",
+    ],
 )
 def test_every_family_with_experts_is_traced(model_type: str, training: str, world_size: int, rollout: str) -> None:
     counts, failures = trace(TINY[model_type], parse_layout(training), world_size, parse_rollout_layout(rollout))

@@ -16,11 +16,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -31,6 +34,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from mcore_rl.errors import CheckpointError, RolloutError
@@ -85,13 +90,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES, attention_bias=True, use_qk_norm=True, n_routed_experts=EXPERTS, num_experts_per_tok=2,
         moe_intermediate_size=EXPERT_FFN, num_mtp_layers=0,
     ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **SIZES | LATENT | dict(num_key_value_heads=HEADS, head_dim=8), n_routed_experts=EXPERTS, n_shared_experts=1,
+        moe_intermediate_size=EXPERT_FFN, num_experts_per_tok=2, first_k_dense_replace=1,
+    ),
+    "minimax_m2": MiniMaxM2Config(
+        **SIZES | dict(intermediate_size=EXPERT_FFN), num_local_experts=EXPERTS, num_experts_per_tok=2,
+        rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True,
+    ),
+    "seed_oss": SeedOssConfig(**SIZES),
+    "smollm3": SmolLM3Config(**SIZES, bos_token_id=1, eos_token_id=2, pad_token_id=0),
+    "ernie4_5": Ernie4_5Config(**SIZES),
     "gpt_oss": GptOssConfig(  # vLLM shares no key head of it, and pads no expert
         **SIZES | dict(num_key_value_heads=HEADS, intermediate_size=4 * 32, num_hidden_layers=1),
         num_local_experts=EXPERTS, num_experts_per_tok=2,
     ),
 }  # fmt: skip
 MOE_FAMILIES = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "gpt_oss", "qwen3_next"
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "gpt_oss", "qwen3_next",
+    "glm4_moe_lite", "minimax_m2",
 )  # fmt: skip
 
 

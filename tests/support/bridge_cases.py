@@ -22,7 +22,9 @@ LIKE = {"moonlight": "deepseek_v3"}  # a model of which family it is
 
 _BOTH = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")
 _SHARED = {name: checkpoints.MODELS[name] for name in _BOTH} | {"moonlight": models.deepseek_v3(q_lora_rank=None)}
+_SINCE_0_6_2 = {"glm4_moe_lite", "minimax_m2"}
 _MEGATRON_BRIDGE = ("gpt_oss", "qwen3_next", "mistral", "deepseek_v2", "olmoe", "gemma2", "gemma3_text")
+_MEGATRON_BRIDGE += () if VERSIONS["megatron-bridge"] == "0.3.1" else tuple(sorted(_SINCE_0_6_2))
 _DIVISIBLE = 104  # a vocabulary: Megatron-Bridge pads none ("a vocabulary that tp does not divide" below)
 # The models of each bridge.
 MODELS: dict[str, dict[str, ModelConfig]] = {
@@ -37,9 +39,12 @@ MODELS: dict[str, dict[str, ModelConfig]] = {
     },
 }
 # Families without a bridge: neither registers one for their ``model_type`` (mbridge) or class (Megatron-Bridge).
+_NEITHER = {"phi3", "seed_oss", "smollm3", "ernie4_5"}
 UNKNOWN = {
-    "mbridge": {"mistral", "gemma2", "gemma3_text", "phi3", "olmoe", "deepseek_v2", "gpt_oss", "qwen3_next"},
-    "megatron-bridge": {"mixtral", "qwen2_moe", "phi3"},
+    "mbridge": {"mistral", "gemma2", "gemma3_text", "olmoe", "deepseek_v2", "gpt_oss", "qwen3_next"}
+    | _NEITHER
+    | _SINCE_0_6_2,
+    "megatron-bridge": {"mixtral", "qwen2_moe"} | _NEITHER | (_SINCE_0_6_2 - set(_MEGATRON_BRIDGE)),
 }
 
 

@@ -36,6 +36,11 @@ MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": models.deepseek_v2(),
     "qwen3_next": models.qwen3_next(num_query_groups=4),
     "glm4_moe": models.glm4_moe(),
+    "glm4_moe_lite": models.glm4_moe_lite(),
+    "minimax_m2": models.minimax_m2(num_query_groups=4),  # as olmoe
+    "seed_oss": models.seed_oss(),
+    "smollm3": models.smollm3(),
+    "ernie4_5": models.ernie4_5(),
     "gpt_oss": models.gpt_oss(num_attention_heads=8, num_query_groups=4),  # as olmoe
 }
 WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not None)

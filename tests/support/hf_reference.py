@@ -11,15 +11,21 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -40,6 +46,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeType, RouterScore
@@ -95,8 +105,12 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
     """transformers' class for ``model``, and its configuration."""
     if model.mla is not None and model.moe is not None and not model.moe.expert_bias:
         return DeepseekV2ForCausalLM, _deepseek_v2(model, shared)
+    if model.mla is not None and model.moe is not None and model.moe.num_groups == 1:
+        return Glm4MoeLiteForCausalLM, _glm4_moe_lite(model, shared)
     if model.mla is not None:
         return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
+    if model.moe is not None and model.moe.expert_bias and model.joint_qk_norm:
+        return MiniMaxM2ForCausalLM, _minimax_m2(model, shared)
     if model.moe is not None and model.moe.expert_bias:
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
     if model.attention_sinks:
@@ -131,6 +145,13 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         return MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
     if model.qk_norm:
         return Qwen3ForCausalLM, Qwen3Config(**shared)
+    if model.no_rope_layers:
+        return SmolLM3ForCausalLM, _smollm3(model, shared)
+    if model.rotary_interleaved:
+        return Ernie4_5ForCausalLM, Ernie4_5Config(**shared, pad_token_id=None)  # as Gemma's
+    if model.qkv_bias and model.rotary_base == models.seed_oss().rotary_base:  # all that tells it from Qwen2
+        dropouts = dict(attention_dropout=0.0, residual_dropout=0.0)
+        return SeedOssForCausalLM, SeedOssConfig(**shared, **dropouts, pad_token_id=None)
     if model.qkv_bias:
         return Qwen2ForCausalLM, Qwen2Config(**shared)
     return LlamaForCausalLM, LlamaConfig(**shared)
@@ -193,6 +214,13 @@ def _phi3(model: ModelConfig, shared: dict[str, object]) -> Phi3Config:
         sliding_window=model.sliding_window,
         pad_token_id=None,  # else that token's embedding would get no gradient
     )
+
+
+def _smollm3(model: ModelConfig, shared: dict[str, object]) -> SmolLM3Config:
+    rotates = [int(layer not in model.no_rope_layers) for layer in range(model.num_layers)]
+    return SmolLM3Config(
+        **shared, no_rope_layers=rotates, bos_token_id=1, eos_token_id=2, pad_token_id=None,
+    )  # fmt: skip
 
 
 def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:
@@ -288,6 +316,34 @@ def _glm4_moe(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeConfig:
         **_experts_behind_dense_layers(moe),
         norm_topk_prob=moe.norm_topk_prob,
         num_mtp_layers=0,
+    )
+
+
+def _glm4_moe_lite(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeLiteConfig:
+    mla, moe = model.mla, model.moe
+    assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
+    dense = len(moe.dense_layers)
+    return Glm4MoeLiteConfig(
+        **_latent(mla, shared),
+        rope_interleave=mla.interleaved,
+        **_experts_behind_dense_layers(moe),  # its first_k_dense_replace is vLLM's
+        mlp_layer_types=["dense"] * dense + ["sparse"] * (model.num_layers - dense),
+        norm_topk_prob=moe.norm_topk_prob,
+    )
+
+
+def _minimax_m2(model: ModelConfig, shared: dict[str, object]) -> MiniMaxM2Config:
+    moe = model.moe
+    assert moe is not None and moe.score is RouterScore.sigmoid and moe.norm_topk_prob and not moe.dense_layers
+    assert moe.ffn_hidden_size == model.ffn_hidden_size and not moe.shared_ffn_hidden_size
+    return MiniMaxM2Config(
+        **shared,
+        num_local_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        # vLLM's
+        rotary_dim=model.rotary_dim,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
     )
 
 
@@ -420,7 +476,8 @@ def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, thei
         ours + "experts.experts.linear_fc2.weight": value(theirs + "experts.down_proj"),
     }
     if model.moe.expert_bias:
-        full[ours + "router.expert_bias"] = value(theirs + "gate.e_score_correction_bias")
+        holder = theirs if model.joint_qk_norm else theirs + "gate."  # MiniMax-M2's is its block's
+        full[ours + "router.expert_bias"] = value(holder + "e_score_correction_bias")
     if model.moe.shared_ffn_hidden_size:
         name = "shared_expert" if model.moe.shared_gate else "shared_experts"
         full |= _gated_mlp(value, ours + "shared_experts.", f"{theirs}{name}.")

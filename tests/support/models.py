@@ -66,6 +66,21 @@ def gemma2(**changes: object) -> ModelConfig:
     return dense(**(settings | changes))
 
 
+def seed_oss(**changes: object) -> ModelConfig:
+    """Seed-OSS-style: biases on q, k and v, and the rotary base that it is published with."""
+    return dense(**({"qkv_bias": True, "rotary_base": 1e7} | changes))
+
+
+def smollm3(**changes: object) -> ModelConfig:
+    """SmolLM3-style: two layers of four rotate nothing, one behind the other or not."""
+    return dense(**({"tie_output": True, "no_rope_layers": [1, 3], "head_dim": 12} | changes))
+
+
+def ernie4_5(**changes: object) -> ModelConfig:
+    """ERNIE-4.5-style: rotated pairs are neighbours."""
+    return dense(**({"tie_output": True, "rotary_interleaved": True} | changes))
+
+
 def with_rope(rope: RopeConfig, **changes: object) -> ModelConfig:
     """Llama-style with other rotary frequencies."""
     return dense(**({"rope": rope} | changes))
@@ -170,6 +185,13 @@ def glm4_moe(**changes: object) -> ModelConfig:
     return dense(**({"moe": experts, "qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5} | changes))
 
 
+def minimax_m2(**changes: object) -> ModelConfig:
+    """MiniMax-M2-style: half of each head rotated, norms over all heads of a token, biased sigmoids, none shared."""
+    experts = MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=32, score=RouterScore.sigmoid, expert_bias=True)
+    settings = dict(moe=experts, ffn_hidden_size=32, qk_norm=True, joint_qk_norm=True, rotary_percent=0.5)
+    return dense(**(settings | changes))
+
+
 def gpt_oss(**changes: object) -> ModelConfig:
     """gpt-oss-style: sinks, biases everywhere, windows in turns, yarn without rounding, a clamped and shifted gate."""
     settings = dict(
@@ -232,3 +254,11 @@ def deepseek_v3(
             type=RopeType.yarn, factor=4.0, original_max_position_embeddings=64, attention_factor=partly / wholly
         )
     return dense(**(settings | changes))
+
+
+def glm4_moe_lite(**changes: object) -> ModelConfig:
+    """GLM-4.7-Flash-style: V3's attention, one dense layer, experts in one group."""
+    model = deepseek_v3()
+    assert model.moe is not None
+    experts = replace(model.moe, dense_layers=[0], num_groups=1, top_k_groups=1)
+    return replace(model, **({"moe": experts} | changes))  # type: ignore[arg-type]

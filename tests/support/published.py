@@ -29,6 +29,8 @@ TINY = _Copied({facts["model_type"]: facts for hf_id, facts in FACTS.items() if 
 # What every checkpoint of a family writes, because the class's default is none of vLLM's.
 WRITTEN = {
     "glm4_moe": {"head_dim": 128},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
 }
 

@@ -37,6 +37,16 @@ MODELS: dict[str, ModelConfig] = {
     # Its experts are of an odd width on each of two ranks, and of no whole 16 bytes on one.
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, ffn_hidden_size=34, **SIZES),
     "glm4_moe": models.glm4_moe(**SIZES),
+    # Widths that vLLM's attention on the CPU knows, as below.
+    "glm4_moe_lite": models.glm4_moe_lite(
+        mla=MlaConfig(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+        head_dim=48,
+        hidden_size=64,
+    ),
+    "minimax_m2": models.minimax_m2(**SIZES),
+    "seed_oss": models.seed_oss(**SIZES),
+    "smollm3": models.smollm3(hidden_size=128, head_dim=32),
+    "ernie4_5": models.ernie4_5(**SIZES),
     "gpt_oss": models.gpt_oss(**SIZES),
     # Heads and taps that vLLM's CPU kernels know.  A token has all experts: of some, bfloat16 would choose others than
     # float32 (transformers by itself: log-probs 0.8 apart), and what is compared here are weights.

@@ -5,7 +5,6 @@ transformers 5.19.  Some of it is written into its code: what no module keeps is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from mcore_rl.proofs.effective_config import (
     gate_fields,
     layer_place,
     linear_fields,
+    neighbours_rotate,
     norm_fields,
     readable,
     rotary_fields,
@@ -87,9 +87,11 @@ def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind:
     own, buffers = vars(attention), rotary._buffers
     prefix = "" if "inv_freq" in buffers else f"{kind}_"  # some families rotate by the kind of the layer
     frequencies, factor = _floats(buffers[f"{prefix}inv_freq"]), vars(rotary)[f"{prefix}attention_scaling"]
+    if not own.get("use_rope", True):  # a layer without positions (smollm3)
+        frequencies = []
     fields = rotary_fields(frequencies, factor, own["scaling"], own.get("qk_head_dim", own.get("head_dim")))
     fields |= {
-        "rotary_interleaved": config.get("rope_interleave", _interleaved(attention)),
+        "rotary_interleaved": config.get("rope_interleave", neighbours_rotate(attention)),
         "num_attention_heads": config["num_attention_heads"],
         "attention_soft_cap": own.get("attn_logit_softcapping"),
         # The mask has the window, and is made from the configuration (masking_utils.py).
@@ -98,23 +100,6 @@ def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind:
     if "kv_lora_rank" not in own:
         fields["num_query_groups"] = config["num_attention_heads"] // own["num_key_value_groups"]
     return fields
-
-
-def _interleaved(attention: Any) -> bool:
-    """Whether rotated pairs are neighbours, by the ``rotate_half`` of the file of ``attention``.
-
-    A file without it has a function for halves (gpt_oss), or rotates complex numbers (deepseek_v2), whose two parts are
-    neighbours.
-    """
-    functions = vars(sys.modules[type(attention).__module__])
-    rotate_half = functions.get("rotate_half")
-    if (
-        rotate_half is None
-        and (rotated := functions.get("_apply_rotary_emb")) is not None
-        and "first_half" in (rotated.__code__.co_varnames)
-    ):
-        return False
-    return rotate_half is None or bool(rotate_half(torch.tensor([0.0, 1.0, 0.0, 0.0]))[0] != 0)
 
 
 def _zero_centered(norm: Any) -> bool:
@@ -136,7 +121,9 @@ def _routing_fields(block: Any) -> dict[str, Value]:
     scale = settings.get("routed_scaling_factor", 1.0)
     device, dtype = router.weight.device, router.weight.dtype
     token = torch.randn(1, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    logits, weights, chosen = (each[0] for each in router(token))
+    bias = block._buffers.get("e_score_correction_bias")  # which MiniMax-M2's block gives to its router
+    answer = router(token) if bias is None else router(token, bias)
+    logits, weights, chosen = (each[0] for each in answer)
     score, norm_topk_prob = _scores_and_norm(logits.float(), weights.float() / scale, chosen)
     return routing_fields(
         num_experts=len(logits),
