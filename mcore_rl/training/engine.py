@@ -21,7 +21,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.algorithm import DistillConfig
-from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
+from mcore_rl.config.engine import (
+    AuxLoss,
+    Dispatcher,
+    EngineConfig,
+    LayerSpec,
+    OptimizerKind,
+    Precision,
+    engine_violations,
+)
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
@@ -87,6 +95,9 @@ class Engine:
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
+        if config.optim.optimizer is OptimizerKind.muon and layer_spec is LayerSpec.transformer_engine:
+            problem = "does not know how Transformer Engine's layers are cut over tensor ranks"
+            violations.append(Violation("optim.optimizer", "muon", problem, "Write layer_spec=local, or adamw"))
         fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
         violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
