@@ -386,7 +386,7 @@ class EnginePool:
         """The engine that has the prefix, if it has room and is not too busy.  tokens: of each with room for one."""
         request, count = waiter.group[0], len(waiter.group)
         home = self._homes.of(request)
-        if home not in tokens or not self._has_room(home, count):
+        if home is None or home not in tokens or not self._has_room(home, count):
             return None
         allowed = self._stays * self._cost(request, waiter.max_tokens)
         return home if tokens[home] <= min(tokens.values()) + allowed else None
