@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def orthogonal(matrix_MN: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Matrix:
+class CutMatrix:
     """One matrix, of which this rank has a part.
 
     parameter: the part.  dim: that tensor ranks cut; None: each has the whole.  group: these ranks.
@@ -58,14 +59,15 @@ class Matrix:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, name: str, parameter: Tensor) -> Matrix | None:
+    def of(cls, name: str, parameter: Tensor) -> CutMatrix | None:
         """The matrix of a parameter of Megatron's; None if it is no matrix."""
         if parameter.dim() != 2 or hasattr(parameter, "is_embedding_or_output_parameter"):
             return None
         is_expert = ".experts." in name
         group = mpu.get_expert_tensor_parallel_group() if is_expert else mpu.get_tensor_model_parallel_group()
-        is_cut = hasattr(parameter, "tensor_model_parallel") and parameter.tensor_model_parallel and group.size() > 1
-        made = cls(parameter=parameter, dim=parameter.partition_dim if is_cut else None, group=group)
+        marked: Any = parameter  # by Megatron
+        is_cut = hasattr(marked, "tensor_model_parallel") and marked.tensor_model_parallel and group.size() > 1
+        made = cls(parameter=parameter, dim=marked.partition_dim if is_cut else None, group=group)
         return made if min(made.shape) > 1 else None
 
     @property
@@ -98,7 +100,7 @@ class Muon:
 
     def __init__(self, chunks: Iterable[DistributedDataParallel], parts: Iterable[DistributedOptimizer]) -> None:
         named = [each for chunk in chunks for each in chunk.named_parameters() if each[1].requires_grad]
-        matrices = [matrix for matrix in (Matrix.of(*each) for each in named) if matrix is not None]
+        matrices = [matrix for matrix in (CutMatrix.of(*each) for each in named) if matrix is not None]
         self._parts = [
             (part, [each for each in matrices if _of_experts(each.parameter) == _holds_experts(part)])
             for part in parts
@@ -115,11 +117,11 @@ class Muon:
 
 def marked_groups() -> dict[ParamKey, dict[str, bool]]:
     """Tells Megatron to put matrices into parameter groups of their own, which have ``MARK``."""
-    predicate = ParamWithNamePredicate(name=MARK, fn=lambda parameter, name: Matrix.of(name, parameter) is not None)
+    predicate = ParamWithNamePredicate(name=MARK, fn=lambda parameter, name: CutMatrix.of(name, parameter) is not None)
     return {ParamKey(with_name_predicate=predicate): {MARK: True}}
 
 
-def _move(part: DistributedOptimizer, matrix: Matrix, lr: float, weight_decay: float, momentum: float) -> None:
+def _move(part: DistributedOptimizer, matrix: CutMatrix, lr: float, weight_decay: float, momentum: float) -> None:
     parameter = matrix.parameter
     direction = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     place = part.model_param_group_index_map.get(parameter)  # None: other data ranks hold all of it

@@ -31,7 +31,8 @@ def quintic(matrix: Tensor) -> Tensor:
     left, values, right = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
     for _ in range(5):
         values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
-    return (left * values) @ right
+    made: Tensor = (left * values) @ right
+    return made
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8), (2, 64)])
@@ -65,7 +66,8 @@ def _observe(rank: Rank) -> list[Step]:
 
 @pytest.fixture(scope="module")
 def steps(processes: None) -> list[Step]:
-    return run_ranks(_observe, 1)[0]
+    observed: list[Step] = run_ranks(_observe, 1)[0]
+    return observed
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
