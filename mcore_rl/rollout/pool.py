@@ -2,8 +2,8 @@
 
 The load of an engine is counted in tokens: of its unfinished prompts, and of their expected responses, whose length is
 the mean of those seen so far.  A turn goes to the engine of the turn before, a first turn to that of another sample of
-its prompt, unless that engine has no room or is busier than another by more than ``STAYS``.  All samples of a prompt
-that one call asks for go to one engine.  Where engines are full, a turn whose own engine has room overtakes others, as
+its prompt, unless that engine has no room or is too busy (``_allowed``).  All samples of a prompt that one call asks
+for go to one engine.  Where engines are full, a turn whose own engine has room overtakes others, as
 far as ``PATIENCE`` allows.  Long prompts go first, and an engine gets at most ``AHEAD`` times what it can run at once,
 so that the last prompts go wherever there is room and all engines end at about the same time.
 
@@ -388,8 +388,18 @@ class EnginePool:
         home = self._homes.of(request)
         if home is None or home not in tokens or not self._has_room(home, count):
             return None
-        allowed = self._stays * self._cost(request, waiter.max_tokens)
-        return home if tokens[home] <= min(tokens.values()) + allowed else None
+        return home if tokens[home] <= min(tokens.values()) + self._allowed(request, waiter.max_tokens) else None
+
+    def _allowed(self, request: Request, max_tokens: int) -> float:
+        """By how many tokens the engine that has its prefix may be busier than the least busy to get ``request``.
+
+        A later turn: see ``STAYS``.  A first turn decides where all of its conversation is drawn, and saves its prompt
+        alone: it goes beside so many others as are expected to draw no more tokens together than the prompt has.
+        """
+        cost = self._cost(request, max_tokens)
+        if request.prompt.opening in ("", request.prompt.id):
+            return cost * min(self._stays, len(request.tokens) / max(1.0, cost - len(request.tokens)))
+        return cost * self._stays
 
     @property
     def _ends_calls(self) -> bool:

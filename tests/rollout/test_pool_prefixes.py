@@ -206,23 +206,38 @@ def test_the_metric_is_the_share_of_tokens_that_engines_had_cached() -> None:
     assert play().metric > 0.7 > 0.3 > play(ByLoad).metric
 
 
-def test_samples_of_one_prompt_that_are_asked_for_one_by_one_share_an_engine() -> None:
-    async def run() -> list[set[str]]:
+def where_samples_go(num_groups: int, length: int) -> list[dict[str, int]]:
+    """How many of the eight samples of each group, asked for one by one, each of four engines draws."""
+
+    async def run() -> list[dict[str, int]]:
         engines = list[Engine]()
         engines += [Engine(f"{number}", engines) for number in range(4)]
         four = EnginePool(engines, SEATS)  # type: ignore[arg-type]
-        where = [set[str]() for _ in range(8)]
 
         async def sample(group: int, index: int) -> None:
-            await asyncio.sleep(0.001 * (8 * index + group))
-            prompt = Prompt(id=f"p{group}", tokens=(1,) * 500)
+            await asyncio.sleep(0.0001 * (num_groups * index + group))
+            prompt = Prompt(id=f"p{group}", tokens=(1,) * length)
             async for _ in four.generate([Request(prompt=prompt, index=index)], SAMPLING):
-                where[group] |= {engine.name for engine in engines if (f"p{group}", index) in engine.has}
+                """It is drawn."""
 
-        await asyncio.gather(*(sample(group, index) for group in range(8) for index in range(4)))
-        return where
+        await asyncio.gather(*(sample(group, index) for group in range(num_groups) for index in range(8)))
+        return [
+            {e.name: count for e in engines if (count := sum(name == f"p{group}" for name, _ in e.has))}
+            for group in range(num_groups)
+        ]
 
-    assert all(len(names) == 1 for names in run_virtually(run()))
+    return run_virtually(run())
+
+
+def test_samples_of_a_long_prompt_that_are_asked_for_one_by_one_share_an_engine() -> None:
+    where = where_samples_go(num_groups=8, length=1000)
+    assert all(len(counts) == 1 for counts in where)
+    assert sorted(name for counts in where for name in counts) == sorted("0123" * 2)
+
+
+def test_samples_of_a_short_prompt_are_spread() -> None:
+    """An engine that had them all would leave three idle for the sake of twenty tokens."""
+    assert where_samples_go(num_groups=1, length=20) == [{"0": 2, "1": 2, "2": 2, "3": 2}]
 
 
 def test_a_request_is_overtaken_by_few() -> None:
