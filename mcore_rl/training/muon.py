@@ -28,6 +28,9 @@ from megatron.core.optimizer import DistributedOptimizer, ParamKey
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch import Tensor
 
+from mcore_rl.config.engine import LayerSpec, OptimizerKind
+from mcore_rl.errors import Violation
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, by which singular values go to about 1 in NUM_STEPS
 NUM_STEPS = 5
 STEP_RMS = 0.2  # of an element of a step; arXiv:2502.16982, section 2.2: AdamW's lie between 0.2 and 0.4
@@ -113,6 +116,14 @@ class Muon:
         for part, matrices in self._parts:
             for matrix in matrices:
                 _move(part, matrix, lr, weight_decay, momentum)
+
+
+def muon_violations(optimizer: OptimizerKind, layer_spec: LayerSpec) -> list[Violation]:
+    """Why an engine of these layers cannot have Muon; empty if it can.  layer_spec: resolved."""
+    if optimizer is OptimizerKind.adamw or layer_spec is LayerSpec.local:
+        return []
+    problem = "does not know how Transformer Engine's layers are cut over tensor ranks"
+    return [Violation("optim.optimizer", optimizer.value, problem, "Write layer_spec=local, or adamw")]
 
 
 def marked_groups() -> dict[ParamKey, dict[str, bool]]:
