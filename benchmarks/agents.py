@@ -106,7 +106,7 @@ class Recorder:
             yield sample
 
 
-def write_model(directory: Path) -> Any:
+def write_model(directory: Path, max_length: int = PROMPT + RESPONSE) -> Any:
     """The model and its tokenizer, with a chat template; returns the tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -124,7 +124,7 @@ def write_model(directory: Path) -> Any:
     )
     torch.manual_seed(0)
     sizes = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=8, vocab_size=len(tokenizer))
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=PROMPT + RESPONSE)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=max_length)
     eos = tokenizer.eos_token_id
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=eos)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

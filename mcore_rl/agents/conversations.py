@@ -182,7 +182,8 @@ class Conversations:
         self._num_asked += 1
         room = self._room(context)
         limit = min(room, self._parts.config.max_turn_tokens or room, max_tokens or room)
-        request = Request(prompt=Prompt(id=name, tokens=context.tokens), index=self.index)
+        prompt = Prompt(id=name, tokens=context.tokens, opening=self.prompt_id)
+        request = Request(prompt=prompt, index=self.index)
         sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *stop))
         if self._num_drawing == 0:
             self._drew_since = time.monotonic()

@@ -238,7 +238,8 @@ class Session:
 
     async def _sample(self, limit: int, stop: Sequence[str]) -> Sample:
         name = self.prompt_id if self.num_turns == 0 else f"{self.prompt_id}/turn{self.num_turns}"
-        request = Request(prompt=Prompt(id=name, tokens=tuple(self._tokens)), index=self.index)
+        prompt = Prompt(id=name, tokens=tuple(self._tokens), opening=self.prompt_id)
+        request = Request(prompt=prompt, index=self.index)
         sampling = replace(self._sampling, max_tokens=limit, stop=(*self._sampling.stop, *stop))
         with self.waits.drawing():
             samples = [sample async for sample in self._source.generate([request], sampling)]

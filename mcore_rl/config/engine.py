@@ -110,12 +110,20 @@ class Schedule(Enum):
     cosine = "cosine"
 
 
+class OptimizerKind(Enum):
+    """``muon`` moves matrices along their orthogonalised momentum (arXiv:2502.16982), all else as ``adamw`` does."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay on matrices only (biases and norms are exempt).
+    """AdamW or Muon with decoupled weight decay on matrices only (biases and norms are exempt).
 
+    optimizer: see ``OptimizerKind``.
     lr: the learning rate after the warm-up.
-    betas: decay rates of the two moments.
+    betas: decay rates of the two moments; of the first also the momentum of Muon.
     eps: added to the root of the second moment.
     weight_decay: the decay, which the learning rate multiplies.
     clip_grad: the largest global L2 norm of gradients; 0 is no clipping.
@@ -126,6 +134,7 @@ class OptimizerConfig:
     min_lr_ratio: the share of ``lr`` that a decay ends at.
     """
 
+    optimizer: OptimizerKind = OptimizerKind.adamw
     lr: Share = 1e-6
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8

@@ -17,7 +17,7 @@ from mcore_rl.config.bounds import (
     PositiveInt,
     check,
 )
-from mcore_rl.config.engine import EngineConfig, engine_rules
+from mcore_rl.config.engine import EngineConfig, OptimizerKind, engine_rules
 from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
@@ -104,6 +104,9 @@ def _lora_violations(config: AdaptedConfig, key: str) -> Iterator[Violation]:
         yield Violation(
             f"{key}.megatron.moe_shared_expert_overlap", True, problem, f"Leave it out with {key}.lora.rank"
         )
+    if config.lora.rank and config.optim.optimizer is OptimizerKind.muon:
+        problem = f"would make each factor of an adapter orthogonal, and not what {key}.lora adds to a weight"
+        yield Violation(f"{key}.optim.optimizer", "muon", problem, "Write adamw, or train all weights")
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ ACTOR = "actor_rollout_ref.actor"
 PACKED = "always packed, without padding"
 BY_ITSELF = "weights, gradients and optimizer states leave the devices by themselves while engines have them"
 QAT = "not yet: nothing is quantised in training"
-MUON = "AdamW alone is here"
+MUON = "adamw, and muon by `optim.optimizer`, whose momentum and steps are not verl's"
 FLOAT32 = "main weights, gradients and Adam's moments are float32"
 FSDP = "Megatron shards by `parallel`: mcore-rl plan --search finds a layout"
 FSDP_CP = "context parallelism; verl's of FSDP"
@@ -62,7 +62,7 @@ def optimizer(verl: str, ours: str) -> list[KeyRow]:
         ),
         KeyRow(f"{verl}.optimizer", (), MUON, adam, absent=True),
         gone(f"{verl}.{{optimizer_impl,zero_indexed_step}}", "Megatron's AdamW"),
-        gone(f"{verl}.muon_*", "read with optimizer=dist_muon alone, which is not here"),
+        gone(f"{verl}.muon_*", "read with optimizer=dist_muon alone, whose momentum and steps are not ours"),
         gone(f"{verl}.use_precision_aware_optimizer", FLOAT32),
         absent(f"{verl}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype}}", FLOAT32),
         absent(f"{verl}.use_layer_wise_distributed_optimizer", "the distributed optimizer shards every tensor"),

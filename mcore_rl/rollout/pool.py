@@ -1,9 +1,11 @@
-"""Several engines behind one queue: the samples of a prompt go to the engine with the least load.
+"""Several engines behind one queue: requests go where their prefix is cached, or to the engine with the least load.
 
 The load of an engine is counted in tokens: of its unfinished prompts, and of their expected responses, whose length is
-the mean of those seen so far.  All samples of a prompt go to one engine, for the prefix cache.  Long prompts go first,
-and an engine gets at most ``AHEAD`` times what it can run at once, so that the last prompts go wherever there is room
-and all engines end at about the same time.
+the mean of those seen so far.  A turn goes to the engine of the turn before, a first turn to that of another sample of
+its prompt, unless that engine has no room or is too busy (``_allowed``).  All samples of a prompt that one call asks
+for go to one engine.  Where engines are full, a turn whose own engine has room overtakes others, as
+far as ``PATIENCE`` allows.  Long prompts go first, and an engine gets at most ``AHEAD`` times what it can run at once,
+so that the last prompts go wherever there is room and all engines end at about the same time.
 
 Engines may join and leave (``add``, ``retire``).  It does not restart engines: ``controller.lifecycle.fault_tolerance``
 does.
@@ -16,10 +18,11 @@ see one with finish ``abort`` only from ``interrupt``.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from mcore_rl.episodes import FinishReason
@@ -27,6 +30,13 @@ from mcore_rl.errors import DeadEngineError, WeightsIncompleteError
 from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, RolloutEngine, Sample, Sampling, aborted
 
 AHEAD = 1.25  # above 1, so that an engine never waits for its next prompt
+# How much busier than the least busy an engine may be and still get the turns whose prefix it has: by so many requests
+# of that size, a share of those that it runs at once.  They are drawn together, so that a difference within the share
+# makes its steps longer and lets nobody wait.  It has to exceed chance: where tools take half of a session's time, 256
+# sessions of each of 8 engines differ by 23 requests from the busiest to the least busy, which is a share of 0.09.
+STAYS = 0.25
+PATIENCE = 8  # times the engines: by so many a request is overtaken while its own engine, one of them, is full
+REMEMBERED = 2**17  # conversations and prompts: more than a step has, 20 MB
 SETTLE_S = 0.01  # for an engine to end aborted samples, or to be given a request that is on its way
 
 
@@ -63,12 +73,58 @@ class _Waiter:
     """A group of requests that waits for an engine.
 
     load: the engine, or None where the group is given back.  num_holds: how often requests had been held back then.
+    num_overtaken: how many others overtook it while it was the first.
     """
 
     group: Sequence[Request]
     max_tokens: int
     load: asyncio.Future[EngineLoad | None]
     num_holds: int = 0
+    num_overtaken: int = 0
+
+
+class _Homes:
+    """Which engine drew the last turn of each conversation, and the last first turn of each prompt."""
+
+    def __init__(self) -> None:
+        self._loads = OrderedDict[tuple[str, int] | str, EngineLoad]()  # the oldest first
+
+    def of(self, request: Request) -> EngineLoad | None:
+        """The engine that has the longest prefix of ``request``; None: nobody drew any of it."""
+        opening = request.prompt.opening or request.prompt.id
+        return self._loads.get((opening, request.index)) or self._loads.get(opening)
+
+    def remember(self, request: Request, load: EngineLoad) -> None:
+        """Notes that ``load`` gets ``request``."""
+        opening = request.prompt.opening or request.prompt.id
+        keys: list[tuple[str, int] | str] = [(opening, request.index)]
+        if request.prompt.id == opening:
+            keys.append(opening)
+        for key in keys:
+            self._loads[key] = load
+            self._loads.move_to_end(key)
+        while len(self._loads) > REMEMBERED:
+            self._loads.popitem(last=False)
+
+
+class PrefixHits:
+    """Counts the tokens that engines had to process before they drew, and those of them that were cached."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._cached = 0
+
+    def add(self, request: Request, sample: Sample) -> None:
+        """Counts ``sample``, the answer to ``request``, if the engine drew any of it."""
+        if len(sample.tokens) > request.num_done:
+            self._tokens += len(request.tokens)
+            self._cached += sample.cached_tokens
+
+    def take(self) -> dict[str, float]:
+        """The metric of what was drawn since the last call; {} if nothing was."""
+        tokens, cached = self._tokens, self._cached
+        self._tokens = self._cached = 0
+        return {"rollout/prefix_hit_share": cached / tokens} if tokens else {}
 
 
 class EnginePool:
@@ -81,12 +137,17 @@ class EnginePool:
         engines: at least one.
         max_num_seqs: samples that one engine runs at once.
         goes_on: while an engine lives, those that died are no error: the others draw what they had not finished.
+
+    hits: of the engines' prefix caches.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int, *, goes_on: bool = False) -> None:
         assert engines, "a pool holds at least one engine"
+        self.hits = PrefixHits()
         self._loads = [EngineLoad(engine=engine) for engine in engines]
+        self._homes = _Homes()
         self._room, self._goes_on = max(1, round(AHEAD * max_num_seqs)), goes_on
+        self._stays = STAYS * max_num_seqs
         self._waiters: deque[_Waiter] = deque()  # in the order in which they get room
         self._held = self._interrupts = 0  # who holds requests back, and who gives them back, now
         self._num_holds = 0  # in all
@@ -245,6 +306,7 @@ class EnginePool:
             async for sample in load.engine.generate(group, sampling):
                 request = unfinished.pop((sample.prompt_id, sample.index))
                 self._release(load, [request])
+                self.hits.add(request, sample)
                 if sample.finish is FinishReason.abort and not self._interrupts:  # a failed update ended it
                     again.append(replace(request, so_far=sample))
                     continue
@@ -285,21 +347,59 @@ class EnginePool:
             raise
 
     def _assign(self) -> None:
-        """Gives room to those who wait, in their order, as far as there is room: each is woken once."""
+        """Gives room to those who wait, as far as there is room: each is woken once."""
         while self._waiters:
             waiter = self._waiters[0]
             if waiter.load.done():  # its call was cancelled
                 self._waiters.popleft()
             elif self._ends_calls:
                 self._waiters.popleft().load.set_exception(DeadEngineError(str(self.death)))
-            elif self._held or not (with_room := self._with_room(len(waiter.group))):
+            elif self._held or (chosen := self._next()) is None:
                 return
             else:
-                self._waiters.popleft()
+                waiter, load = chosen
+                self._waiters.remove(waiter)
                 waiter.num_holds = self._num_holds
-                load = min(with_room, key=lambda load: load.tokens)
                 load.costs |= {id(request): self._cost(request, waiter.max_tokens) for request in waiter.group}
+                for request in waiter.group:
+                    self._homes.remember(request, load)
                 waiter.load.set_result(load)
+
+    def _next(self) -> tuple[_Waiter, EngineLoad] | None:
+        """Who gets room now, and where: the first whose own engine can take it, else the first of all.
+
+        None: there is no room.
+        """
+        tokens = {load: load.tokens for load in self._with_room(1)}
+        if not tokens:
+            return None
+        first, patience = self._waiters[0], PATIENCE * len(self._loads)
+        overtaking = patience if first.num_overtaken < patience else 1
+        for waiter in islice(self._waiters, overtaking):
+            if not waiter.load.done() and (home := self._home(waiter, tokens)) is not None:
+                first.num_overtaken += waiter is not first
+                return waiter, home
+        with_room = self._with_room(len(first.group))
+        return (first, min(with_room, key=lambda load: tokens[load])) if with_room else None
+
+    def _home(self, waiter: _Waiter, tokens: Mapping[EngineLoad, float]) -> EngineLoad | None:
+        """The engine that has the prefix, if it has room and is not too busy.  tokens: of each with room for one."""
+        request, count = waiter.group[0], len(waiter.group)
+        home = self._homes.of(request)
+        if home is None or home not in tokens or not self._has_room(home, count):
+            return None
+        return home if tokens[home] <= min(tokens.values()) + self._allowed(request, waiter.max_tokens) else None
+
+    def _allowed(self, request: Request, max_tokens: int) -> float:
+        """By how many tokens the engine that has its prefix may be busier than the least busy to get ``request``.
+
+        A later turn: see ``STAYS``.  A first turn decides where all of its conversation is drawn, and saves its prompt
+        alone: it goes beside so many others as are expected to draw no more tokens together than the prompt has.
+        """
+        cost = self._cost(request, max_tokens)
+        if request.prompt.opening in ("", request.prompt.id):
+            return cost * min(self._stays, len(request.tokens) / max(1.0, cost - len(request.tokens)))
+        return cost * self._stays
 
     @property
     def _ends_calls(self) -> bool:
@@ -309,8 +409,10 @@ class EnginePool:
 
     def _with_room(self, count: int) -> list[EngineLoad]:
         """The engines that can draw, and have room for so many more samples."""
-        able = [load for load in self._loads if load.draws]
-        return [load for load in able if not load.costs or len(load.costs) + count <= self._room]
+        return [load for load in self._loads if load.draws and self._has_room(load, count)]
+
+    def _has_room(self, load: EngineLoad, count: int) -> bool:
+        return not load.costs or len(load.costs) + count <= self._room
 
     def _release(self, load: EngineLoad, requests: Iterable[Request]) -> None:
         for request in requests:

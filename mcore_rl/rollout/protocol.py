@@ -77,10 +77,12 @@ class Prompt:
     Fields:
         id: names the prompt in seeds, samples and messages; the same in every run.
         tokens: at least one token.
+        opening: the id of the prompt that its conversation began with; "" if it is that one.
     """
 
     id: str
     tokens: tuple[int, ...]
+    opening: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

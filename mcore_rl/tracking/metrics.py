@@ -97,6 +97,9 @@ _AGREEMENT = (
     Metric("rollout/under_way", "groups", "last", "unfinished when the step got its rollouts", "under way"),
     Metric("rollout/kept_tokens", "tokens", "last", "of unfinished responses that wait for the next step", "kept"),
     Metric("rollout/redrawn", "groups", "sum", "drawn again, or in part, after an engine died", "redrawn", "down"),
+    Metric(
+        "rollout/prefix_hit_share", "share", "mean", "tokens before a drawn turn, cached by its engine", "hits", "up"
+    ),
     Metric("rollout/held_s", "s", "sum", "waited for groups that were due before others could be trained", "held"),
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),

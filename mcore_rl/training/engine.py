@@ -21,7 +21,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.algorithm import DistillConfig
-from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
+from mcore_rl.config.engine import (
+    AuxLoss,
+    Dispatcher,
+    EngineConfig,
+    LayerSpec,
+    Precision,
+    engine_violations,
+)
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
@@ -42,6 +49,7 @@ from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.loss_inputs import loss_inputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
+from mcore_rl.training.muon import muon_violations
 from mcore_rl.training.nonfinite import FiniteWatch
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.training.optimizer import Optimizer
@@ -90,6 +98,7 @@ class Engine:
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
+        violations += muon_violations(config.optim.optimizer, layer_spec)
         fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
         violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])

@@ -1,4 +1,4 @@
-"""AdamW over Megatron's distributed optimizer, its learning rates, and a step that refuses non-finite gradients."""
+"""AdamW over Megatron's distributed optimizer, with Muon ahead of it; and a step that refuses non-finite gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
-from mcore_rl.config.engine import OptimizerConfig, Schedule
+from mcore_rl.config.engine import OptimizerConfig, OptimizerKind, Schedule
 from mcore_rl.config.megatron_versions import grads_for_norm
+from mcore_rl.training.muon import MARK, Muon, marked_groups
 
 
 def learning_rate(optim: OptimizerConfig, step: int) -> float:
@@ -70,9 +71,15 @@ class Optimizer:
             params_dtype=dtype,
             use_distributed_optimizer=True,
         )
+        groups = get_standard_config_overrides(settings)
+        if config.optimizer is OptimizerKind.muon:
+            groups |= marked_groups()
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
-            settings, chunks, get_standard_config_overrides(settings), use_gloo_process_groups=False
+            settings, chunks, groups, use_gloo_process_groups=False
         )
+        self._muon: Muon | None = None
+        if config.optimizer is OptimizerKind.muon:
+            self._muon = Muon(chunks, self.megatron.chained_optimizers)
         if self._device.type != "cpu":
             self._fuse()
 
@@ -104,12 +111,14 @@ class Optimizer:
         if found_inf or not loss_is_finite or not math.isfinite(grad_norm):
             return Stepped(grad_norm, finite=False)
         for group in self.megatron.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = 0.0 if MARK in group else self.lr  # Muon moves matrices
             # Megatron marks biases and norms with wd_mult 0; its scheduler, which we do not use, would apply it.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         for part in parts:
             if self.config.clip_grad > 0 and part.get_parameters():
                 clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.clip_grad, grad_norm)
+        if self._muon is not None:
+            self._muon.step(self.lr, self.config.weight_decay, self.config.betas[0])
         self.megatron.step_with_ready_grads()
         self.num_steps += 1
         return Stepped(grad_norm, finite=True)

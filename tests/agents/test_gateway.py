@@ -106,6 +106,7 @@ async def test_a_chat_with_tools_is_one_episode_of_the_tokens_that_were_drawn() 
         1,
         "first",
     )
+    assert [(each.prompt.id, each.prompt.opening) for each, _ in engine.requests] == [("p", "p"), ("p/turn1", "p")]
     so_far: list[int] = []
     asked = iter(engine.requests)
     for segment in episode.segments:

@@ -72,6 +72,7 @@ async def test_each_turn_has_an_id_of_its_own_and_the_first_is_the_prompts() -> 
     assert [request.key for request, _ in engine.requests] == [
         ("0.0/file:0", 1), ("0.0/file:0/turn1", 1), ("0.0/file:0/turn2", 1)
     ]  # fmt: skip
+    assert {request.prompt.opening for request, _ in engine.requests} == {"0.0/file:0"}
     assert {sampling.seed for _, sampling in engine.requests} == {7}
 
 

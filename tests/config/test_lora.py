@@ -67,6 +67,9 @@ def test_shared_experts_that_overlap_leave_their_adapters_out() -> None:
     keys = [each.key for each in _of("actor.lora.rank=8", "+actor.megatron.moe_shared_expert_overlap=true")]
     assert keys == ["actor.megatron.moe_shared_expert_overlap"]
     assert _of("+actor.megatron.moe_shared_expert_overlap=true") == []
+    (violation,) = _of("actor.lora.rank=8", "actor.optim.optimizer=muon")
+    assert violation.key == "actor.optim.optimizer" and "Write adamw, or train all weights" in str(violation)
+    assert _of("actor.optim.optimizer=muon") == []
 
 
 def test_every_trained_role_has_the_group() -> None:

@@ -78,6 +78,7 @@ def test_what_was_drawn_turn_by_turn_is_scored_alike_as_one_sequence(metrics: li
 def test_metrics_say_what_the_agents_did(metrics: list[dict[str, Any]]) -> None:
     step = metrics[-1]
     assert step["agent/failed_call_share"] == pytest.approx(1 / 3)  # of three calls, one has no such tool
+    assert 0 < step["rollout/prefix_hit_share"] < 1, "some turns are longer than a block of the cache"
     assert step["agent/calls_mean"] > 1 and step["agent/tool_s_max"] > 0 and 0 < step["agent/trained_share"] < 0.5
     ends = {key.removeprefix("agent/end/"): value for key, value in step.items() if key.startswith("agent/end/")}
     assert sum(ends.values()) == pytest.approx(1) and "max_turns" in ends

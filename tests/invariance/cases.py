@@ -309,6 +309,24 @@ def _distillation_cases() -> list[Case]:
             Case(problem=replace(dense, lora=True), layout="tp=2", world_size=2)]  # fmt: skip
 
 
+def _muon_cases() -> list[Case]:
+    """Matrices that are made orthogonal, of which data, tensor and expert ranks have parts."""
+    layouts = {
+        "dense": (("", 2), ("tp=2", 2), ("pp=2,vpp=2", 2), ("cp=2", 2), ("tp=2,cp=2", 4), ("tp=4", 4)),
+        "moe": (("tp=2,etp=1", 2), ("tp=2,etp=2", 2), ("etp=2", 2), ("ep=2", 2), ("tp=2,pp=2,ep=2,etp=1", 4)),
+        "one_key_head": (("tp=4", 4),),
+        "deepseek_v3": (("tp=2,etp=1", 2), ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4)),
+        "qwen3_next": (("tp=2,etp=1", 2),),
+        "tied": (("pp=2", 2),),
+    }
+    cases = [
+        Case(problem=Problem(model=name, muon=True), layout=layout, world_size=size)
+        for name, of_model in layouts.items()
+        for layout, size in of_model
+    ]
+    return [*cases, replace(cases[0], overlap=True)]
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -359,7 +377,7 @@ def all_cases() -> list[Case]:
     cases += _feature_cases()
     cases += _adapter_cases()
     cases += _weighed_cases()
-    cases += [*_preference_cases(), *_score_cases(), *_outcome_cases()]
+    cases += [*_preference_cases(), *_score_cases(), *_outcome_cases(), *_muon_cases()]
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -438,4 +456,5 @@ SABOTAGED = [
     Case(problem=REPLAY, layout="pp=2", world_size=2, recompute=Recompute.full, sabotage="recomputed_freely"),
     Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
     Case(problem=ONE_KEY_HEAD, layout="tp=2", world_size=2, sabotage="unsummed_key_heads"),
+    Case(problem=Problem(model="dense", muon=True), layout="tp=2", world_size=2, sabotage="orthogonal_parts"),
 ]

@@ -28,6 +28,7 @@ class Problem:
     steps: of an answer its steps have the labels.
     outcomes: the loss of a process reward model, of whole responses.
     distill: the divergence from a teacher with another hidden size, beside a policy loss.
+    muon: matrices move by Muon.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Problem:
         return self.preference is not None or (self.scores is not None and not self.steps)
 
     outcomes: bool = False
+    muon: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class Case:
         parts += [problem.preference.value] if problem.preference is not None else []
         parts += [problem.scores.value] if problem.scores is not None else []
         parts += ["steps"] if problem.steps else []
+        parts += ["muon"] if problem.muon else []
         parts += ["outcomes"] if problem.outcomes else []
         parts += [f"distill-{problem.distill.value}"] if problem.distill is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []

@@ -17,7 +17,8 @@ from mcore_rl.rollout.engine.environment import usable_cores
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling, requests_of
+from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, requests_of
+from tests.rollout.test_pool_prefixes import ByLoad
 from tests.support import rollouts
 from tests.support.forked import start_engine
 from tests.support.rollouts import (
@@ -31,6 +32,8 @@ from tests.support.rollouts import (
     wait_until_gone,
 )
 
+BLOCK = 128  # tokens of a block of the CPU engine's cache
+SHORT = Sampling(max_tokens=16, ignore_eos=True, seed=11)
 LONG = Sampling(max_tokens=64, ignore_eos=True, seed=11)
 REQUESTS = requests_of(prompts(12), 4)
 
@@ -49,7 +52,13 @@ def model(directory: Path) -> PreTrainedModel:
 def engines(directory: Path, model: PreTrainedModel, processes: None) -> Iterator[list[EngineProcess]]:
     cores = usable_cores()
     started = [
-        start_engine(f"rollout-{index}", directory, rollouts.config(max_num_seqs=8), cores=share, wait=False)
+        start_engine(
+            f"rollout-{index}",
+            directory,
+            rollouts.config(max_num_seqs=8, max_prompt_length=400),
+            cores=share,
+            wait=False,
+        )
         for index, share in enumerate((cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]))
     ]
     try:
@@ -72,6 +81,45 @@ def test_two_engines_draw_what_one_draws(engines: list[EngineProcess], expected:
     assert_same(generate(EnginePool(engines, 8), REQUESTS, LONG), expected, 1e-5)
     shares = [asyncio.run(e.statistics()).generated_tokens - b for e, b in zip(engines, before, strict=True)]
     assert sum(shares) == len(REQUESTS) * 64 and min(shares) > 0.25 * sum(shares)
+
+
+async def play(source: EnginePool) -> tuple[dict[str, list[list[int]]], float]:
+    """The drawn turns of sessions of four, and the share of later ones that found all blocks of the turn before."""
+    hits = list[bool]()
+
+    async def session(number: int) -> list[list[int]]:
+        rng = np.random.default_rng(number)
+        tokens, drawn, before = rng.integers(3, rollouts.VOCAB, 140 + number).tolist(), list[list[int]](), 0
+        for turn in range(4):
+            name = f"p{number}/turn{turn}" if turn else f"p{number}"
+            request = Request(prompt=Prompt(id=name, tokens=tuple(tokens), opening=f"p{number}"))
+            ((_, sample),) = (await collect(source, [request], SHORT)).items()
+            if drawn:
+                hits.append(sample.cached_tokens >= (before - 1) // BLOCK * BLOCK)
+            drawn.append(sample.tokens.tolist())
+            before = len(tokens) + len(drawn[-1])
+            tokens += [*drawn[-1], *rng.integers(3, rollouts.VOCAB, 40).tolist()]
+            await asyncio.sleep(0.1 * rng.random())
+        return drawn
+
+    numbers = range(12)
+    drawn = await asyncio.gather(*map(session, numbers))
+    return {f"p{number}": turns for number, turns in zip(numbers, drawn, strict=True)}, sum(hits) / len(hits)
+
+
+def test_turns_find_their_prefix_and_draw_the_same_wherever_they_go(engines: list[EngineProcess]) -> None:
+    async def cold(source: EnginePool) -> tuple[dict[str, list[list[int]]], float]:
+        for engine in engines:  # as every update does, it empties the prefix cache
+            await engine.start_update()
+            await engine.finish_update(0)
+        return await play(source)
+
+    pool = EnginePool(engines, 8)
+    drawn, hit_share = asyncio.run(cold(pool))
+    assert hit_share > 0.9
+    assert 0.45 < pool.hits.take()["rollout/prefix_hit_share"] < 1
+    assert asyncio.run(cold(ByLoad(engines, 8)))[0] == drawn
+    assert asyncio.run(cold(EnginePool(engines[:1], 8)))[0] == drawn
 
 
 def assert_of_the_model(samples: dict[tuple[str, int], Sample], model: PreTrainedModel) -> None:

@@ -13,7 +13,16 @@ from mcore_rl.algorithms.outcome_loss import outcome_loss
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.algorithms.prime import ProcessRewardConfig
-from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
+from mcore_rl.config.engine import (
+    Device,
+    EngineConfig,
+    LayerSpec,
+    MoeTrainConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    Precision,
+    Schedule,
+)
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
@@ -90,6 +99,7 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
             z_loss_coeff=problem.z,
         ),
         optim=OptimizerConfig(
+            optimizer=OptimizerKind.muon if problem.muon else OptimizerKind.adamw,
             lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=0.5,
             lr_schedule=Schedule.cosine, lr_warmup_steps=1, total_steps=5, min_lr_ratio=0.1,
         ),

@@ -22,6 +22,7 @@ SPEED = ("time/", "perf/")  # metrics that no two runs share
 AGREEMENT = (
     "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl", "rollout/kl_k1",
     "rollout/ratio_mean", "rollout/ratio_max", "rollout/ratio_min", "rollout/effective_sample_size",
+    "rollout/prefix_hit_share",
 )  # fmt: skip
 GONE_S = 60.0  # for processes that were told to end, on a busy machine
 SIZES = MixtureSizes(hidden=64, ffn=96, head_dim=32, kv_heads=1)

@@ -131,6 +131,13 @@ def _recomputed_freely(engine: Engine) -> None:
         router._current_microbatch = freely  # type: ignore[method-assign]
 
 
+def _orthogonal_parts(engine: Engine) -> None:
+    """Each tensor rank makes its part of a matrix orthogonal, as Megatron's Muon does by default."""
+    assert engine.optimizer is not None and engine.optimizer._muon is not None
+    for _, matrices in engine.optimizer._muon._parts:
+        matrices[:] = [replace(matrix, dim=None) for matrix in matrices]
+
+
 SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "unsummed_norms": _unsummed_norms,
     "unsummed_replicas": _unsummed_replicas,
@@ -143,4 +150,5 @@ SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "shifted_expert": _shifted_expert,
     "replayed_a_row_late": _replayed_a_row_late,
     "recomputed_freely": _recomputed_freely,
+    "orthogonal_parts": _orthogonal_parts,
 }

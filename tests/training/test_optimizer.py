@@ -96,7 +96,7 @@ class Observed:
     bf16: Bf16 | None = None
 
 
-def _step(engine: Engine) -> StepResult:
+def one_step(engine: Engine) -> StepResult:
     batch = batches.ragged(MODEL.vocab_size)
     return engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
 
@@ -107,14 +107,14 @@ def _steps(groups: ProcessGroups, clip_grad: float) -> tuple[list[Step], Engine]
     steps = []
     for _ in range(4):
         before = engines.weights_of(engine)
-        twin = engines.build(groups, MODEL, engines.config(optim=still), load=_load(before))
-        _step(twin)
+        twin = engines.build(groups, MODEL, engines.config(optim=still), load=loading(before))
+        one_step(twin)
         gradients = {f"0.{name}": parameter.main_grad.clone() for name, parameter in twin.models[0].named_parameters()}
-        steps.append(Step(_step(engine), before, gradients, engines.weights_of(engine)))
+        steps.append(Step(one_step(engine), before, gradients, engines.weights_of(engine)))
     return steps, engine
 
 
-def _load(weights: Named) -> Callable[[object], None]:
+def loading(weights: Named) -> Callable[[object], None]:
     def load(chunks: object) -> None:
         for name, parameter in chunks[0].named_parameters():  # type: ignore[index]
             parameter.copy_(weights[f"0.{name}"])
@@ -133,7 +133,7 @@ def _bf16(groups: ProcessGroups) -> Bf16:
     engine = engines.build(groups, MODEL, engines.config(precision=Precision.bfloat16, optim=optim))
     seen = Bf16([engines.weights_of(engine)], [_main_weights(engine)], set())
     for _ in range(MANY):
-        _step(engine)
+        one_step(engine)
         seen.weights.append(engines.weights_of(engine))
         seen.main.append(_main_weights(engine))
     seen.dtypes = {tensor.dtype for tensor in engines.state_of(engine)}
@@ -152,7 +152,7 @@ def _observe(rank: Rank) -> Observed:
             engine = engines.build(groups, MODEL, still)
             before = engines.weights_of(engine)
             for _ in range(3):
-                assert _step(engine).lr == 0.0
+                assert one_step(engine).lr == 0.0
             seen.at_rest[precision] = (before, engines.weights_of(engine), engine.optimizer.num_steps)
         seen.bf16 = _bf16(groups)
     return seen

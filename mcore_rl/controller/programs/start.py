@@ -97,7 +97,9 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
         stack.callback(prepared.agents.close)
-        collector = RolloutCollector(samples, scorer, config, kept.reward_model, recorded, prepared.agents, judge)
+        collector = RolloutCollector(
+            samples, scorer, config, kept.reward_model, recorded, prepared.agents, judge, pool.hits
+        )
         ahead = None
         if trains_stale(config):
             ahead = Ahead(

@@ -30,6 +30,7 @@ from mcore_rl.errors import RolloutError
 from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.pool import PrefixHits
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.routes import checked_routes
 from mcore_rl.rollout.single_turn import single_turn
@@ -86,6 +87,7 @@ class RolloutCollector:
     model: the policy's, if the updates repeat the experts that engines report (``actor.router_replay=r3``); else None.
     agents: run the rows that ask for an agent; None: one answer to the prompt is all.
     judge: grades the rows that ask for it.
+    hits: of the prefix caches of the engines behind ``engine``.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class RolloutCollector:
         model: ModelConfig | None = None,
         agents: AgentRunner | None = None,
         judge: Judge | None = None,
+        hits: PrefixHits | None = None,
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
         self._model, self._agents, self._judge = model, agents, judge
+        self._hits = hits
 
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
@@ -131,13 +135,14 @@ class RolloutCollector:
         )
 
     def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Since the last call: seconds in which engines were idle for tools, and what the judge did.
+        """Since the last call: seconds in which engines were idle for tools, hits of their caches, what the judge did.
 
-        Without the former where no agent ran ``episodes``, and without the latter where there is no judge.
+        Without the first where no agent ran ``episodes``, and without the last where there is no judge.
         """
         idle_s = 0.0 if self._agents is None else self._agents.waits.take()
         waits = {"agent/engines_idle_s": idle_s} if any(each.agent is not None for each in episodes) else {}
-        return waits | ({} if self._judge is None else self._judge.take())
+        hits = {} if self._hits is None else self._hits.take()
+        return waits | hits | ({} if self._judge is None else self._judge.take())
 
     def over(self, engine: SampleSource) -> RolloutCollector:
         """A collector that differs from this one in nothing but its engine."""

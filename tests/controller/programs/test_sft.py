@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mcore_rl.cli import main
 from mcore_rl.config.compose import compose
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
@@ -208,6 +209,23 @@ def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> 
         assert ours == theirs
     final, again = (each.directory / "hf" / "final" / "model.safetensors" for each in (whole, struck))
     assert final.read_bytes() == again.read_bytes()
+
+
+def test_muon_learns_from_the_command_line_and_goes_on_from_a_checkpoint_with_the_same_bits(
+    task: Path, tmp_path: Path, fast_ray: None
+) -> None:
+    muon = ["actor.optim.optimizer=muon", "trainer.profile_steps=[]"]
+    with nothing_left():
+        assert main(["sft", *overrides(task, tmp_path / "whole", *muon)]) == 0
+        parts = overrides(task, tmp_path / "parts", *muon)
+        assert main(["sft", *parts, f"trainer.total_training_steps={SAVED}"]) == 0
+        assert main(["sft", *parts]) == 0
+    whole, again = (observed(tmp_path / name) for name in ("whole", "parts"))
+    losses = [whole.metrics[step]["sft/loss"] for step in range(1, STEPS + 1)]
+    assert losses[-1] < losses[0]
+    assert [again.metrics[step]["sft/loss"] for step in range(1, STEPS + 1)] == losses
+    final, resumed = (each.directory / "hf" / "final" / "model.safetensors" for each in (whole, again))
+    assert final.read_bytes() == resumed.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rewards.score import RewardRequest, Score
-from mcore_rl.rollout.protocol import Request, Sample, Sampling
+from mcore_rl.rollout.pool import PrefixHits
+from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, aborted
 from tests.support import models
 from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, conversation, lost_episode, row, turn
 from tests.support.settings import algorithm_config
@@ -83,6 +84,19 @@ def test_groups_come_in_the_order_of_their_rows_whatever_finishes_first() -> Non
 def test_each_step_draws_anew_and_the_same_when_repeated() -> None:
     seeds = [step(config(), differing(), number)[1].calls[0][1].seed for number in (1, 2, 1)]
     assert seeds[0] == seeds[2] != seeds[1]
+
+
+def test_a_step_tells_the_hits_of_the_caches_since_the_step_before() -> None:
+    hits = PrefixHits()
+    collector = RolloutCollector(ScriptedEngine(), ScriptedScorer(differing()), config(), hits=hits)  # type: ignore[arg-type]
+    request = Request(prompt=Prompt(id="p", tokens=(1,) * 30))
+    drawn = replace(aborted(request), tokens=np.ones(3, dtype=np.int32), cached_tokens=16)
+    shares = []
+    for _ in range(2):
+        hits.add(request, drawn)
+        collected = asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
+        shares.append(collected.metrics["rollout/prefix_hit_share"])
+    assert shares == [16 / 30] * 2
 
 
 def test_a_prompt_that_comes_twice_is_two_groups() -> None:
