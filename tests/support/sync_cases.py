@@ -43,7 +43,6 @@ MODELS: dict[str, ModelConfig] = {
         head_dim=48,
         hidden_size=64,
     ),
-    "minimax_m2": models.minimax_m2(**SIZES),
     "seed_oss": models.seed_oss(**SIZES),
     "smollm3": models.smollm3(hidden_size=128, head_dim=32),
     "ernie4_5": models.ernie4_5(**SIZES),
