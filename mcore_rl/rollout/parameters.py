@@ -343,8 +343,11 @@ def _model(
 ) -> tuple[nn.Module, Any]:
     """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: active while it builds."""
     from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
+
+    _ROPE_DICT.clear()  # ERNIE changes the rotations that it finds there, which a model after it would share
 
     _import_architecture(source)
     model_config = ModelConfig(

@@ -43,7 +43,7 @@ ALWAYS = {
     "prompt/length_mean", "prompt/length_max",
     "dropped/groups", "dropped/generation_batches", "dropped/grader_errors",
     "rollout/staleness_mean", "rollout/staleness_max", "rollout/stale_token_share", "rollout/resumed_share",
-    "rollout/versions_max",
+    "rollout/versions_max", "rollout/prefix_hit_share",
     "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl", "rollout/kl_k1",
     "rollout/ratio_mean", "rollout/ratio_max", "rollout/ratio_min", "rollout/effective_sample_size",
     "advantage/mean", "advantage/std", "advantage/min", "advantage/max",
