@@ -10,7 +10,7 @@ tokens, whatever the loss's own aggregation:
   largest ``log r`` and ``-log r``, nats
 - ``actor/entropy``: if entropies are computed
 - ``actor/kl_loss``: the KL to the reference, before its coefficient
-- ``actor/NAME``: whatever else a policy loss sums under such a name, for those of users' files
+- ``actor/NAME``: what else a policy loss of a user's file sums
 - ``distill/DIVERGENCE``, and as a maximum ``distill/DIVERGENCE_max``: from the teacher, before its coefficient; of
   several, ``distill/DIVERGENCE/NAME`` too, a mean over the tokens that this one teaches
 
@@ -48,8 +48,9 @@ REPORTED = {
     "actor/selected_fraction": "actor/selected_fraction",
     "actor/kl_loss": "kl/loss",
 }
-# Sums of these names are reported by others, or not at all.  The others are a user's own loss's.
+# Sums of our own losses.  Any other is of a user's loss, and is reported as it is.
 _OURS = frozenset({*REPORTED, "actor/policy_loss", "actor/clip_fraction", "actor/entropy"})
+_OUR_PREFIXES = ("distill/", f"{TAUGHT}/", PREFIX, "router/")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class ActorLoss(RoleLoss):
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
         """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where ``p / old`` must be 1."""
         of_tokens = {key: sums.mean(name) for name, key in REPORTED.items()}
-        own = {name for name in sums.totals() if name.startswith("actor/")} - _OURS
+        own = {name for name in sums.totals() if not name.startswith(_OUR_PREFIXES)} - _OURS
         of_tokens |= {name: sums.mean(name) for name in sorted(own)}
         of_tokens["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
         metrics = {key: value for key, value in of_tokens.items() if value is not None}

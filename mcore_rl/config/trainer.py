@@ -323,6 +323,8 @@ def _prometheus_violations(trainer: TrainerConfig) -> list[Violation]:
         ip_address(host)
     except ValueError:
         return [Violation(key, host, "is no IP address", "Write 127.0.0.1, or an address of this machine")]
+    if trainer.prometheus.port is None and host != PrometheusConfig.host:
+        return [Violation(key, host, "nothing is served without a port", "Write trainer.prometheus.port=9464 too")]
     return []
 
 

@@ -30,9 +30,8 @@ from mcore_rl.errors import DeadEngineError, WeightsIncompleteError
 from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, RolloutEngine, Sample, Sampling, aborted
 
 AHEAD = 1.25  # above 1, so that an engine never waits for its next prompt
-# How much busier than the least busy an engine may be and still get the turns whose prefix it has: by so many requests
-# of that size, a share of those that it runs at once.  They are drawn together, so that a difference within the share
-# makes its steps longer and lets nobody wait.  It has to exceed chance: where tools take half of a session's time, 256
+# An engine that has the prefix may be this share of its seats busier than the least busy.  Its requests are drawn
+# together, so that the difference costs little.  It must exceed chance: where tools take half of a session's time, 256
 # sessions of each of 8 engines differ by 23 requests from the busiest to the least busy, which is a share of 0.09.
 STAYS = 0.25
 PATIENCE = 8  # times the engines: by so many a request is overtaken while its own engine, one of them, is full
@@ -201,6 +200,7 @@ class EnginePool:
             yield
             for load in self._loads:
                 load.has_weights = True
+            self._homes = _Homes()  # an update empties the engines' prefix caches
         finally:
             self._held -= 1
             self._assign()
@@ -326,7 +326,7 @@ class EnginePool:
         return [*again, *unfinished.values()]
 
     async def _take(self, group: Sequence[Request], sampling: Sampling) -> tuple[EngineLoad, int] | None:
-        """Waits until an engine has room; assigns ``group`` to the one with the least load of those that have room.
+        """Waits until an engine is chosen for ``group`` (``_next``).
 
         Returns it with ``_Waiter.num_holds``: a request that an update overtakes on its way was sent before that
         update.  None: the group is to be given back.  Raises DeadEngineError if no more is drawn.
@@ -393,8 +393,8 @@ class EnginePool:
     def _allowed(self, request: Request, max_tokens: int) -> float:
         """By how many tokens the engine that has its prefix may be busier than the least busy to get ``request``.
 
-        A later turn: see ``STAYS``.  A first turn decides where all of its conversation is drawn, and saves its prompt
-        alone: it goes beside so many others as are expected to draw no more tokens together than the prompt has.
+        A later turn: see ``STAYS``.  A first turn saves only its prompt: it goes there if the requests ahead are
+        expected to draw no more tokens than the prompt has.
         """
         cost = self._cost(request, max_tokens)
         if request.prompt.opening in ("", request.prompt.id):

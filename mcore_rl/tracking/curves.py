@@ -11,7 +11,7 @@ from dataclasses import replace
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.chart_points import MAX_BINS, MIN_SMOOTHED, Series, window
 from mcore_rl.tracking.charts import line_chart
-from mcore_rl.tracking.metrics import Metric, metric_of
+from mcore_rl.tracking.metrics import Metric, is_metric, metric_of
 from mcore_rl.tracking.page import LIGHT, details, text
 from mcore_rl.tracking.run_files import RecordedRun
 
@@ -152,10 +152,7 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
 
 def _row(key: str) -> Metric | None:
     """The row of ``key``; None for a metric of another version."""
-    try:
-        return metric_of(key)
-    except AssertionError:
-        return None
+    return metric_of(key) if is_metric(key) else None
 
 
 def _validates(key: str) -> bool:

@@ -376,11 +376,17 @@ def metric_of(key: str) -> Metric:
     raise AssertionError(f"{key}: no such metric. Name it in mcore_rl/tracking/metrics.py, or mend the spelling")
 
 
+def is_metric(key: str) -> bool:
+    """Find whether ``key`` has a row."""
+    return any(pattern.fullmatch(key) for _, pattern in _patterns())
+
+
 @cache
 def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
     """(row, pattern of its key); rows without a placeholder come first, so that they win over families.
 
-    A role of a user's file has no name of a section of ours, so that a misspelling there stays unknown.
+    A role of a user's file has no name of a section of ours, so that a misspelling in one stays unknown, but for
+    ``actor/``, where losses of users report.
     """
     rows = sorted(METRICS, key=lambda metric: "{" in metric.key)
     sections = {row.key.partition("/")[0] for row in rows} - {"{role}"}

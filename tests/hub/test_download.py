@@ -169,6 +169,7 @@ def test_a_listing_with_names_that_leave_the_cache(hub: HubServer, tmp_path: Pat
 def test_a_commit_that_is_no_hash(hub: HubServer, tmp_path: Path) -> None:
     evil = Repo({"config.json": b"{}"})
     evil.commits = {"../../../escaped": evil.files}
+    evil.heads["main"] = "../../../escaped"
     hub.repos["models/owner/evil"] = evil
     with pytest.raises(NotFetchedError, match="no hash"):
         model_folder(HubName(MODEL, "owner/evil"), ModelPart.config)

@@ -16,7 +16,9 @@ from mcore_rl.config.role import Role
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
 from mcore_rl.episodes import Episode
+from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.device import Memory
+from mcore_rl.tracking.metrics import is_metric
 from mcore_rl.types import SequenceScores
 
 GIB = 2**30
@@ -134,15 +136,26 @@ def own_metrics(role: str, own: OwnScores, num_tokens: int) -> dict[str, float]:
 
 
 def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, float]:
-    """The metrics of the updates of ``role``; only the policy's include those of its routers."""
+    """The metrics of the updates of ``role``; only the policy's include those of its routers.
+
+    Raises ConfigError if the loss, of a user's file, reports a name that is no metric's, or the optimizer's.
+    """
     if not updated.results:
         return {}
+    told, optimizer = loss.metrics(updated.sums), _optimizer_metrics(role.name, updated)
+    refuse_if_any(
+        [
+            Violation(f"the loss of {role.name}", name, "cannot be reported by this name", f"Call it {role.name}/NAME")
+            for name in told
+            if name in optimizer or not is_metric(name)
+        ]
+    )
     routers = {name for result in updated.results for name in result.metrics if name.startswith("router/")}
     of_routers = {
         name: fmean(result.metrics[name] for result in updated.results if name in result.metrics)
         for name in (routers if role.publishes else ())
     }
-    return loss.metrics(updated.sums) | of_routers | _optimizer_metrics(role.name, updated)
+    return told | of_routers | optimizer
 
 
 def _optimizer_metrics(role: str, updated: Updated) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from mcore_rl.controller.step.metrics import (
 from mcore_rl.controller.step.rollout_collection import FILTERED, DroppedGroup, RolloutBatch
 from mcore_rl.controller.step.updates import Updated
 from mcore_rl.episodes import AgentCounts, Author, Episode, Segment, VersionSpan
+from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
@@ -144,6 +146,15 @@ def test_the_actor_s_updates_are_counted() -> None:
             "actor/grad_norm": 4.0, "actor/lr": 0.3, "actor/skipped_updates": 1.0,
         }
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["hinge", "actor/lr", "critics/hinge/2", "my-role/hinge"])
+def test_a_loss_that_reports_what_is_no_metric_s_name_is_refused(name: str) -> None:
+    """In one line, instead of losing the number or the run."""
+    updated = Updated(results=[replace(result(1.0), metrics={name: 4.0})], trained=[4])
+    said = f"the loss of actor={name}: cannot be reported by this name. Call it actor/NAME"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        update_metrics(ROLES["actor"], policy_loss(actor_config()), updated)
 
 
 def test_a_step_without_updates_tells_of_entropy_alone() -> None:
