@@ -121,7 +121,8 @@ def test_vllm_takes_the_experts_adapters_apart_as_they_were(kind: str, rslora: b
         each.optimize()
     config = SimpleNamespace(**read_config(base))
     manager = SimpleNamespace(_get_lora_layer_weights=LoRAModel.get_lora, model=SimpleNamespace(config=config))
-    w = ("w1", "w2", "w3") if kind == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+    spelt_as_mixtral = kind in ("mixtral", "minimax_m2")
+    w = ("w1", "w2", "w3") if spelt_as_mixtral else ("gate_proj", "down_proj", "up_proj")
     layers = [name for name in loaded.loras if name.endswith(".mlp.experts")]
     assert layers
     for layer in layers:
@@ -132,7 +133,7 @@ def test_vllm_takes_the_experts_adapters_apart_as_they_were(kind: str, rslora: b
         for place, name in enumerate(w):
             for expert in range(num_experts):
                 stem = f"{adapters.PEFT}{layer}.{expert}.{name}"
-                stem = stem.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else stem
+                stem = stem.replace(".mlp.", ".block_sparse_moe.") if spelt_as_mixtral else stem
                 a, b = (given[f"{stem}.lora_{which}.weight"] for which in "AB")
                 torch.testing.assert_close(held.lora_b[place][expert] @ held.lora_a[place][expert], lora.scale * b @ a)
 
