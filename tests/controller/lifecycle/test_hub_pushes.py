@@ -10,11 +10,9 @@ import pytest
 
 from mcore_rl.controller.lifecycle.hub_pushes import HubPushes
 from mcore_rl.hub.push import target
-from tests.hub.conftest import hub
 from tests.support.hub_server import TOKEN, HubServer
 from tests.tracking.recorded_run import record
 
-__all__ = ["hub"]  # a fixture
 NAME = "model.safetensors"
 
 
