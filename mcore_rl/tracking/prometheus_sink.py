@@ -27,11 +27,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.secrets import redact
+from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.metrics import METRICS, metric_of
 from mcore_rl.tracking.samples import Rows
 
 PATH = "/metrics"
+HOST = "trainer.prometheus.host"
 TOKEN = "prometheus_token"  # file of the run directory
 PREFIX = "mcore_rl_"
 STEP, TOTAL, TIME = f"{PREFIX}step", f"{PREFIX}total_steps", f"{PREFIX}last_step_timestamp_seconds"
@@ -101,7 +104,7 @@ class _Newest(Collector):
 
 
 class PrometheusSink:
-    """Serves from its making on.  OSError: the address or the port cannot be had."""
+    """Serves from its making on.  OSError: the address or the port cannot be had.  ConfigError: the secret cannot."""
 
     name = "prometheus"
 
@@ -111,7 +114,7 @@ class PrometheusSink:
         registry.register(self._newest)
         host, port = trainer.prometheus.host, trainer.prometheus.port
         assert port is not None
-        token = None if ip_address(host).is_loopback else _token(run_dir / TOKEN)
+        token = None if ip_address(host).is_loopback else _token(run_dir / TOKEN, host)
         self._server = _Server(host, port, registry, token)
         threading.Thread(target=self._server.serve_forever, name=self.name, daemon=True).start()
 
@@ -175,12 +178,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _token(path: Path) -> str:
-    """The secret of a run, made once: who goes on with the run need not tell Prometheus another."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _token(path: Path, host: str) -> str:
+    """The secret of a run, made once: who goes on with the run need not tell Prometheus another.
+
+    Raises ConfigError where its file cannot be read or written.
+    """
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(secrets.token_urlsafe(32))
-    except FileExistsError:
+        token = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        if not token:  # else the file of a run that was killed would let everybody in
+            token = secrets.token_urlsafe(32)
+            _write_secret(path, token)
         path.chmod(0o600)
-    return path.read_text(encoding="utf-8").strip()
+        return token
+    except (OSError, ValueError) as error:
+        problem = f"demands a secret of who asks, and {path} cannot be kept: {error}"
+        remedy = f"Remove that file, or leave {HOST} out to listen on this machine alone"
+        raise ConfigError([Violation(HOST, host, problem, remedy)]) from error
+
+
+def _write_secret(path: Path, secret: str) -> None:
+    with replaced(path) as new:
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secret)

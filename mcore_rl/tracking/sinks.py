@@ -186,6 +186,8 @@ class Tracker:
 
             try:
                 sinks.append(PrometheusSink(run_dir, trainer, total_steps))
+            except ConfigError as error:
+                violations += error.violations
             except OSError as error:
                 where = f"{trainer.prometheus.host}:{trainer.prometheus.port}"
                 problem = f"nothing can listen at {where}: {error.strerror or error}"

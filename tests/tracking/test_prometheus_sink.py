@@ -88,6 +88,21 @@ def test_beyond_this_machine_the_secret_of_the_run_is_demanded(tmp_path: Path) -
     assert others and not any(token.encode() in path.read_bytes() for path in others)
 
 
+def test_an_empty_secret_lets_nobody_in_and_one_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    port, file = free_port(), tmp_path / "prometheus_token"
+    for left in ("", "\n"):  # of a run that was killed, or met a full disk
+        file.write_text(left)
+        with Tracker.open(tmp_path, trainer(port, "0.0.0.0"), {}, 2):
+            assert file.stat().st_mode & 0o777 == 0o600 and len(file.read_text()) > 40
+            assert refusal(port) == refusal(port, token=" ") == 401 and asked(port, token=file.read_text())
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError) as caught:
+        Tracker.open(tmp_path, trainer(port, "0.0.0.0"), {}, 2)
+    (told,) = caught.value.violations
+    assert str(told).startswith(f"trainer.prometheus.host=0.0.0.0: demands a secret of who asks, and {file} cannot be")
+
+
 def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
