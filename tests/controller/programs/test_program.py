@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,7 +291,8 @@ def test_a_run_that_is_stopped_leaves_no_upload_behind(
             raise AlarmError("of a test")
 
     hub.open.clear()
-    with pytest.raises(AlarmError) if how == "alarmed" else nullcontext():
+    ends: AbstractContextManager[object] = pytest.raises(AlarmError) if how == "alarmed" else nullcontext()
+    with ends:
         assert asyncio.run(pushing(before)) == REQUEUE
     hub.open.set()
     asyncio.run(until(lambda: not going_on()))
