@@ -221,7 +221,8 @@ def run(options: argparse.Namespace) -> int:
 
         card = model_card(goal.name, options.run or options.megatron)
         (done.directory / CARD).write_text(card, encoding="utf-8")
-        console.print(goal.push(done.directory), soft_wrap=True, highlight=False)
+        left = f"{done.directory} is complete; {goal.by_hand(done.directory)}"
+        console.print(goal.push(done.directory, left), soft_wrap=True, highlight=False)
     return 0
 
 

@@ -195,7 +195,8 @@ class TrainingRun(ABC, Generic[C, P]):
     async def export(self, name: str) -> Path:
         """Write the first trained role as a Hugging Face checkpoint to ``RUN/hf/NAME``, and return that path."""
         target, role = self.directory / "hf" / name, next(row for row in self.config.role_rows if row.trains)
-        await run_checkpoints.export_hf(self.groups[role.name], Path(self.config.weights_of(role)), target)
+        source = Path(self.config.weights_of(role))
+        await run_checkpoints.export_hf(self.groups[role.name], source, target, self.progress.step)
         return target
 
 
@@ -231,8 +232,8 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.tracker.log(step, metrics)
         run.tracker.timeline(step, run.clock.spans, lanes)
         await run.check_directory()
-        if run.pushes is not None:  # when the line is there that the model card reads
-            await run.pushes.add({BEST: run.progress.best_step})
+        if run.pushes is not None and run.progress.best_step > 0:  # when the line is there that the model card reads
+            await run.pushes.add(BEST)
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
             await run.save()

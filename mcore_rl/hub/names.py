@@ -63,7 +63,7 @@ def hub_name(text: str, kind: str) -> HubName | None:
 
 
 def is_repository(name: str) -> bool:
-    """Whether ``name`` is ``owner/name`` of a repository to write to, without revision or path."""
+    """Tells if ``name`` is ``owner/name`` of a repository to write to, without revision or path."""
     if "/" not in name or "@" in name:
         return False
     repository = hub_name(f"{name}@main", MODEL)  # with a revision, which no folder of that name has
@@ -71,7 +71,7 @@ def is_repository(name: str) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether ``path``, of a repository, stays in the folder that it is written to."""
+    """Tells if ``path``, of a repository, stays in the folder that it is written to."""
     plain = path.isprintable() and "\\" not in path and not path.startswith("/")
     return plain and not {"..", "."} & set(path.split("/")) and "//" not in path
 

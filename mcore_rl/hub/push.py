@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,14 +44,21 @@ class Target:
         with self._told("nothing was done yet"):
             HfApi().whoami()
 
-    def push(self, folder: Path, branch: str = MAIN, message: str = "Export of mcore_rl") -> str:
+    def by_hand(self, folder: Path, branch: str = MAIN) -> str:
+        """Words of a user who is to upload ``folder``, for messages."""
+        words = ["hf", "upload", self.name, str(folder)]
+        words += [] if branch == MAIN else ["--revision", branch]
+        words += ["--private"] if self.private else []  # else it would be made for all to see
+        return f"upload it with: {shlex.join(words)}"
+
+    def push(self, folder: Path, left: str, branch: str = MAIN, message: str = "Export of mcore_rl") -> str:
         """Uploads all of ``folder`` as one commit, and returns its address.  Raises ConfigError where it may not.
 
-        branch: it is made from the main one if it is not there.
+        left: what a user has then, for the message.  branch: it is made from the main one if it is not there.
         """
         from huggingface_hub import HfApi
 
-        with self._told(f"{folder} is complete; upload it with: hf upload {self.name} {folder}"):
+        with self._told(left):
             api = HfApi()
             api.create_repo(self.name, private=self.private or None, exist_ok=True)
             if branch != MAIN:

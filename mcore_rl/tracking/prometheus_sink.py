@@ -14,12 +14,13 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from hmac import compare_digest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from socket import AF_INET, AF_INET6
+from socket import AF_INET, AF_INET6, SHUT_RDWR
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -27,23 +28,32 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.secrets import redact
+from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.metrics import METRICS, metric_of
 from mcore_rl.tracking.samples import Rows
 
 PATH = "/metrics"
+HOST = "trainer.prometheus.host"
 TOKEN = "prometheus_token"  # file of the run directory
 PREFIX = "mcore_rl_"
 STEP, TOTAL, TIME = f"{PREFIX}step", f"{PREFIX}total_steps", f"{PREFIX}last_step_timestamp_seconds"
-OWN = {STEP: "the last step that is complete", TOTAL: "steps of the whole run", TIME: "when that step ended, unix time"}
-REQUEST_S = 10.0  # for who connects and says nothing
+OWN = {
+    STEP: "the last step that is complete",
+    TOTAL: "steps of the whole run",
+    TIME: "when that step ended, or serving began, unix time",
+}
+REQUEST_S = 10.0  # for a whole request, and its answer
+MOST_OPEN = 8  # connections; each is a thread, before anybody knows who asks
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
 def exposed_name(key: str) -> str:
     """What Prometheus calls a row of ``metrics.METRICS``."""
-    name = PREFIX + re.sub(r"[\W_]+", "_", _PLACE.sub("", key)).strip("_")
     labels = labels_of(key)
+    own = re.sub(r"[\W_]+", "_", _PLACE.sub("", key)).strip("_")
+    name = PREFIX + (own or "_".join(labels))
     return f"{name}_by_{'_'.join(labels)}" if labels and name in _names_without_labels() else name
 
 
@@ -70,12 +80,12 @@ def _places(row: str) -> re.Pattern[str]:
 
 
 class _Newest(Collector):
-    """Metrics of the newest step, as Prometheus collects them.  run: what it is called."""
+    """Metrics of the newest step, as Prometheus collects them.  run: what it is called.  step: the last before it."""
 
-    def __init__(self, run: str, total_steps: int) -> None:
+    def __init__(self, run: str, step: int, total_steps: int) -> None:
         self._run, self._total = run, total_steps
         self._numbers: dict[str, float] = {}
-        self._step, self._ended = 0, 0.0
+        self._step, self._ended = step, time.time()
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation's numbers stay until the next one; others are those of the step alone."""
@@ -101,17 +111,17 @@ class _Newest(Collector):
 
 
 class PrometheusSink:
-    """Serves from its making on.  OSError: the address or the port cannot be had."""
+    """Serves from its making on.  OSError: the address or the port cannot be had.  ConfigError: the secret cannot."""
 
     name = "prometheus"
 
-    def __init__(self, run_dir: Path, trainer: TrainerConfig, total_steps: int) -> None:
-        self._newest = _Newest(redact(trainer.experiment_name), total_steps)
+    def __init__(self, run_dir: Path, trainer: TrainerConfig, step: int, total_steps: int) -> None:
+        self._newest = _Newest(redact(trainer.experiment_name), step, total_steps)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._newest)
         host, port = trainer.prometheus.host, trainer.prometheus.port
         assert port is not None
-        token = None if ip_address(host).is_loopback else _token(run_dir / TOKEN)
+        token = None if ip_address(host).is_loopback else _token(run_dir / TOKEN, host)
         self._server = _Server(host, port, registry, token)
         threading.Thread(target=self._server.serve_forever, name=self.name, daemon=True).start()
 
@@ -144,7 +154,28 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, registry: CollectorRegistry, token: str | None) -> None:
         self.registry, self.token = registry, token
         self.address_family = AF_INET6 if isinstance(ip_address(host), IPv6Address) else AF_INET
+        self._begun = dict[Any, float]()  # open connection -> when it came
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread, if not too many are open."""
+        if len(self._begun) == MOST_OPEN:
+            self.shutdown_request(request)
+            return
+        self._begun[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection; each one ends here."""
+        super().shutdown_request(request)
+        self._begun.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Cuts, between two looks for clients, those that took too long, also if they say a byte now and then."""
+        for request, begun in [*self._begun.items()]:
+            if time.monotonic() > begun + REQUEST_S:
+                with suppress(OSError):  # it has just ended
+                    request.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of clients that leave."""
@@ -152,7 +183,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = REQUEST_S
+    server_version, sys_version = "mcore-rl", ""
+    timeout = REQUEST_S  # for one that outlives the server
 
     def log_message(self, *_: object) -> None:
         """Says nothing on standard error."""
@@ -175,12 +207,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _token(path: Path) -> str:
-    """The secret of a run, made once: who goes on with the run need not tell Prometheus another."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _token(path: Path, host: str) -> str:
+    """The secret of a run, made once: who goes on with the run need not tell Prometheus another.
+
+    Raises ConfigError where its file cannot be read or written.
+    """
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(secrets.token_urlsafe(32))
-    except FileExistsError:
+        token = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        if not token:  # else the file of a run that was killed would let everybody in
+            token = secrets.token_urlsafe(32)
+            _write_secret(path, token)
         path.chmod(0o600)
-    return path.read_text(encoding="utf-8").strip()
+        return token
+    except (OSError, ValueError) as error:
+        problem = f"demands a secret of who asks, and {path} cannot be kept: {error}"
+        remedy = f"Remove that file, or leave {HOST} out to listen on this machine alone"
+        raise ConfigError([Violation(HOST, host, problem, remedy)]) from error
+
+
+def _write_secret(path: Path, secret: str) -> None:
+    with replaced(path) as new:
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secret)

@@ -185,7 +185,9 @@ class Tracker:
             from mcore_rl.tracking.prometheus_sink import PrometheusSink
 
             try:
-                sinks.append(PrometheusSink(run_dir, trainer, total_steps))
+                sinks.append(PrometheusSink(run_dir, trainer, resumed_step or 0, total_steps))
+            except ConfigError as error:
+                violations += error.violations
             except OSError as error:
                 where = f"{trainer.prometheus.host}:{trainer.prometheus.port}"
                 problem = f"nothing can listen at {where}: {error.strerror or error}"

@@ -73,7 +73,10 @@ def test_a_run_that_is_watched_pushes_its_best_and_its_last(tmp_path: Path) -> N
     assert last["mcore_rl_reward_mean"] == lines[step - 1]["reward/mean"]
     assert last["mcore_rl_val_reward"] == lines[step - 1]["val/arithmetic/reward"]
 
-    assert f"not pushed: step {STEPS}, the last; upload it with: hf upload closed/tuned {refused / 'hf/final'}" in told
+    assert (
+        f"not pushed: step {STEPS}, the last; upload it with: hf upload closed/tuned {refused / 'hf/final'} --private"
+        in told
+    )
     assert "does not let you write there (403)" in told
     same = [{key: value for key, value in line.items() if not key.startswith((*SPEED, "rollout/"))} for line in lines]
     for ours, theirs in zip(same, read_metrics(refused / "metrics.jsonl"), strict=True):

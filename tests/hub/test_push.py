@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,13 @@ def test_what_was_converted_is_kept_where_the_hub_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    by_hand = f"{tmp_path / 'out'} is complete; upload it with: hf upload closed/tuned {tmp_path / 'out'}"
     assert main([*words, "closed/tuned"]) == 2
     told = said(capsys)
-    assert "does not let you write there (403)" in told
-    assert f"{tmp_path / 'out'} is complete; upload it with: hf upload closed/tuned {tmp_path / 'out'}" in told
+    assert "does not let you write there (403)" in told and f"{by_hand}." in told
+    shutil.rmtree(tmp_path / "out")
+    assert main([*words, "closed/tuned", "--private"]) == 2
+    assert f"{by_hand} --private." in said(capsys), "else it would be made for all to see"
     assert (tmp_path / "out" / "README.md").is_file()
 
 
@@ -131,4 +135,4 @@ def test_what_the_hub_says_is_told_without_token_and_signature(
 
     monkeypatch.setattr(HfApi, "create_repo", broken)
     with pytest.raises(ConfigError, match=r"Bearer \*\*\* at https://store/x\?\*\*\* broke"):
-        repository.push(tmp_path)
+        repository.push(tmp_path, "nothing is lost")

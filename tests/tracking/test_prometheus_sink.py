@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections import Counter
+from contextlib import ExitStack, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -16,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_rl.config.trainer import PrometheusConfig, TrainerConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.tracking import prometheus_sink
 from mcore_rl.tracking.metrics import METRICS
 from mcore_rl.tracking.prometheus_sink import exposed_metrics, exposed_name
 from mcore_rl.tracking.sinks import Tracker
@@ -88,6 +92,85 @@ def test_beyond_this_machine_the_secret_of_the_run_is_demanded(tmp_path: Path) -
     assert others and not any(token.encode() in path.read_bytes() for path in others)
 
 
+def test_an_empty_secret_lets_nobody_in_and_one_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    port, file = free_port(), tmp_path / "prometheus_token"
+    for left in ("", "\n"):  # of a run that was killed, or met a full disk
+        file.write_text(left)
+        with Tracker.open(tmp_path, trainer(port, "0.0.0.0"), {}, 2):
+            assert file.stat().st_mode & 0o777 == 0o600 and len(file.read_text()) > 40
+            assert refusal(port) == refusal(port, token=" ") == 401 and asked(port, token=file.read_text())
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError) as caught:
+        Tracker.open(tmp_path, trainer(port, "0.0.0.0"), {}, 2)
+    (told,) = caught.value.violations
+    assert str(told).startswith(f"trainer.prometheus.host=0.0.0.0: demands a secret of who asks, and {file} cannot be")
+
+
+def test_a_run_that_begins_or_goes_on_does_not_stand_still(tmp_path: Path) -> None:
+    port, run = free_port(), frozenset({("run", "mine")})
+    for resumed in (None, 30):
+        begun = time.time()
+        with Tracker.open(tmp_path, trainer(port), {}, 40, resumed_step=resumed) as tracker:
+            served = asked(port)
+            assert begun <= served["mcore_rl_last_step_timestamp_seconds", run] <= time.time()
+            assert served["mcore_rl_step", run] == (resumed or 0)
+            tracker.log(31, {"reward/mean": 1})
+            assert asked(port)["mcore_rl_step", run] == 31
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the other side ends a connection to which a byte is sent now and then."""
+    connection.settimeout(0.1)
+    for _ in range(300):
+        with suppress(TimeoutError):
+            try:
+                connection.send(b"x")
+                if not connection.recv(1):
+                    return True
+            except ConnectionError:
+                return True
+    return False
+
+
+def test_strangers_hold_few_threads_and_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit_s(seconds: float) -> None:
+        monkeypatch.setattr(prometheus_sink, "REQUEST_S", seconds)
+
+    monkeypatch.setattr("mcore_rl.tracking.prometheus_sink._Handler.timeout", 3600.0)
+    limit_s(3600.0)
+    port = free_port()
+    with Tracker.open(tmp_path, trainer(port), {}, 40), ExitStack() as closing:
+        strangers = [
+            closing.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(prometheus_sink.MOST_OPEN + 1)
+        ]
+        assert is_cut(strangers[-1]), "one more than the bound"
+        limit_s(0.0)
+        assert is_cut(strangers[0]), "one that goes on to say something"
+        limit_s(3600.0)
+        assert until_answered(port)
+
+
+def until_answered(port: int) -> bool:
+    for _ in range(100):
+        with suppress(OSError, HTTPException):
+            return bool(asked(port))
+        time.sleep(0.1)
+    return False
+
+
+def test_an_answer_names_no_version(tmp_path: Path) -> None:
+    port = free_port()
+    with Tracker.open(tmp_path, trainer(port), {}, 40):
+        for method in ("GET", "POST"):
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request(method, "/")
+            answer = connection.getresponse()
+            assert "ython" not in f"{answer.headers}{answer.read().decode()}"
+            connection.close()
+
+
 def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -101,7 +184,8 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 def test_no_two_metrics_share_a_name() -> None:
     twice = [name for name, count in Counter(exposed_name(each.key) for each in METRICS).items() if count > 1]
-    assert twice == [] and all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in exposed_metrics())
+    assert twice == [] and all(re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", name) for name in exposed_metrics())
+    assert exposed_name("{role}/{metric}") == "mcore_rl_role_metric"
 
 
 def queries(value: Any) -> list[tuple[str, str]]:

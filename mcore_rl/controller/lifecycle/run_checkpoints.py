@@ -21,6 +21,7 @@ from mcore_rl.config.trainer import ResumeMode, TrainerConfig
 from mcore_rl.errors import CheckpointError, ConfigError, Violation
 from mcore_rl.json_text import read_json
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.run_directory import set_aside
 
 STEP = re.compile(r"step_(\d+)")
@@ -191,9 +192,42 @@ def replace_directory(fresh: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-async def export_hf(group: TrainGroup, source: Path, target: Path) -> None:
-    """Writes the weights of ``group`` to ``target`` as a Hugging Face checkpoint, with ``source``'s sidecar files."""
+@dataclass(frozen=True)
+class Exported:
+    """An export's step, and when it was written: a run that restarts comes to a step twice."""
+
+    step: int
+    written_ns: int
+
+
+async def export_hf(group: TrainGroup, source: Path, target: Path, step: int) -> None:
+    """Writes the weights of ``group`` to ``target`` as a Hugging Face checkpoint, with ``source``'s sidecar files.
+
+    step: of the weights; ``exported`` reads it.
+    """
     fresh = target.with_name(f"{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
     await group.save_hf(fresh, source)
+    publish_export(fresh, target, step)
+
+
+def publish_export(fresh: Path, target: Path, step: int) -> None:
+    """Replaces ``target`` by ``fresh``, which is of ``step``; in between, the step of ``target`` is unknown."""
+    note = _step_of(target)
+    note.unlink(missing_ok=True)
     replace_directory(fresh, target)
+    with replaced(note) as new:
+        new.write_text(f"{step}\n")
+
+
+def exported(target: Path) -> Exported | None:
+    """The step of the weights in ``target``; None where there is no export, or nobody noted its step."""
+    note = _step_of(target)
+    try:
+        return Exported(int(note.read_text()), note.stat().st_mtime_ns) if target.is_dir() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _step_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.step")  # beside it: an export has the files of a model alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -60,7 +60,7 @@ async def run_program(
     owner = RunOwner(directory, say=note)
     pushes: HubPushes | None = None
 
-    async def attempt(config: C) -> Path | None:
+    async def attempt(config: C) -> tuple[Path, int] | None:
         preemption = Preemption()
 
         async def begin(run: R) -> None:
@@ -75,31 +75,42 @@ async def run_program(
                 await run.conclude_saving()
             finally:
                 exported = await run.export(FINAL)
-            write_finished(directory, run.progress.step)
             if pushes is not None:
-                await pushes.add({BEST: run.progress.best_step, FINAL: run.progress.step})
-        return exported
+                await pushes.add(*([BEST] if run.progress.best_step > 0 else []), FINAL)
+        return exported, run.progress.step
 
-    with owner, scratch():  # before anything is imported or started that makes temporary files, as wandb does
+    # Before anything is imported or started that makes temporary files, as wandb does.
+    with owner, scratch(), ExitStack() as closing:
         if config.trainer.push_to_hub is not None:  # once the directory is this run's
             repository = target(config.trainer.push_to_hub, private=True, key=PUSH)
             pushes = HubPushes(repository, directory, note=note, warn=warn)
+            closing.callback(pushes.close)
         try:
             async with living or nullcontext():
-                exported = await run_with_restarts(config, attempt)
+                done = await run_with_restarts(config, attempt)
         except Preempted as left:
             outcome(str(left))
             return REQUEUE
         report = write_report(directory)
-        pushed = [] if pushes is None else await pushes.conclude()
-    if (learned := what_was_learned(directory)) is not None:
-        Console().print(learned)
-    if exported is not None:
-        outcome(f"final weights: {exported}")
-    for line in pushed:
-        outcome(line)
-    outcome(f"report: {report}")
+        if (learned := what_was_learned(directory)) is not None:
+            Console().print(learned)
+        if done is not None:
+            exported, step = done
+            outcome(f"final weights: {exported}")
+            if pushes is not None:
+                await _concluded(pushes)
+            write_finished(directory, step)  # last: one that is stopped in between may go on, and upload
+        outcome(f"report: {report}")
     return 0
+
+
+async def _concluded(pushes: HubPushes) -> None:
+    """Waits for the uploads, and says what came of them also where Ctrl-C ends the waiting."""
+    try:
+        await pushes.conclude()
+    finally:
+        for line in pushes.outcomes():
+            outcome(line)
 
 
 def show_check(config: RunConfig | OfflineConfig, prepared: PreparedRun, planned: Plan, platform: Platform) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +27,18 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import WriteMore
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.programs import program, sft, train
+from mcore_rl.controller.step.preemption import REQUEUE
 from mcore_rl.controller.training_run import TrainingRun, every_step
-from mcore_rl.errors import ConfigError, RunDirectoryError
+from mcore_rl.errors import AlarmError, ConfigError, RunDirectoryError
 from mcore_rl.parallel.device import detect
+from mcore_rl.tracking.run_directory import finished_step
 from mcore_rl.tracking.run_owner import OWNER, RunOwner
+from tests.controller.lifecycle.test_hub_pushes import going_on, until
+from tests.support.hub_server import TOKEN, HubServer
 from tests.support.prompt_files import user, write
 from tests.support.run_task import overrides, write_task
 from tests.support.vllm_device import ON_VLLM_DEVICE
+from tests.tracking.recorded_run import record
 
 CPU = detect(Device.cpu)
 NO_RAY = "ray_init.address=127.0.0.1:9"  # nothing listens there
@@ -232,3 +237,92 @@ def test_a_start_says_whether_it_goes_on(task: Path, tmp_path: Path, capsys: pyt
     opened(task, tmp_path, "trainer.resume_mode=off")
     assert f"begins anew: the records of the run that was in {tmp_path} are moved" in capsys.readouterr().err
     assert (tmp_path / "earlier" / "1" / "config.yaml").exists()
+
+
+class Exporting(Counting):
+    """Every step is the best so far; exports have a file, and no weights."""
+
+    async def export(self, name: str) -> Path:
+        fresh, target = self.directory / "hf" / f"{name}.new", self.directory / "hf" / name
+        fresh.mkdir(parents=True)
+        (fresh / "model.safetensors").write_bytes(b"of %d" % self.progress.step)
+        run_checkpoints.publish_export(fresh, target, self.progress.step)
+        return target
+
+
+@pytest.fixture
+def pushing(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None
+) -> Callable[..., Coroutine[Any, Any, int]]:
+    """A run of five steps that pushes to ``team/tuned``; its argument is called before each step."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(program, "run_violations", lambda config: [])
+    monkeypatch.setattr(training_run, "utilization", lambda *_: {})
+    monkeypatch.setattr("mcore_rl.controller.lifecycle.hub_pushes.CLOSE_S", 0.05)
+    record(tmp_path / "run")
+
+    def begin(before: Callable[[Exporting], None]) -> Coroutine[Any, Any, int]:
+        @asynccontextmanager
+        async def open_run(config: Any) -> AsyncIterator[Exporting]:
+            yield Exporting(tmp_path / "run")
+
+        async def step(run: Exporting, number: int) -> dict[str, float]:
+            before(run)
+            if number == 1:
+                run.progress.best_step = number
+                await run.export("best")
+            return {}
+
+        words = [f"trainer.default_local_dir={tmp_path}/run", "trainer.push_to_hub=team/tuned"]
+        config = compose(RunConfig, "train", words)
+        return program.run_program(config, open_run, lambda run: every_step(run, step))
+
+    return begin
+
+
+@pytest.mark.parametrize("how", ["asked", "alarmed"])
+def test_a_run_that_is_stopped_leaves_no_upload_behind(
+    how: str, pushing: Callable[..., Coroutine[Any, Any, int]], hub: HubServer
+) -> None:
+    def before(run: Exporting) -> None:
+        if run.progress.step == 3 and how == "asked":
+            run.preemption.ask("a test")
+        elif run.progress.step == 3:
+            raise AlarmError("of a test")
+
+    hub.open.clear()
+    ends: AbstractContextManager[object] = pytest.raises(AlarmError) if how == "alarmed" else nullcontext()
+    with ends:
+        assert asyncio.run(pushing(before)) == REQUEUE
+    hub.open.set()
+    asyncio.run(until(lambda: not going_on()))
+
+
+def test_a_run_is_finished_when_its_last_upload_is(
+    pushing: Callable[..., Coroutine[Any, Any, int]],
+    hub: HubServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory, notes = tmp_path / "run", list[str]()
+    monkeypatch.setattr(program, "note", notes.append)
+
+    async def interrupted() -> None:
+        running = asyncio.create_task(pushing(lambda run: None))
+        await until(lambda: any("waiting for the uploads" in each for each in notes))
+        running.cancel()
+        await running
+
+    hub.open.clear()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    said = capsys.readouterr().out
+    assert f"final weights: {directory}/hf/final" in said and finished_step(directory) is None
+    assert f"not pushed: step 5, the last; upload it with: hf upload team/tuned {directory}/hf/final --private" in said
+    hub.open.set()
+    asyncio.run(until(lambda: not going_on()))
+    shutil.rmtree(directory / "hf")
+    assert asyncio.run(pushing(lambda run: None)) == 0 and finished_step(directory) == 5
+    assert hub.repos["models/team/tuned"].files["model.safetensors"] == b"of 5"
+    assert "pushed: step 5, the last: " in capsys.readouterr().out
