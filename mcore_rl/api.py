@@ -261,7 +261,8 @@ def _with_inputs(
                 of_rows = rows_file(rows, folder, argument=argument, split=split, prompt_key=data.prompt_key)
                 files[of_rows.path] = of_rows.data
                 paths, texts = [str(of_rows.path)], texts or of_rows.texts
-        data = replace(data, **{key.removeprefix("data."): paths or []})
+        names = paths or []
+        data = replace(data, train_files=names) if argument == "dataset" else replace(data, val_files=names)
     if texts and custom.path is not None and "custom_reward_function.completions" not in run.written:
         custom = replace(custom, completions=Completions.text)
     run = replace(run, data=data, custom_reward_function=custom)
