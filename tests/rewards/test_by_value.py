@@ -227,6 +227,6 @@ def test_a_function_with_much_data_is_refused_and_with_less_is_written_at_once(t
     said = refusal(function_of(bytes(MAX_BYTES)), tmp_path)
     assert "reward=<lambda>: holds 64 MB of data, and 64 are sent. Load it inside the function from a file" in said
     began = time.process_time()
-    made = functions_file([function_of(bytes(4 << 20))], tmp_path)
+    made = functions_file([function_of(bytes(8 << 20))], tmp_path)
     assert time.process_time() - began < 5, "the time grows with the size, and not with its square"
     assert max(map(len, made.files[made.path].splitlines())) <= 120
