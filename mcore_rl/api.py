@@ -10,10 +10,12 @@ are the notebook's.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from html import escape
@@ -27,8 +29,9 @@ from mcore_rl.config.reward import Completions
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.tracking.jsonl import read_metrics
+from mcore_rl.tracking.run_owner import KEY, demand_free
 
 if TYPE_CHECKING:  # a mistake in the configuration is said before torch and Ray are imported
     from mcore_rl.controller.training_run import Callback
@@ -94,7 +97,7 @@ def train(
 
     Args:
         config: overrides as on the command line, a dictionary of keys and values (``{"trainer.save_freq": 10}``), or a
-            whole configuration, which nothing but callbacks may stand beside.
+            RunConfig; then only callbacks may be given too.
         model: a directory or an id of the Hub; ``model.path``.
         dataset, eval_dataset: rows with a column ``prompt``, or files of rows; see ``GivenData``.
         reward: a function or several, of TRL's signature ``f(completions, **columns)`` or verl's; also lambdas, and
@@ -120,7 +123,8 @@ def train(
         run = config
     else:
         run = _composed("train", [*_overrides(config), *overrides_of(more)], config_dir, config_name)
-        run = _with_inputs(run, dataset, eval_dataset, functions)
+        run, files = _with_inputs(run, dataset, eval_dataset, functions)
+        _write(files, Path(run.trainer.default_local_dir))
     run = PROGRAMS["train"].ready(run)
     from mcore_rl.controller.programs.train import run_training
 
@@ -180,6 +184,8 @@ def overrides_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _written(value: object) -> str:
     """A value in hydra's syntax."""
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        value = value.tolist()
     match value:
         case None:
             return "null"
@@ -207,43 +213,94 @@ def _composed(program: str, config: Any, config_dir: Path | str | None, config_n
     return PROGRAMS[program].composed(_overrides(config), directory, config_name)
 
 
-def _overrides(config: RunSettings) -> list[str]:
-    return [*overrides_of(config)] if isinstance(config, Mapping) else [*map(str, config)]
+def _overrides(config: object) -> list[str]:
+    if isinstance(config, Mapping):
+        return [*overrides_of(config)]
+    if isinstance(config, Sequence) and not isinstance(config, str) and all(isinstance(each, str) for each in config):
+        return [*config]
+    remedy = 'Write {"model.path": MODEL}, and other keys as docs/from_trl.md has them'
+    shown = config if isinstance(config, str) else type(config).__name__
+    raise ConfigError([Violation("config", shown, "is no dictionary of settings", remedy)])
 
 
 def _with_inputs(
     run: RunConfig, dataset: GivenData | None, eval_dataset: GivenData | None, functions: Sequence[UserReward]
-) -> RunConfig:
-    """``run`` with the rows and the functions of a call, which are written into its directory as files."""
-    folder = Path(run.trainer.default_local_dir).expanduser().resolve() / INPUTS
+) -> tuple[RunConfig, dict[Path, bytes]]:
+    """``run`` with the rows and the functions of a call as files of its directory; and these files, to be written.
+
+    Raises ConfigError, with everything that is wrong with them and with ``run``.
+    """
     given: list[tuple[str, str, Any]] = [
         ("dataset", "data.train_files", dataset),
         ("eval_dataset", "data.val_files", eval_dataset),
+        ("reward", "custom_reward_function.path", functions or None),
     ]
-    written = [(argument, key) for argument, key, rows in given if rows is not None and key in run.written]
-    if functions and "custom_reward_function.path" in run.written:
-        written.append(("reward", "custom_reward_function.path"))
-    refuse_if_any([Violation(name, "", f"and {key} say the same", "Write one of the two") for name, key in written])
+    named = [(name, key) for name, key, value in given if value is not None and key in run.written]
+    wrong = [Violation(name, "", f"and {key} say the same", "Write one of the two") for name, key in named]
+    folder = Path(run.trainer.default_local_dir).expanduser().resolve() / INPUTS
     data, custom, texts = run.data, run.custom_reward_function, False
+    files, made = dict[Path, bytes](), set[str]()
     if functions:
-        from mcore_rl.rewards.by_value import write_functions
+        from mcore_rl.rewards.by_value import functions_file
 
-        path, names = write_functions(functions, folder)
-        custom = replace(custom, path=str(path), functions=names)
-    for argument, _, rows in given:
+        made.add("custom_reward_function.path")
+        with _gathered(wrong):
+            of_functions = functions_file(functions, folder)
+            files |= of_functions.files
+            custom = replace(custom, path=str(of_functions.path), functions=of_functions.names)
+    for argument, key, rows in given[:2]:
         if rows is None:
             continue
-        files = _files(rows)
-        if files is None:
-            from mcore_rl.data.given_rows import write_rows_given
+        paths = _files(rows)
+        if paths is None:
+            from mcore_rl.data.given_rows import rows_file
 
+            made.add(key)
             split = "train" if argument == "dataset" else "val"
-            of_rows = write_rows_given(rows, folder, argument=argument, split=split, prompt_key=data.prompt_key)
-            files, texts = [str(of_rows.path)], texts or of_rows.texts
-        data = replace(data, train_files=files) if argument == "dataset" else replace(data, val_files=files)
+            with _gathered(wrong):
+                of_rows = rows_file(rows, folder, argument=argument, split=split, prompt_key=data.prompt_key)
+                files[of_rows.path] = of_rows.data
+                paths, texts = [str(of_rows.path)], texts or of_rows.texts
+        names = paths or []
+        data = replace(data, train_files=names) if argument == "dataset" else replace(data, val_files=names)
     if texts and custom.path is not None and "custom_reward_function.completions" not in run.written:
         custom = replace(custom, completions=Completions.text)
-    return replace(run, data=data, custom_reward_function=custom)
+    run = replace(run, data=data, custom_reward_function=custom)
+    if made or wrong:
+        with _gathered(wrong):
+            demand_free(folder.parent)
+        told = made | {each.key for each in wrong}
+        others = PROGRAMS["train"].problems(run)
+        wrong += [each for each in others if each.key.partition("[")[0] not in told]
+    refuse_if_any(wrong)
+    return run, files
+
+
+@contextmanager
+def _gathered(wrong: list[Violation]) -> Iterator[None]:
+    """Add the violations of a ConfigError in the block to ``wrong``."""
+    try:
+        yield
+    except ConfigError as error:
+        wrong += error.violations
+
+
+def _write(files: Mapping[Path, bytes], directory: Path) -> None:
+    """Write each file that is not there as it is to be; equal processes may do so at once."""
+    for path, data in files.items():
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file() and path.read_bytes() == data:
+                continue
+            try:
+                new.write_bytes(data)
+                new.replace(path)
+            finally:
+                new.unlink(missing_ok=True)
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise ConfigError([Violation(KEY, directory, problem, "Write another path")]) from error
 
 
 def _files(rows: GivenData) -> list[str] | None:

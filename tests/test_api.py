@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 import mcore_rl
 from mcore_rl.api import overrides_of
 from mcore_rl.config.compose import compose
 from mcore_rl.config.resources import RECIPES
-from mcore_rl.config.reward import Completions
+from mcore_rl.config.reward import Completions, RewardConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.controller.programs import train as program
 from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.by_value import FOLDERS
+from mcore_rl.tracking.run_owner import RunOwner
 from tests.tracking.recorded_run import record
 
 TEXTS = ["c's", "\\", "a\\\\", "\\'", "{x}", "1e3", "no", "null", "x,y", "a b", "[1]", "", "=", '"', "8:00:00"]
@@ -136,7 +140,8 @@ def test_rows_and_functions_become_files_of_the_run(tmp_path: Path, seen: list[R
     assert (run.model.path, run.trainer.save_freq, run.rollout.n) == (str(tmp_path), 5, 4)
     assert run.algorithm.adv_estimator == "dr_grpo"
     files = [*run.data.train_files, *run.data.val_files, str(custom.path)]
-    assert sorted(files) == sorted(map(str, (tmp_path / "run" / "inputs").iterdir()))
+    folders = str(tmp_path / "run" / "inputs" / FOLDERS)
+    assert sorted([*files, folders]) == sorted(map(str, (tmp_path / "run" / "inputs").iterdir()))
     assert (custom.functions, custom.completions) == (["right", "print"], Completions.text)
     as_messages = [{"prompt": [{"role": "user", "content": "Two?"}]}]
     mcore_rl.train(model=tmp_path, dataset=as_messages, reward=right, **values)
@@ -166,6 +171,89 @@ def test_what_contradicts_the_call_is_refused(tmp_path: Path, values: dict[str, 
     with pytest.raises(ConfigError) as caught:
         mcore_rl.train(dataset=[{"prompt": "Two?"}], reward=right, **values)
     assert said in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_everything_that_is_wrong_is_said_at_once_and_nothing_is_written(tmp_path: Path, seen: list[RunConfig]) -> None:
+    values: dict[str, Any] = {"trainer": {"default_local_dir": str(tmp_path / "run"), "total_training_steps": 0}}
+    with pytest.raises(ConfigError) as caught:
+        mcore_rl.train(model=tmp_path, dataset=[{"question": "Two?"}], eval_dataset=[], reward=[right, 3], **values)
+    said = str(caught.value)
+    assert "4 problems" in said, said
+    for each in ("reward=3: is no function", "dataset=row 0: has no prompt", "eval_dataset=: has no rows"):
+        assert each in said
+    assert "trainer.total_training_steps=0: must be positive" in said
+    with pytest.raises(ConfigError, match=r"^1 problem in the configuration:\n  - trainer\.total_training_steps=0"):
+        mcore_rl.train(model=tmp_path, dataset=[{"prompt": "Two?"}], reward=right, **values)
+    assert not (tmp_path / "run").exists() and not seen
+
+
+def test_a_directory_that_cannot_be_written_or_is_taken_is_refused(tmp_path: Path, seen: list[RunConfig]) -> None:
+    def refused() -> str:
+        trainer = {"default_local_dir": str(tmp_path / "run")}
+        with pytest.raises(ConfigError) as caught:
+            mcore_rl.train(model=tmp_path, dataset=[{"prompt": "Two?"}], reward=right, trainer=trainer)
+        return str(caught.value)
+
+    (tmp_path / "run").touch()
+    assert "1 problem in the configuration:\n  - trainer.default_local_dir=" in refused()
+    (tmp_path / "run").unlink()
+    with RunOwner(tmp_path / "run", say=print):
+        assert "belongs to another run, which is going on" in refused()
+        assert not (tmp_path / "run" / "inputs").exists()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "inputs").touch()
+    assert "trainer.default_local_dir=" in (said := refused()) and "cannot be written: " in said
+    assert not seen
+
+
+@pytest.mark.tier("ci")
+def test_equal_processes_may_write_the_inputs_at_once(
+    tmp_path: Path, seen: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("fork")
+    all_have_written = context.Barrier(3)
+    write = Path.write_bytes
+
+    def write_and_wait(path: Path, data: bytes) -> int:
+        length = write(path, data)
+        all_have_written.wait(60)
+        return length
+
+    def call() -> None:
+        trainer = {"default_local_dir": str(tmp_path / "run")}
+        mcore_rl.train(model=tmp_path, dataset=[{"prompt": "Two?"}], trainer=trainer)
+
+    monkeypatch.setattr(Path, "write_bytes", write_and_wait)
+    equal = [context.Process(target=call) for _ in range(3)]
+    for each in equal:
+        each.start()
+    for each in equal:
+        each.join()
+    assert [each.exitcode for each in equal] == [0, 0, 0]
+    assert len(list((tmp_path / "run" / "inputs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("config", ["Qwen/Qwen2.5-0.5B", RewardConfig(), {"rollout.n"}, [{"rollout.n": 8}], None, 3])
+@pytest.mark.parametrize("call", [mcore_rl.train, mcore_rl.sft, mcore_rl.prefer, mcore_rl.reward])
+def test_what_is_no_dictionary_of_settings_is_refused(call: Any, config: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call(config)
+    (violation,) = caught.value.violations
+    shown = config if isinstance(config, str) else type(config).__name__
+    assert str(violation).startswith(f'config={shown}: is no dictionary of settings. Write {{"model.path": MODEL}}')
+
+
+def test_values_of_numpy_are_numbers() -> None:
+    given = {"lr": np.float64(1e-6), "n": np.int64(4), "on": np.bool_(True), "betas": np.array([0.5, 0.75])}
+    assert list(overrides_of(given)) == ["lr=1e-06", "n=4", "on=true", "betas=[0.5,0.75]"]
+
+
+@pytest.mark.parametrize("count", [20, 20_000])
+def test_rows_by_trls_name_are_not_shown(count: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mcore_rl.train(train_dataset=[{"prompt": "Two and two?", "answer": "4"}] * count)
+    assert "TRL's train_dataset is here: dataset=ROWS, in Python" in str(caught.value)
+    assert max(map(len, str(caught.value).splitlines())) < 300
 
 
 def test_a_notebook_shows_the_curves_of_a_run(tmp_path: Path) -> None:

@@ -124,6 +124,10 @@ class Program:
             config_dir, config_name = recipe.parent, recipe.stem
         return compose(self.schema, self.name, overrides, config_dir, config_name)
 
+    def problems(self, config: Any) -> list[Violation]:
+        """Everything that is wrong with ``config`` as far as is seen before torch is imported."""
+        return _offered([*self.violations(config), *file_violations(config), *_absent(config)])
+
     def ready(self, config: Any) -> Any:
         """``config`` to be run, with local files for all names; checks everything first, before torch is imported.
 
@@ -131,7 +135,7 @@ class Program:
         """
         from mcore_rl.config.hub_files import fetched
 
-        refuse_if_any(_offered([*self.violations(config), *file_violations(config), *_absent(config)]))
+        refuse_if_any(self.problems(config))
         _demand_login(config)
         _keep_what_torch_compiles()
         return fetched(config)

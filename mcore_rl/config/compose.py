@@ -29,6 +29,7 @@ from mcore_rl.config.algorithm_presets import offer_algorithms, offered
 from mcore_rl.config.generate import dtype_of
 from mcore_rl.config.names import NO_KEY, meant
 from mcore_rl.config.override_text import keep_text
+from mcore_rl.config.trl_names import trl_remedy
 from mcore_rl.config.typed import Tree, composed, defaults, merge, plain, put, typed
 from mcore_rl.config.written_keys import Composed, leaves
 from mcore_rl.config.yaml_files import YamlFile, read_defaults, searched
@@ -188,8 +189,8 @@ def _front_violation(override: str) -> Violation | None:
     depth = max(override.count(bracket) for bracket in "[{(")
     if len(override) > MAX_OVERRIDE or depth > MAX_BRACKETS:
         problem = f"has {len(override):,} characters with {depth:,} brackets; {MAX_OVERRIDE:,} with {MAX_BRACKETS} are"
-        remedy = "Write it into a yaml file, --config-dir DIR --config-name NAME"
-        return Violation(key[:200], value, f"{problem} read", remedy)
+        remedy = trl_remedy(name) or "Write it into a yaml file, --config-dir DIR --config-name NAME"
+        return Violation(key, f"{value[:80]}...", f"{problem} read", remedy)
     if key.startswith("~"):
         return Violation(name, value, "takes a key away, and every key has a value", "Leave it out")
     if not written or not name:

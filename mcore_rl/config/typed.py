@@ -28,6 +28,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 T = TypeVar("T")
 Tree = dict[str, Any]  # nested groups of keys and values
 MENTIONED = re.compile(r"[\w.]+")
+MAX_OF_TRL = 80  # characters shown of the value of a name of TRL's, which may be all rows
 MISSING = "???"  # omegaconf's sign for a value that somebody has to write
 
 
@@ -161,8 +162,10 @@ def _merge_known(
         inner = hints.get(name if prefix else field_of(name))
         if name not in tree:
             for leaf, each in leaf_values({key: value}):
-                remedy = trl_remedy(leaf) or meant(leaf, known, "--cfg all shows all keys")
-                yield Violation(leaf, _shown(each), NO_KEY, remedy)
+                remedy, shown = trl_remedy(leaf), _shown(each)
+                if remedy and len(text := str(shown)) > MAX_OF_TRL:
+                    shown = f"{text[:MAX_OF_TRL]}..."
+                yield Violation(leaf, shown, NO_KEY, remedy or meant(leaf, known, "--cfg all shows all keys"))
         elif not is_dataclass(inner):
             merge(tree, {name: value})
         elif isinstance(value, Mapping):

@@ -11,7 +11,6 @@ from typing import Any
 import xxhash
 
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.tracking.atomic import replaced
 
 SOURCE = "dataset"  # data source of rows without one
 ANSWERS = ("ground_truth", "answer", "solution")  # columns that may hold what an answer is compared with
@@ -19,14 +18,18 @@ ANSWERS = ("ground_truth", "answer", "solution")  # columns that may hold what a
 
 @dataclass(frozen=True)
 class GivenRows:
-    """What was written.  path: its file, by its content.  texts: every prompt was a text, and none a conversation."""
+    """Rows as a file that is yet to be written.
+
+    path: its name follows from its content.  data: that content.  texts: every prompt is a text, none a conversation.
+    """
 
     path: Path
+    data: bytes
     texts: bool
 
 
-def write_rows_given(rows: Iterable[Any], folder: Path, *, argument: str, split: str, prompt_key: str) -> GivenRows:
-    """Write ``rows`` as jsonl into ``folder``, in the schema of docs/data.md, and return the file.
+def rows_file(rows: Iterable[Any], folder: Path, *, argument: str, split: str, prompt_key: str) -> GivenRows:
+    """Make the file of ``rows`` in ``folder``: jsonl, in the schema of docs/data.md.
 
     A prompt that is a text becomes a question of the user's.  A row without ``data_source`` or ``reward_model`` gets
     one; of the latter the ground truth is the first of ``ANSWERS`` that the row has, or "".
@@ -53,11 +56,7 @@ def write_rows_given(rows: Iterable[Any], folder: Path, *, argument: str, split:
     if number < 0:
         raise _refused(argument, "", "has no rows", "Give at least one")
     data = "".join(lines).encode(errors="surrogatepass")
-    path = folder / f"{split}-{xxhash.xxh3_64_hexdigest(data)}.jsonl"
-    if not path.exists():
-        with replaced(path) as new:
-            new.write_bytes(data)
-    return GivenRows(path, texts)
+    return GivenRows(folder / f"{split}-{xxhash.xxh3_64_hexdigest(data)}.jsonl", data, texts)
 
 
 def _completed(row: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
@@ -65,11 +64,12 @@ def _completed(row: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     truth = next((row[name] for name in ANSWERS if row.get(name) is not None), "")
     filled = {"data_source": SOURCE, "reward_model": {"style": "rule", "ground_truth": truth}}
-    return {**filled, **row, prompt_key: asked}
+    said = {name: value for name, value in row.items() if value is not None or name not in filled}
+    return {**filled, **said, prompt_key: asked}
 
 
 def _plain(value: Any) -> Any:
-    """A value of NumPy, as lists and numbers; TypeError: of another library."""
+    """Turn NumPy values into lists and numbers.  Raises TypeError for other types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no plain value")

@@ -1,8 +1,9 @@
 """Reward functions that stand in a notebook or a script, as a Python file that grading processes import.
 
 ``cloudpickle`` takes functions, classes and values of ``__main__`` by value, and whatever can be imported by its name;
-so the file extends ``sys.path`` by the folders of the caller.  Their code is written without the place where it stood:
-the same functions give the same file, also from another process, so that a run goes on with them.
+so the file extends ``sys.path`` by the folders of the caller, which stand beside it in ``FOLDERS``.  Code is written
+without the place where it stood, sets in one order, classes without a number: the same functions give the same file,
+also from another process, so that a run goes on with them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from __future__ import annotations
 import base64
 import inspect
 import io
+import json
 import keyword
 import os
+import site
 import sys
+import sysconfig
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -25,20 +31,25 @@ import xxhash
 
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.secrets import redacted
-from mcore_rl.tracking.atomic import replaced
 
 KEY = "reward"
+FOLDERS = "folders.json"  # beside the file; of this call, and no part of what the functions are
 PROTOCOL = 4  # of pickles
 WIDTH = 116  # of a line of the file
+MAX_BYTES = 64 << 20  # of a function with what it holds
+TAKEN = ("base64", "json", "sys", "Path", "cloudpickle", "folders")  # names of the file's own
 FILE = '''\
 """Reward functions of a call of mcore_rl.train, by value.  Read their source below; the bytes are what is run."""
 
 import base64
+import json
 import sys
+from pathlib import Path
 
 import cloudpickle
 
-sys.path += [each for each in {folders} if each not in sys.path]
+folders = Path(__file__).with_name("{folders}")
+sys.path += [each for each in json.loads(folders.read_text()) if each not in sys.path] if folders.exists() else []
 {names} = cloudpickle.loads(base64.b64decode("""
 {payload}
 """))
@@ -48,39 +59,103 @@ sys.path += [each for each in {folders} if each not in sys.path]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """Writes code without the file and the line that it comes from."""
+    """Writes functions and classes without what differs between processes that define the same."""
 
     dispatch_table: ClassVar[Any] = cloudpickle.Pickler.dispatch_table.new_child()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``cloudpickle.Pickler``."""
+        reduced = super().reducer_override(obj)
+        if not isinstance(reduced, tuple) or len(reduced) < len(_BY_VALUE):
+            return reduced
+        make, args, (held, slots), *rest = reduced
+        if isinstance(obj, type):
+            args = (*args[:-2], None, None)  # the first: a random number, for classes that are sent twice
+            held = {name: value for name, value in held.items() if name not in _PLACE_OF_CLASS}
+        return make, args, (_in_order(held), _in_order(slots)), *rest
+
+    def _function_getnewargs(self, func: FunctionType) -> Any:
+        names = {name: func.__globals__.get(name) for name in ("__name__", "__package__")}
+        self.globals_ref.setdefault(id(func.__globals__), {name: value for name, value in names.items() if value})
+        return super()._function_getnewargs(func)
+
+
+_BY_VALUE = ("make", "args", "state", "items", "pairs", "setter")  # what cloudpickle reduces to what goes by value
+_PLACE_OF_CLASS = ("__firstlineno__", "__static_attributes__")  # from Python 3.13 on
+
+
+class _InOrder:
+    """A set, pickled in one order."""
+
+    def __init__(self, values: Set[Any]) -> None:
+        self._kind = type(values)
+        self._values = sorted(map(_in_order, values), key=repr)
+
+    def __reduce__(self) -> tuple[type[Any], tuple[list[Any]]]:
+        return self._kind, (self._values,)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+def _in_order(value: Any) -> Any:
+    """``value``, with ``_InOrder`` for the sets in it; itself where there are none."""
+    kind = type(value)
+    if kind in (set, frozenset):
+        return _InOrder(value)
+    if kind is dict:
+        pairs = {name: _in_order(each) for name, each in value.items()}
+        return pairs if any(pairs[name] is not value[name] for name in pairs) else value
+    if kind in (list, tuple):
+        items = [_in_order(each) for each in value]
+        return kind(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value
 
 
 def _placeless(code: CodeType) -> Any:
     reduce = cloudpickle.Pickler.dispatch_table[CodeType]
-    return reduce(code.replace(co_filename="reward", co_firstlineno=1))
+    return reduce(code.replace(co_filename="reward", co_firstlineno=1, co_consts=_in_order(code.co_consts)))
+
+
+def _cell(cell: CellType) -> Any:
+    make, args = cloudpickle.Pickler.dispatch_table[CellType](cell)
+    return make, _in_order(args)
 
 
 _Pickler.dispatch_table[CodeType] = _placeless
+_Pickler.dispatch_table[CellType] = _cell
 
 
-def write_functions(functions: Sequence[Callable[..., Any]], folder: Path) -> tuple[Path, list[str]]:
-    """Write ``functions`` to a file in ``folder`` whose name follows from them; return it and their names there.
+@dataclass(frozen=True)
+class FunctionsFile:
+    """Reward functions as files that are yet to be written.
 
-    Raises ConfigError, with every violation: one is no function, cannot be pickled, or holds the value of a secret.
+    path: the file of the functions, whose name follows from them.  names: theirs in it.  files: what is to be written.
+    """
+
+    path: Path
+    names: list[str]
+    files: dict[Path, bytes]
+
+
+def functions_file(functions: Sequence[Callable[..., Any]], folder: Path) -> FunctionsFile:
+    """Make the file of ``functions`` in ``folder``.
+
+    Raises ConfigError, with every violation: one is no function, cannot be pickled, is too large, or holds the value of
+    a secret.
     """
     refuse_if_any([violation for each in functions for violation in _violations(each)])
     names = names_of(functions)
     payload = base64.b64encode(_pickled(list(functions))).decode()
     text = FILE.format(
-        folders=_folders(),
+        folders=FOLDERS,
         names=", ".join(names) + ",",
-        payload="\n".join(textwrap.wrap(payload, WIDTH)),
+        payload="\n".join(payload[at : at + WIDTH] for at in range(0, len(payload), WIDTH)),
         source="\n".join(f"# {line}".rstrip() for each in functions for line in [*_source(each), ""]),
     )
     data = text.encode(errors="backslashreplace")
     path = folder / f"rewards-{xxhash.xxh3_64_hexdigest(data)}.py"
-    if not path.exists():
-        with replaced(path) as new:
-            new.write_bytes(data)
-    return path, names
+    return FunctionsFile(path, names, {path: data, folder / FOLDERS: json.dumps(_folders()).encode()})
 
 
 def names_of(functions: Sequence[Callable[..., Any]]) -> list[str]:
@@ -89,7 +164,10 @@ def names_of(functions: Sequence[Callable[..., Any]]) -> list[str]:
     for number, each in enumerate(functions, 1):
         name = _name(each)
         usable = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
-        names.append(name if usable and name not in (*names, "base64", "sys", "cloudpickle") else f"reward_{number}")
+        others = (f"reward_{later}" for later in count(number))
+        if not usable or name in (*names, *TAKEN):
+            name = next(each for each in others if each not in names)
+        names.append(name)
     return names
 
 
@@ -110,7 +188,10 @@ def _violations(function: object) -> list[Violation]:
         said = " ".join(str(error).split()) or type(error).__name__
         remedy = "Make inside the function what cannot be sent, or write it into a file: custom_reward_function.path"
         return [Violation(KEY, name, f"cannot be sent to the processes that grade: {said}", remedy)]
-    held = data.decode("latin-1")
+    if len(data) > MAX_BYTES:
+        problem = f"holds {len(data) >> 20:,} MB of data, and {MAX_BYTES >> 20} are sent"
+        return [Violation(KEY, name, problem, "Load it inside the function from a file")]
+    held = "\n".join([data.decode(errors="replace"), *_source(function)])
     if redacted(held) != held:
         problem = "holds the value of a secret of the environment, and would be written into the run directory"
         remedy = "Read os.environ inside the function, and write the variable's name into custom_reward_function.env"
@@ -126,13 +207,15 @@ def _pickled(value: Any) -> bytes:
 
 def _folders() -> list[str]:
     """Folders that the caller imports from, and a process of the environment does not."""
-    inside = (sys.prefix, sys.base_prefix)
+    paths = sysconfig.get_paths()
+    standard = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    inside = [os.path.join(each, "") for each in (*standard, *site.getsitepackages(), site.getusersitepackages())]
     places = dict.fromkeys(os.path.abspath(each) for each in sys.path)
-    return [each for each in places if os.path.isdir(each) and not each.startswith(inside)]
+    return [each for each in places if os.path.isdir(each) and not os.path.join(each, "").startswith(tuple(inside))]
 
 
 def _source(function: object) -> list[str]:
-    """The lines that define ``function``, where Python finds them and they do."""
+    """Source of ``function``, or a line that says it was not found."""
     with suppress(OSError, TypeError, SyntaxError, ValueError):
         text = textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]  # told by TypeError
         if isinstance(function, FunctionType) and _defines(compile(text, "reward", "exec"), function.__code__):
@@ -141,6 +224,6 @@ def _source(function: object) -> list[str]:
 
 
 def _defines(module: CodeType, wanted: CodeType) -> bool:
-    """Whether a function of the top level of ``module`` is ``wanted``, by its names: text found may be of another."""
+    """Compare the functions of the top level of ``module`` with ``wanted``, by names: text may be of another."""
     codes = [each for each in module.co_consts if isinstance(each, CodeType)]
     return any((each.co_name, each.co_varnames) == (wanted.co_name, wanted.co_varnames) for each in codes)

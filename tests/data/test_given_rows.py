@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.data.given_rows import GivenRows, write_rows_given
+from mcore_rl.data.given_rows import GivenRows, rows_file
 from mcore_rl.data.rows import read_files
 from mcore_rl.errors import ConfigError
 from tests.support.oracles import oracles
@@ -22,7 +22,10 @@ CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": 
 
 
 def write(rows: Any, folder: Path, prompt_key: str = "prompt") -> GivenRows:
-    return write_rows_given(rows, folder, argument="dataset", split="train", prompt_key=prompt_key)
+    given = rows_file(rows, folder, argument="dataset", split="train", prompt_key=prompt_key)
+    folder.mkdir(exist_ok=True)
+    given.path.write_bytes(given.data)
+    return given
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -38,6 +41,8 @@ def test_texts_become_questions_and_what_is_missing_is_filled_in(tmp_path: Path)
     first, second = read(given.path)
     assert first["prompt"] == [{"role": "user", "content": "Two and two?"}]
     assert (first["data_source"], first["reward_model"]) == ("dataset", {"style": "rule", "ground_truth": "4"})
+    absent = {"data_source": None, "reward_model": None}
+    assert read(write([row | absent for row in ROWS], tmp_path).path) == [first, second], "as a Dataset has them"
     assert second["reward_model"]["ground_truth"] == "" and second["topic"] == {"name": "sums"}
     assert write(ROWS, tmp_path) == given and write(ROWS[:1], tmp_path).path != given.path, "named by content"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import subprocess
 import sys
+import sysconfig
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,24 +18,36 @@ import pytest
 
 from mcore_rl.config.reward import Completions, CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.by_value import names_of, write_functions
+from mcore_rl.rewards.by_value import FOLDERS, MAX_BYTES, functions_file, names_of
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rewards.scorer import Scorer
 
 SCRIPT = """
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from beside import times_two
-from mcore_rl.rewards.by_value import write_functions
+from mcore_rl.rewards.by_value import functions_file
 
 SCALE = 10.0
+VOWELS = {"a", "e", "i", "o", "u"}
+SAME = {"yes": frozenset({"yes", "y", "true"}), "no": [{"no", "n", "false"}]}
 
 
 @dataclass
 class Counted:
     number: int
+
+
+class Answer(Enum):
+    yes = "yes"
+    no = "no"
+
+    @classmethod
+    def read(cls, text):
+        return cls.yes if text in {"yes", "y", "true", "right"} else cls.no
 
 
 def length(completions, **columns):
@@ -46,10 +61,26 @@ def scaled(by):
     return doubled
 
 
+def sets(known):
+    def counted(completions, **columns):
+        return [
+            float(sum(each in VOWELS for each in text) + (text in known) + (text in {"four", "five", "six", "seven"}))
+            + float(text in SAME["yes"] or any(text in each for each in SAME["no"]))
+            + float(Answer.read(text).value == "yes")
+            for text in completions
+        ]
+
+    return counted
+
+
 if __name__ == "__main__":
-    path, names = write_functions(FUNCTIONS, Path(sys.argv[1]))
-    print(path, *names)
+    made = functions_file(FUNCTIONS, Path(sys.argv[1]))
+    for path, data in made.files.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    print(made.path, *made.names)
 """
+FUNCTIONS = '[length, scaled(3), sets({"one", "two", "three", "four"})]'
 
 
 def written(folder: Path, functions: str, seed: str = "0") -> tuple[Path, list[str]]:
@@ -84,18 +115,49 @@ def test_functions_of_a_script_are_graded_by_with_what_they_use(tmp_path: Path) 
 
 
 @pytest.mark.tier("ci")
-def test_equal_functions_give_an_equal_file_from_another_process_and_line(tmp_path: Path) -> None:
-    first, _ = written(tmp_path / "script", "[length]", seed="1")
-    data = first.read_bytes()
-    script = tmp_path / "script" / "script.py"
-    later = script.read_text().replace("SCALE =", "\n\n\nSCALE =")
-    for text, same in ((later, True), (later.replace("10.0", "11.0"), False)):
-        script.write_text(text)
-        command = [sys.executable, str(script), str(tmp_path / "again")]
-        environment = {"PYTHONHASHSEED": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
-        said = subprocess.check_output(command, text=True, env=environment, cwd="/")
+def test_equal_functions_give_an_equal_file_from_another_process_place_and_name(tmp_path: Path) -> None:
+    first, names = written(tmp_path / "script", FUNCTIONS, seed="1")
+    assert graded(first, names, "four", topic="t") == {"length": 40.0, "doubled": 24.0, "counted": 4.0}
+    folder, more = tmp_path / "script", tmp_path / "more"
+    more.mkdir()
+    script = (folder / "script.py").read_text()
+    later = script.replace("SCALE =", "\n\n\nSCALE =")
+    for seed, text, same in (("2", later, True), ("3", later, True), ("2", script.replace("10.0", "11.0"), False)):
+        (folder / "renamed.py").write_text(text)
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": f"{Path(__file__).parents[2]}:{more}"}
+        command = [sys.executable, "-m", "renamed", str(tmp_path / "again")]
+        said = subprocess.check_output(command, text=True, env=environment, cwd=folder)
         again = Path(said.split()[0])
-        assert ((again.name, again.read_bytes()) == (first.name, data)) is same
+        assert (
+            (again.name, again.read_bytes()) == (first.name, first.read_bytes()) if same else again.name != first.name
+        )
+    assert str(more) in (tmp_path / "again" / FOLDERS).read_text(), "which the file reads"
+
+
+def test_a_class_is_written_without_its_place(tmp_path: Path) -> None:
+    def made(line: int, order: tuple[str, str]) -> str:
+        class Counted:
+            __firstlineno__ = line  # as Python 3.13 writes it
+            __static_attributes__ = order
+
+        def counted(completions: list[str]) -> list[float]:
+            return [float(Counted is not None)]
+
+        return functions_file([counted], tmp_path).path.name
+
+    assert made(1, ("a", "b")) == made(2, ("b", "a"))
+
+
+def test_folders_of_the_caller_are_those_that_python_does_not_read_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [str(tmp_path / name) for name in ("src/app", "env/lib_experiments")]
+    packages = sysconfig.get_paths()["purelib"]
+    for name in own:
+        Path(name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*own, packages, f"{packages}/inner"])
+    assert json.loads(functions_file([one], tmp_path).files[tmp_path / FOLDERS]) == own
 
 
 def one(completions: list[str], **columns: Any) -> list[float]:
@@ -111,20 +173,24 @@ def test_every_function_has_a_name_of_its_own() -> None:
     functions: list[Callable[..., Any]] = [one, one, lambda completions: [1.0], functools.partial(one), Callable_()]
     assert names_of(functions) == ["one", "reward_2", "reward_3", "partial", "Callable_"]
 
+    def reward_3(completions: list[str]) -> list[float]:
+        return [1.0]
+
+    assert names_of([reward_3, one, lambda completions: [1.0], reward_3]) == ["reward_3", "one", "reward_4", "reward_5"]
+
 
 def test_the_source_is_of_the_function_or_is_not_shown(tmp_path: Path) -> None:
     names = {"__name__": "__main__"}
     exec(compile("def two(completions):\n    return [2.0]", __file__, "exec"), names)  # as if it stood in this file
-    path, _ = write_functions([one, names["two"]], tmp_path)  # type: ignore[list-item]
-    text = path.read_text()
+    made = functions_file([one, names["two"]], tmp_path)  # type: ignore[list-item]
+    text = made.files[made.path].decode()
     assert "# def one(completions: list[str], **columns: Any) -> list[float]:\n" in text
     assert text.endswith("# two: its source is not there\n#\n")
 
 
 def refusal(function: Any, folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        write_functions([one, function], folder)
-    assert not folder.exists()
+        functions_file([one, function], folder)
     return str(caught.value)
 
 
@@ -144,3 +210,23 @@ def test_what_cannot_be_sent_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
     assert "reward=<lambda>: holds the value of a secret" in refusal(
         lambda completions: [len(key)], tmp_path / "inputs"
     )
+
+    def in_a_comment(completions: list[str]) -> list[float]:
+        return [1.0]  # for sk-0123456789
+
+    assert "reward=in_a_comment: holds the value of a secret" in refusal(in_a_comment, tmp_path)
+    monkeypatch.setenv("JUDGE_API_KEY", "schlüssel")
+    word = "schlüssel"
+    assert "reward=<lambda>: holds the value of a secret" in refusal(lambda completions: [len(word)], tmp_path)
+
+
+def test_a_function_with_much_data_is_refused_and_with_less_is_written_at_once(tmp_path: Path) -> None:
+    def function_of(held: bytes) -> Callable[..., Any]:
+        return lambda completions: [float(len(held))]
+
+    said = refusal(function_of(bytes(MAX_BYTES)), tmp_path)
+    assert "reward=<lambda>: holds 64 MB of data, and 64 are sent. Load it inside the function from a file" in said
+    began = time.process_time()
+    made = functions_file([function_of(bytes(8 << 20))], tmp_path)
+    assert time.process_time() - began < 5, "the time grows with the size, and not with its square"
+    assert max(map(len, made.files[made.path].splitlines())) <= 120
