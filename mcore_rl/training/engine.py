@@ -28,6 +28,7 @@ from mcore_rl.config.engine import (
     LayerSpec,
     Precision,
     engine_violations,
+    muon_problem,
 )
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig
@@ -49,7 +50,6 @@ from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.loss_inputs import loss_inputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
-from mcore_rl.training.muon import muon_violations
 from mcore_rl.training.nonfinite import FiniteWatch
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.training.optimizer import Optimizer
@@ -93,12 +93,12 @@ class Engine:
         train_tower: bool = True,
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
+        why_local = why_local or muon_problem(config.optim.optimizer)
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
         violations = [*model_violations(model), *engine_violations(config), *spec_violations]
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
-        violations += muon_violations(config.optim.optimizer, layer_spec)
         fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
         violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])

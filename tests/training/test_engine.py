@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.engine import AuxLoss, Device, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision
+from mcore_rl.config.engine import (
+    AuxLoss,
+    Device,
+    LayerSpec,
+    MoeTrainConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    Precision,
+)
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation, WorkerError
@@ -135,6 +143,19 @@ def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pyt
         assert resolve(auto, bf16, gpu, model, layout) == (local, [])
         (violation,) = resolve(wanted, bf16, gpu, model, layout)[1]
         assert what in violation.problem and "layer_spec=auto" in violation.remedy
+
+
+def test_with_muon_an_engine_on_a_gpu_takes_the_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building stops at something else, and says nothing of Muon or layers."""
+    monkeypatch.setattr(layers, "have_transformer_engine", lambda: True)
+    gpu = replace(engines.CPU, kind=Device.cuda, device_type="cuda")
+    changes: dict[str, Any] = {
+        "platform": gpu, "precision": Precision.bfloat16, "max_nonfinite_steps": 0,
+        "optim": OptimizerConfig(optimizer=OptimizerKind.muon),
+    }  # fmt: skip
+    said = refusal(**changes, layer_spec=LayerSpec.auto)
+    assert "max_nonfinite_steps" in said and "muon" not in said.lower() and "layer_spec" not in said
+    assert "layer_spec=transformer_engine: Muon" in refusal(**changes, layer_spec=LayerSpec.transformer_engine)
 
 
 # ---- scores and steps, on two ranks ----
