@@ -6,6 +6,7 @@ sequence by sequence; the engine gets bytes, packed, under every layout.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from mcore_rl.families.towers import PICTURES
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.sequences import Deepstack
 from mcore_rl.types import TrainBatch
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, picture_models
@@ -44,6 +46,7 @@ CASES = [
     ("qwen3_vl", "tp=2", 2, Recompute.full, True),
     ("qwen3_vl", "cp=2", 2, Recompute.none, True),
     ("qwen3_vl", "pp=2", 2, Recompute.full, True),
+    ("qwen3_vl", "tp=2,cp=2", 4, Recompute.none, True),
     ("qwen3_vl_moe", "tp=2,ep=2,etp=1", 2, Recompute.full, True),
 ]
 Side = tuple[Tensor, float, float]
@@ -107,6 +110,32 @@ def test_scores_and_gradients_are_those_of_the_whole(
         assert (sides[rank][0] - expected_T).abs().max() < LOGPROBS
     assert sides[0][1] == pytest.approx(float(loss.detach()), rel=1e-6)
     assert sides[0][2] == pytest.approx(norm, rel=NORM)
+
+
+def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
+    """How many microbatches have features, whenever one enters the embedding, and after each pass."""
+    held = list[int]()
+
+    def count(*_: object) -> None:
+        held.append(sum(type(each) is Deepstack for each in gc.get_objects()))
+
+    with engines.world(rank), engines.groups_of("") as groups:
+        settings = engines.config(microbatch_tokens=50, recompute=Recompute.full)
+        engine, batch = _engine(rank, groups, directory, "", settings, trained=trained)
+        engine.models[0].embedding.register_forward_pre_hook(count)
+        engine.score(batch)
+        count()
+        engine.train_step(batch, picture_models.loss, batches.denominators(batch))
+        count()
+    return held
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_features_are_let_go_with_the_pass_of_their_microbatch(
+    trained: bool, checkpoints: Path, processes: None
+) -> None:
+    (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained))
+    assert len(held) > 6 and not any(held), held
 
 
 def test_a_token_of_pictures_that_somebody_wrote_is_text(checkpoints: Path, processes: None) -> None:

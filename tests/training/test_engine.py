@@ -23,7 +23,7 @@ from mcore_rl.config.engine import (
     OptimizerKind,
     Precision,
 )
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import ModelConfig, TowerKind, VisionConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
@@ -38,6 +38,9 @@ from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
+VISION = VisionConfig(
+    kind=TowerKind.qwen3_vl, depth=1, hidden_size=8, num_heads=2, ffn_hidden_size=8, patch_size=2, num_positions=4
+)
 MODEL = models.dense()
 TEMPERATURES = (0.5, 1.0, 2.0)
 LAYOUTS = ("", "pp=2")
@@ -100,6 +103,10 @@ def test_everything_wrong_is_said_at_once() -> None:
         (
             {"precision": Precision.bfloat16, "platform": replace(engines.CPU, supports_bf16=False)},
             "precision=bfloat16: ",
+        ),
+        (
+            {"model": models.dense(vision=VISION), "microbatch_tokens": None, "microbatch_sequences": 2},
+            "microbatch_sequences=2: leaves sequences with pictures unpacked. Write microbatch_tokens",
         ),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0: must be positive"),
         ({"model": models.gemma2(attention_soft_cap=0.0)}, "model.attention_soft_cap=0.0: must be positive"),
