@@ -15,15 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.convert import HF, to_hf
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.published import open_weights
+from mcore_rl.checkpoints.rest import KEPT
 from mcore_rl.config.engine import EngineConfig, OptimizerConfig, Recompute
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
+from mcore_rl.training.checkpoint import load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.sequences import Deepstack
 from mcore_rl.types import TrainBatch
@@ -136,6 +140,24 @@ def test_features_are_let_go_with_the_pass_of_their_microbatch(
 ) -> None:
     (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained))
     assert len(held) > 6 and not any(held), held
+
+
+def _saved_and_loaded(rank: Rank, directory: Path, out: Path) -> bool:
+    """Whether what a twin loads of an engine's Megatron checkpoint are its weights, the tower's too."""
+    with engines.world(rank), engines.groups_of("") as groups:
+        engine, _ = _engine(rank, groups, directory, "", engines.config(microbatch_tokens=80), trained=True)
+        save_megatron(engine.models, out, source=directory)
+        twin = Engine("actor", engine.model, parse_layout(""), engine.config, groups, engines.CPU)
+        twin.load_weights(partial(load_megatron, directory=out, model=engine.model))
+        held, loaded = (dict(each.models[0].named_parameters()) for each in (engine, twin))
+    return all(torch.equal(weight, loaded[name]) for name, weight in held.items())
+
+
+def test_a_checkpoint_has_the_trained_tower_and_no_other(checkpoints: Path, tmp_path: Path, processes: None) -> None:
+    assert run_ranks(_saved_and_loaded, 1, (checkpoints / "qwen3_vl", tmp_path / "out")) == [True]
+    assert not (tmp_path / "out" / HF / KEPT).exists()
+    with pytest.raises(CheckpointError):
+        to_hf(tmp_path / "out", tmp_path / "back", report=lambda *_: None)
 
 
 def test_a_token_of_pictures_that_somebody_wrote_is_text(checkpoints: Path, processes: None) -> None:
