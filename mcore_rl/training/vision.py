@@ -33,7 +33,7 @@ def build_tower(vision: VisionConfig, out_hidden_size: int, device: torch.device
         parameter.data = parameter.data.to(dtype)
     for module in tower.modules():
         if isinstance(module, nn.Embedding):  # as Megatron marks its own: no matrix of Muon's
-            module.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+            module.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return tower
 
 
