@@ -102,10 +102,22 @@ class TrainBatch:
             assert len(self.teacher_hidden_MH) == sum(self.scored_S), "a hidden state for each token that was scored"
         assert self.pairs_S is None or len(self.pairs_S) == len(self.lengths_S), "pairs_S has a key a sequence"
         assert (self.images_S is None) == (self.feature_T is None), "pictures, and where their features go"
-        assert self.images_S is None or len(self.images_S) == len(self.lengths_S), "pictures of every sequence"
+        self._check_pictures()
         assert all(x_S.shape == (len(self.lengths_S),) for x_S in self.extra_S.values()), "a number a sequence"
         assert self.mask_T.dtype == torch.bool, "masks are bool"
         assert not self.mask_T[list(self.offsets_S)].any(), "the first token of a sequence is never trained"
+
+    def _check_pictures(self) -> None:
+        if self.images_S is None or self.feature_T is None:
+            return
+        assert len(self.images_S) == len(self.lengths_S), "pictures of every sequence"
+        for images, feature_T in zip(self.images_S, torch.split(self.feature_T, list(self.lengths_S)), strict=True):
+            wanted_T = torch.arange(sum(image.tokens for image in images), device=feature_T.device)
+            placed = torch.equal(feature_T[feature_T >= 0].long(), wanted_T)
+            assert placed, "each feature of a sequence's pictures takes the place of one token, in their order"
+            for image in images:
+                rows = len(self.patches[image.key]) if image.key in self.patches else 0
+                assert rows == image.height * image.width, f"picture {image.key} has {rows} patches"
 
     @property
     def offsets_S(self) -> tuple[int, ...]:

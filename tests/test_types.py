@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.runtime.shard import Portion, shards_of
-from mcore_rl.types import LossInputs, TrainBatch
+from mcore_rl.types import LossInputs, Picture, TrainBatch
 from tests.support import batches
 
 LENGTHS = (3, 1, 4)
@@ -159,3 +159,22 @@ def test_fields_of_rows_travel_with_the_batch() -> None:
     assert trained_rows(inputs).extra_N["own_N"].tolist() == [2.0, 0.0]
     with pytest.raises(AssertionError, match="own_T has 4 rows for 5 tokens"):
         replace(whole, extra_T={"own_T": torch.zeros(4)})
+
+
+def test_features_and_patches_are_those_of_the_pictures() -> None:
+    image = Picture("a", 2, 4, 2)
+    whole = TrainBatch(
+        lengths_S=(3, 2),
+        tokens_T=torch.arange(5),
+        mask_T=torch.tensor([False, False, True, False, True]),
+        feature_T=torch.tensor([0, 1, -1, -1, -1], dtype=torch.int32),
+        images_S=((image,), ()),
+        patches={"a": torch.zeros(8, 6, dtype=torch.uint8)},
+    )
+    for feature_T in ([0, 1, 2, -1, -1], [0, -1, -1, -1, -1], [1, 0, -1, -1, -1], [0, 1, -1, 0, -1]):
+        with pytest.raises(AssertionError, match="each feature"):
+            replace(whole, feature_T=torch.tensor(feature_T, dtype=torch.int32))
+    with pytest.raises(AssertionError, match="picture a has 0 patches"):
+        replace(whole, patches={})
+    with pytest.raises(AssertionError, match="picture a has 7 patches"):
+        replace(whole, patches={"a": torch.zeros(7, 6, dtype=torch.uint8)})

@@ -32,7 +32,7 @@ def demand_kept_model(directory: Path, kept: Path, model: ModelConfig) -> None:
         return
     problems = [
         f"{name}: {_json(theirs)} in its own {kept.name}/{CONFIG}, {_json(ours)} in the one given"
-        for name, theirs, ours in model_differences(_model_of_any_head(read_config(kept)), model)
+        for name, theirs, ours in model_differences(_model_of_any_head(read_config(kept), like=model), model)
     ]
     if problems:
         remedy = "Give the config.json that it was trained with; if the change is meant, make it in its own too"
@@ -53,11 +53,14 @@ def _differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -
             yield f"{prefix}{name}", mine, theirs
 
 
-def _model_of_any_head(config: dict[str, Any]) -> ModelConfig:
-    """The model of ``config``; a critic's is that of the language model that it began with."""
+def _model_of_any_head(config: dict[str, Any], *, like: ModelConfig) -> ModelConfig:
+    """The model of ``config``; a critic's is that of the language model that it began with.
+
+    like: sees pictures where that is to.
+    """
     named = config.get("architectures") or []
     causal = [str(name).replace("ForSequenceClassification", "ForCausalLM") for name in named]
-    return model_of(config | {"architectures": causal})[1]
+    return model_of(config | {"architectures": causal}, pictures=like.vision is not None)[1]
 
 
 def _json(value: Any) -> str:

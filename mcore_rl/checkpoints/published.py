@@ -17,10 +17,12 @@ from mcore_rl.checkpoints.mxfp4 import BLOCKS, SCALES, Mxfp4Checkpoint
 from mcore_rl.checkpoints.rest import open_files
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
-from mcore_rl.families.registry import UNQUANTISED
+from mcore_rl.families.registry import UNQUANTISED, model_of
 from mcore_rl.families.text_part import text_config
+from mcore_rl.json_text import read_json
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+PROCESSOR = "preprocessor_config.json"
 MODELOPT = "hf_quant_config.json"  # where NVIDIA's ModelOpt says how it quantised, beside config.json or in its place
 # The ends of tensors' names -> who writes them.
 _WRITERS = {
@@ -46,13 +48,34 @@ def open_weights(directory: Path, *, pictures: bool = False) -> HfCheckpoint:
     if quantization and method != "mxfp4" and not (method == "fp8" and block):  # as model_of says it at more length
         raise CheckpointError(str(directory), [f"weights quantised by {method} are not read. {UNQUANTISED}"])
     checkpoint = open_files(directory, pictures=pictures)
-    if problems := list(_surprises(directory, checkpoint, method)):
+    problems = list(_surprises(directory, checkpoint, method))
+    if pictures:
+        problems += _other_pixels(directory)
+    if problems:
         raise CheckpointError(str(directory), problems)
     if method == "mxfp4":
         return Mxfp4Checkpoint(checkpoint)
     if block:
         return BlockFp8Checkpoint(checkpoint, tuple(block))
     return checkpoint
+
+
+def _other_pixels(directory: Path) -> Iterator[str]:
+    """Numbers by which the checkpoint's own processor normalises pixels, and its family's towers do not."""
+    path = directory / PROCESSOR
+    vision = model_of(read_config(directory), pictures=True)[1].vision
+    assert vision is not None, "model_of refuses a model without a tower"
+    if not path.is_file():
+        return
+    try:
+        written = read_json(path.read_bytes())
+    except ValueError as error:
+        yield f"{PROCESSOR}: is not JSON ({error}). Download it again"
+        return
+    for name, ours in (("image_mean", vision.pixel_mean), ("image_std", vision.pixel_std)):
+        if isinstance(written, dict) and written.get(name, ours) != ours:
+            remedy = f"Write {ours} there if the tower was trained so"
+            yield f"{PROCESSOR}: {name} is {written[name]}, and pixels are normalised by {ours} here. {remedy}"
 
 
 def _surprises(directory: Path, checkpoint: HfCheckpoint, method: str | None) -> Iterator[str]:

@@ -201,6 +201,9 @@ def engine_violations(engine: EngineConfig) -> list[Violation]:
 def engine_rules(engine: EngineConfig, prefix: str = "") -> Iterator[Violation]:
     """The contradictions between settings of ``engine``.  prefix: of their keys, with its dot."""
     yield from _optimizer_rules(engine.optim, prefix)
+    if engine.layer_spec is LayerSpec.transformer_engine and (problem := muon_problem(engine.optim.optimizer)):
+        remedy = f"Write {prefix}layer_spec=auto or local, or adamw"
+        yield Violation(f"{prefix}optim.optimizer", engine.optim.optimizer.value, problem, remedy)
     if (engine.microbatch_tokens is None) == (engine.microbatch_sequences is None):
         yield Violation(
             f"{prefix}microbatch_tokens",
@@ -215,6 +218,13 @@ def engine_rules(engine: EngineConfig, prefix: str = "") -> Iterator[Violation]:
             f"contradicts moe.aux_loss={engine.moe.aux_loss.value}",
             "Write moe.aux_loss=sequence with a positive coefficient, or moe.aux_loss=none with 0",
         )
+
+
+def muon_problem(optimizer: OptimizerKind) -> str | None:
+    """Why ``optimizer`` needs the local layers, or None."""
+    if optimizer is not OptimizerKind.muon:
+        return None
+    return "Muon does not know how Transformer Engine's layers are cut over tensor ranks"
 
 
 def _optimizer_rules(optim: OptimizerConfig, prefix: str) -> Iterator[Violation]:

@@ -111,6 +111,14 @@ def _vision_violations(model: ModelConfig, vision: VisionConfig) -> list[Violati
             "num_positions", isqrt(max(vision.num_positions, 0)) ** 2 == vision.num_positions,
             "are no square", "Write the square of a side",
         ),
+        (
+            "pixel_mean", len(vision.pixel_mean) == 3,
+            "are no three numbers", "Write those of red, green and blue",
+        ),
+        (
+            "pixel_std", len(vision.pixel_std) == 3 and min(vision.pixel_std) > 0,
+            "are no three positive numbers, by which pixels are divided", "Write those of red, green and blue",
+        ),
     ):  # fmt: skip
         if not is_right:
             violations.append(Violation(f"model.vision.{name}", getattr(vision, name), problem, remedy))

@@ -39,7 +39,7 @@ class NamesInFiles:
         return MODEL + name.removeprefix(self.model) if name.startswith(self.model) else None
 
     def of_tower(self, name: str) -> str:
-        """The tables' name of tensor ``name`` of the rest, where the model sees pictures."""
+        """The tables' name of a tower tensor."""
         return name.removeprefix(MODEL)
 
     def in_files(self, name: str) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
+from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute, muon_problem
 from mcore_rl.config.model import Activation, LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
@@ -71,6 +71,7 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
         or model.linear_attention is not None
         or (bool(model.sliding_layers) and parallel.cp > 1)
         or engine.precision is Precision.float32
+        or muon_problem(engine.optim.optimizer) is not None
     )
     fused = accelerator and engine.layer_spec is not LayerSpec.local and not lacks
     return Kernels(fused=fused, one_by_one=not accelerator, size=BYTES[engine.precision])

@@ -261,7 +261,8 @@ class TrainWorker(Answering):
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
             copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
-            if self.adapters is None and self.table.head is not Head.value:
+            text_alone = self.table.model.vision is None  # else the tower is among the weights
+            if self.adapters is None and self.table.head is not Head.value and text_alone:
                 keep_rest(self.spec.directory, directory / SIDECAR_FILES)
             if self.adapters is not None:
                 write_adapter_config(self.adapters, directory / SIDECAR_FILES, str(self.spec.directory))

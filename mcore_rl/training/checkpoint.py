@@ -130,7 +130,8 @@ def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, sour
             if source is not None:
                 (incomplete / HF).mkdir()
                 copy_sidecar_files(source, incomplete / HF, next(models[0].parameters()).dtype)
-                keep_rest(source, incomplete / HF)
+                if not hasattr(models[0], "vision"):  # else the tower is among the weights
+                    keep_rest(source, incomplete / HF)
             new_directory.complete()
 
     together(finish, None, device)

@@ -28,6 +28,7 @@ from mcore_rl.config.engine import (
     LayerSpec,
     Precision,
     engine_violations,
+    muon_problem,
 )
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig
@@ -49,7 +50,6 @@ from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.loss_inputs import loss_inputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
-from mcore_rl.training.muon import muon_violations
 from mcore_rl.training.nonfinite import FiniteWatch
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.training.optimizer import Optimizer
@@ -93,12 +93,15 @@ class Engine:
         train_tower: bool = True,
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
+        why_local = why_local or muon_problem(config.optim.optimizer)
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
         violations = [*model_violations(model), *engine_violations(config), *spec_violations]
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
-        violations += muon_violations(config.optim.optimizer, layer_spec)
+        if model.vision is not None and config.microbatch_sequences is not None:
+            problem, remedy = "leaves sequences with pictures unpacked", "Write microbatch_tokens"
+            violations.append(Violation("microbatch_sequences", config.microbatch_sequences, problem, remedy))
         fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
         violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
@@ -273,7 +276,7 @@ class Engine:
                 teacher = self.teacher.for_step(batch, microbatches, distill, self.groups.device)
             self.optimizer.megatron.zero_grad()
             self._begin_step(batch, microbatches, denominators)
-            run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
+            self._run(self.chunks, microbatches, differentiate, forward_only=False)
             self._watch.end()
             loss_value, metrics, maxima = sums.over_ranks()
             scores = None if out is None else out.over_ranks()
@@ -294,7 +297,7 @@ class Engine:
         self.routing.begin(Purpose.count, batch)
         with phase("count_choices"), torch.no_grad():
             zero = torch.zeros((), device=self.groups.device)
-            run_schedule(self.models, microbatches, self._announce, lambda *_: zero, forward_only=True)
+            self._run(self.models, microbatches, lambda *_: zero, forward_only=True)
         self.routing.keep_batch_counts()
 
     def _begin_step(self, batch: TrainBatch, microbatches: list[Microbatch], denominators: Denominators) -> None:
@@ -347,7 +350,19 @@ class Engine:
                 model.eval()
             if self.routing is not None:
                 self.routing.begin(Purpose.score, batch, record=record_routing, replay=replay)
-            run_schedule(self.models, microbatches, self._announce, finish, forward_only=True)
+            self._run(self.models, microbatches, finish, forward_only=True)
+
+    def _run(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        microbatches: list[Microbatch],
+        on_output: Callable[[Microbatch, Tensor], Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        run_schedule(chunks, microbatches, self._announce, on_output, forward_only=forward_only)
+        if self.pictures is not None:
+            self.pictures.forget()
 
     def _logits_of(self, snapshot: str, batch: TrainBatch, microbatches: list[Microbatch]) -> dict[int, Tensor]:
         """Logits at the trained rows of each microbatch, [M, V_local], in host memory; empty before the last stage."""
@@ -366,6 +381,9 @@ class Engine:
         return nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
 
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+        if batch.images_S is not None:
+            assert self.model.vision is not None, "pictures, of which the model sees none"
+            assert self.model.mrope is None or batch.positions_T3 is not None, "pictures without their positions"
         with phase("microbatches"):
             gathers_experts = self.config.moe.dispatcher is Dispatcher.allgather
             return build_microbatches(

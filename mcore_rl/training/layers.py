@@ -159,7 +159,7 @@ def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> st
     if model.sandwich_norm:
         return "its output linears have no norm behind them, and the model does"
     if model.rotary_interleaved:
-        return "its rotation of neighbouring pairs was held against nothing, and the model has it"
+        return "its rotation of neighbouring pairs is untested here, and the model has it"
     if model.linear_attention is not None:
         return "its layers with linear attention take no packed sequences, and the model has some"
     if model.mrope is not None:

@@ -122,9 +122,7 @@ def build_microbatches(
     """
     budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
     refuse_if_any(_unit_violations(batch, units, groups, tokens, sequences))
-    if tokens is None and batch.positions_T3 is not None:
-        problem, remedy = "leaves sequences with pictures unpacked", "Write microbatch_tokens"
-        refuse_if_any([Violation("microbatch_sequences", sequences, problem, remedy)])
+    assert tokens is not None or batch.positions_T3 is None, "an engine of a model that sees pictures packs"
     if tokens is not None:
         budget = tokens // split_multiple(groups) * split_multiple(groups)
     plan = _plan(batch.lengths_S, units, groups, budget, sequences)
@@ -281,7 +279,7 @@ def _pictures(
     device = sources_N.device
     local_N = torch.where(sources_N == NOWHERE, NOWHERE, batch.feature_T[sources_N.clamp(min=0)].long())
     begin_N = torch.tensor(begins, device=device)[sequence_N.clamp(min=0)]
-    place_N = (begin_N + local_N.clamp(min=0)).clamp(max=begins[-1] - 1)
+    place_N = torch.where(local_N == NOWHERE, 0, begin_N + local_N)
     return tuple(pictures.values()), torch.where(local_N == NOWHERE, NOWHERE, torch.cat(places).to(device)[place_N])
 
 

@@ -10,7 +10,7 @@ layouts know it.  AdamW steps with rate 0 over matrices afterwards, which brings
 moment, 4 bytes a parameter, is kept for nothing.
 
 Invariant: the whole matrix is made orthogonal, gathered over data and tensor ranks, so that no result depends on the
-layout.  Every rank computes it, in float32.
+layout.  Each rank that holds a part of it computes the whole, in float32; the other data ranks wait.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, ParamKey
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch import Tensor
-
-from mcore_rl.config.engine import LayerSpec, OptimizerKind
-from mcore_rl.errors import Violation
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, by which singular values go to about 1 in NUM_STEPS
 NUM_STEPS = 5
@@ -116,14 +113,6 @@ class Muon:
         for part, matrices in self._parts:
             for matrix in matrices:
                 _move(part, matrix, lr, weight_decay, momentum)
-
-
-def muon_violations(optimizer: OptimizerKind, layer_spec: LayerSpec) -> list[Violation]:
-    """Why an engine of these layers cannot have Muon; empty if it can.  layer_spec: resolved."""
-    if optimizer is OptimizerKind.adamw or layer_spec is LayerSpec.local:
-        return []
-    problem = "does not know how Transformer Engine's layers are cut over tensor ranks"
-    return [Violation("optim.optimizer", optimizer.value, problem, "Write layer_spec=local, or adamw")]
 
 
 def marked_groups() -> dict[ParamKey, dict[str, bool]]:

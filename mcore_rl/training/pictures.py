@@ -62,7 +62,15 @@ class PictureFeatures:
 
     def announce(self, microbatch: Microbatch) -> None:
         """The next forward pass is of ``microbatch``."""
+        if not torch.is_grad_enabled():  # else its layers may be computed once more
+            self.forget()
         self._microbatch = microbatch
+
+    def forget(self) -> None:
+        """Lets go of the microbatch that was announced last, and of its features."""
+        if self._microbatch is not None and self._microbatch.packed is not None:
+            self._microbatch.packed.deepstack = None
+        self._microbatch = None
 
     def into_embeddings(self, module: nn.Module, arguments: object, hidden: Tensor) -> Tensor:
         """See ``torch.nn.Module.register_forward_hook``.  hidden: [rows of this tensor rank, 1, H]."""
@@ -82,8 +90,8 @@ class PictureFeatures:
         if others:
             leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in others)
             packed.deepstack = Deepstack(leaves, index_M, has_M)
-            if features.requires_grad:
-                hidden = _Return.apply(hidden, leaves, *others)  # type: ignore[no-untyped-call]
+            if hidden.requires_grad or features.requires_grad:
+                hidden = _Return.apply(hidden, packed, *others)  # type: ignore[no-untyped-call]
         return hidden
 
     def behind_layer(
@@ -99,7 +107,7 @@ class PictureFeatures:
         return hidden + features.masked_fill(~deepstack.has_M[:, None], 0)[:, None], context
 
     def _touched(self, hidden: Tensor) -> Tensor:
-        """``hidden``, from which every parameter of a tower that learns gets a gradient, of nothing.
+        """Add 0 times each tower parameter, so that every microbatch gives each a gradient.
 
         Megatron reduces a bucket of gradients when all its parameters have one, in every microbatch.
         """
@@ -115,11 +123,10 @@ class PictureFeatures:
     def _features(self, microbatch: Microbatch) -> Tensor:
         """Of all pictures of ``microbatch``, in its order: [features, (1 + deepstack) * H]."""
         ranks = self.group.size()
-        shares = share_out(microbatch.pictures, ranks)
-        mine: Sequence[Picture] = shares[self.group.rank()] if ranks > 1 else microbatch.pictures
+        shares = share_out(microbatch.pictures, ranks) if ranks > 1 else [list(microbatch.pictures)]
         zero = self._zero()
         with torch.set_grad_enabled(zero is not None):
-            features = self._encoded(mine, microbatch)
+            features = self._encoded(shares[self.group.rank()], microbatch)
         if zero is not None:
             features = features + zero.to(features.dtype)
         if ranks == 1:
@@ -174,17 +181,23 @@ class _Gather(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Passes ``hidden`` on; the gradients of ``features`` are what later layers left in ``leaves``.
+    """Passes ``hidden`` on; the gradients of ``features`` are what later layers left in the leaves of ``packed``.
 
-    A feature that a layer caught in a closure would be differentiated within each recomputed layer.
+    Backward lets go of these: all layers that read them are done.  A feature that a layer caught in a closure would be
+    differentiated within each recomputed layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, leaves: tuple[Tensor, ...], *features: Tensor) -> Tensor:
-        ctx.leaves = leaves
+    def forward(ctx: Any, hidden: Tensor, packed: PackedSequences, *features: Tensor) -> Tensor:
+        ctx.packed = packed
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        returned = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves]
+        leaves = ctx.packed.deepstack.features
+        ctx.packed.deepstack = None
+        returned = [
+            (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) if leaf.requires_grad else None
+            for leaf in leaves
+        ]
         return grad, None, *returned

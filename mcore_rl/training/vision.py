@@ -31,6 +31,9 @@ def build_tower(vision: VisionConfig, out_hidden_size: int, device: torch.device
         tower = _module(vision, out_hidden_size)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
+    for module in tower.modules():
+        if isinstance(module, nn.Embedding):  # as Megatron marks its own: no matrix of Muon's
+            module.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return tower
 
 
@@ -76,7 +79,8 @@ def set_trained(tower: nn.Module, trained: bool, *, sums_over_tensor_ranks: bool
     """Let ``tower`` learn, with its blocks recomputed in the backward pass, or freeze it.
 
     sums_over_tensor_ranks: each tensor rank has the gradient of its own pictures' features, as with sequence
-    parallelism of its own rows; Megatron sums those of parameters with this mark (distributed/finalize_model_grads.py).
+    parallelism of its own rows; Megatron sums those of parameters with this mark (distributed/finalize_model_grads.py),
+    for which it copies them all into one buffer: float32, as large as the tower, at the end of a step.
     """
     for parameter in tower.parameters():
         parameter.requires_grad_(trained)
@@ -100,7 +104,11 @@ def features_of(tower: nn.Module, vision: VisionConfig, pictures: Sequence[Pictu
         for numbers in (vision.pixel_mean, vision.pixel_std)
     )
     grids = tuple((1, image.height, image.width) for image in pictures)
-    inputs = {name: tensor.to(patches.device) for name, tensor in _host_inputs(vision, grids).items()}
+    # Boundaries stay on the host: transformers' attention by SDPA reads them as numbers in every block.
+    inputs = {
+        name: tensor if name.startswith("cu_") else tensor.to(patches.device)
+        for name, tensor in _host_inputs(vision, grids).items()
+    }
     out = tower((patches.float() / 255 - mean) / std, grid_thw=torch.tensor(grids), **inputs)
     return torch.cat([out.pooler_output, *(out.deepstack_features if vision.deepstack else ())], dim=-1)
 

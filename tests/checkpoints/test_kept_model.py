@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mcore_rl.checkpoints.convert import HF, open_megatron, to_hf, to_megatron
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
-from tests.support import checkpoints
+from tests.support import checkpoints, picture_models
 from tests.support.published import TINY
 
 CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -83,3 +84,13 @@ def test_no_megatron_checkpoint_opens_beside_another_configuration(tmp_path: Pat
     with pytest.raises(CheckpointError, match=problem):
         to_hf(tmp_path / "megatron", tmp_path / "again", config=tmp_path / "other", report=lambda *_: None)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_model_that_sees_pictures_is_compared_with_its_tower(tmp_path: Path) -> None:
+    config = picture_models.config("qwen3_vl")
+    kept, model = keep(config, tmp_path), model_of(config, pictures=True)[1]
+    demand_kept_model(tmp_path, kept, model)
+    assert model.vision is not None
+    other = replace(model, vision=replace(model.vision, window_size=56))
+    with pytest.raises(CheckpointError, match=r"vision\.window_size: null in its own"):
+        demand_kept_model(tmp_path, kept, other)

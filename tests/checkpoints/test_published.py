@@ -22,7 +22,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
 from mcore_rl.weights.table import Table
 from tests.checkpoints.test_load import _module_of
-from tests.support import checkpoints, tiny_models
+from tests.support import checkpoints, picture_models, tiny_models
 from tests.support.fp8_blocks import write_in_fp8
 
 
@@ -91,3 +91,14 @@ def test_modelopts_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: ModelOpt quantised"):
         open_weights(tmp_path)
+
+
+def test_pixels_that_are_normalised_otherwise_are_refused(tmp_path: Path) -> None:
+    picture_models.write("qwen3_vl", tmp_path / "model")
+    processor = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(processor))
+    open_weights(tmp_path / "model", pictures=True)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(processor | {"image_std": [0.2, 0.5, 0.5]}))
+    open_weights(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"image_std is \[0.2, 0.5, 0.5\], and pixels"):
+        open_weights(tmp_path / "model", pictures=True)

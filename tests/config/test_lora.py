@@ -72,5 +72,11 @@ def test_shared_experts_that_overlap_leave_their_adapters_out() -> None:
     assert _of("actor.optim.optimizer=muon") == []
 
 
+def test_muon_refuses_layers_whose_cuts_it_does_not_know() -> None:
+    (violation,) = _of("actor.optim.optimizer=muon", "actor.layer_spec=transformer_engine")
+    assert violation.key == "actor.optim.optimizer" and "Write actor.layer_spec=auto or local" in str(violation)
+    assert _of("actor.layer_spec=transformer_engine") == _of("actor.optim.optimizer=muon") == []
+
+
 def test_every_trained_role_has_the_group() -> None:
     assert isinstance(ACTOR, Role) and SftConfig().actor.lora.rank == CriticConfig().lora.rank == 0

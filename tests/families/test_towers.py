@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError
@@ -184,3 +186,13 @@ def test_a_rule_of_a_tower_speaks_of_the_tower_alone() -> None:
     for changes in ({"layers": Layers.dense}, {"stage": Stage.layer, "layers": Layers.deepstack}):
         with pytest.raises(AssertionError):
             Rule("vision.blocks.{l}.norm1.weight", (tensor,), **({"stage": Stage.tower} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"), [({"pixel_mean": [0.5]}, "pixel_mean"), ({"pixel_std": [0.5, 0.0, 0.5]}, "pixel_std")]
+)
+def test_pixels_are_normalised_by_three_numbers(changed: dict[str, Any], key: str) -> None:
+    _, model = model_of(picture_models.config("qwen3_vl"), pictures=True)
+    assert model.vision is not None and model_violations(model) == []
+    (violation,) = model_violations(replace(model, vision=replace(model.vision, **changed)))
+    assert violation.key == f"model.vision.{key}"

@@ -6,6 +6,7 @@ sequence by sequence; the engine gets bytes, packed, under every layout.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.convert import HF
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.published import open_weights
+from mcore_rl.checkpoints.rest import KEPT
 from mcore_rl.config.engine import EngineConfig, OptimizerConfig, Recompute
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.families.config_json import read_config
@@ -23,7 +26,9 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
+from mcore_rl.training.checkpoint import load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.sequences import Deepstack
 from mcore_rl.types import TrainBatch
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, picture_models
@@ -44,6 +49,7 @@ CASES = [
     ("qwen3_vl", "tp=2", 2, Recompute.full, True),
     ("qwen3_vl", "cp=2", 2, Recompute.none, True),
     ("qwen3_vl", "pp=2", 2, Recompute.full, True),
+    ("qwen3_vl", "tp=2,cp=2", 4, Recompute.none, True),
     ("qwen3_vl_moe", "tp=2,ep=2,etp=1", 2, Recompute.full, True),
 ]
 Side = tuple[Tensor, float, float]
@@ -107,6 +113,48 @@ def test_scores_and_gradients_are_those_of_the_whole(
         assert (sides[rank][0] - expected_T).abs().max() < LOGPROBS
     assert sides[0][1] == pytest.approx(float(loss.detach()), rel=1e-6)
     assert sides[0][2] == pytest.approx(norm, rel=NORM)
+
+
+def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
+    """How many microbatches have features, whenever one enters the embedding, and after each pass."""
+    held = list[int]()
+
+    def count(*_: object) -> None:
+        held.append(sum(type(each) is Deepstack for each in gc.get_objects()))
+
+    with engines.world(rank), engines.groups_of("") as groups:
+        settings = engines.config(microbatch_tokens=50, recompute=Recompute.full)
+        engine, batch = _engine(rank, groups, directory, "", settings, trained=trained)
+        engine.models[0].embedding.register_forward_pre_hook(count)
+        engine.score(batch)
+        count()
+        engine.train_step(batch, picture_models.loss, batches.denominators(batch))
+        count()
+    return held
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_features_are_let_go_with_the_pass_of_their_microbatch(
+    trained: bool, checkpoints: Path, processes: None
+) -> None:
+    (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained))
+    assert len(held) > 6 and not any(held), held
+
+
+def _saved_and_loaded(rank: Rank, directory: Path, out: Path) -> bool:
+    """Whether what a twin loads of an engine's Megatron checkpoint are its weights, the tower's too."""
+    with engines.world(rank), engines.groups_of("") as groups:
+        engine, _ = _engine(rank, groups, directory, "", engines.config(microbatch_tokens=80), trained=True)
+        save_megatron(engine.models, out, source=directory)
+        twin = Engine("actor", engine.model, parse_layout(""), engine.config, groups, engines.CPU)
+        twin.load_weights(partial(load_megatron, directory=out, model=engine.model))
+        held, loaded = (dict(each.models[0].named_parameters()) for each in (engine, twin))
+    return all(torch.equal(weight, loaded[name]) for name, weight in held.items())
+
+
+def test_a_checkpoint_has_the_trained_tower_and_no_other(checkpoints: Path, tmp_path: Path, processes: None) -> None:
+    assert run_ranks(_saved_and_loaded, 1, (checkpoints / "qwen3_vl", tmp_path / "out")) == [True]
+    assert not (tmp_path / "out" / HF / KEPT).exists()
 
 
 def test_a_token_of_pictures_that_somebody_wrote_is_text(checkpoints: Path, processes: None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
+from mcore_rl.config.engine import EngineConfig, LayerSpec, OptimizerConfig, OptimizerKind, Precision, Recompute
 from mcore_rl.config.model import LayerKind, LinearAttentionConfig, ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
@@ -173,6 +173,7 @@ def test_logits_are_cut_over_tensor_ranks_and_a_critic_has_none() -> None:
         ({}, {}, "", False, False),
         ({}, {"layer_spec": LayerSpec.local}, "", True, False),
         ({}, {"precision": Precision.float32}, "", True, False),
+        ({}, {"optim": OptimizerConfig(optimizer=OptimizerKind.muon)}, "", True, False),
         ({"attention_soft_cap": 50.0}, {}, "", True, False),
         ({"sandwich_norm": True}, {}, "", True, False),
         ({"attention_sinks": True}, {}, "", True, False),

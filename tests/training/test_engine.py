@@ -14,8 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.engine import AuxLoss, Device, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.engine import (
+    AuxLoss,
+    Device,
+    LayerSpec,
+    MoeTrainConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    Precision,
+)
+from mcore_rl.config.model import ModelConfig, TowerKind, VisionConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
@@ -30,6 +38,9 @@ from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
+VISION = VisionConfig(
+    kind=TowerKind.qwen3_vl, depth=1, hidden_size=8, num_heads=2, ffn_hidden_size=8, patch_size=2, num_positions=4
+)
 MODEL = models.dense()
 TEMPERATURES = (0.5, 1.0, 2.0)
 LAYOUTS = ("", "pp=2")
@@ -93,6 +104,10 @@ def test_everything_wrong_is_said_at_once() -> None:
             {"precision": Precision.bfloat16, "platform": replace(engines.CPU, supports_bf16=False)},
             "precision=bfloat16: ",
         ),
+        (
+            {"model": models.dense(vision=VISION), "microbatch_tokens": None, "microbatch_sequences": 2},
+            "microbatch_sequences=2: leaves sequences with pictures unpacked. Write microbatch_tokens",
+        ),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0: must be positive"),
         ({"model": models.gemma2(attention_soft_cap=0.0)}, "model.attention_soft_cap=0.0: must be positive"),
         ({"model": models.gemma2(output_soft_cap=-1.0)}, "model.output_soft_cap=-1.0: must be positive"),
@@ -135,6 +150,19 @@ def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pyt
         assert resolve(auto, bf16, gpu, model, layout) == (local, [])
         (violation,) = resolve(wanted, bf16, gpu, model, layout)[1]
         assert what in violation.problem and "layer_spec=auto" in violation.remedy
+
+
+def test_with_muon_an_engine_on_a_gpu_takes_the_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building stops at something else, and says nothing of Muon or layers."""
+    monkeypatch.setattr(layers, "have_transformer_engine", lambda: True)
+    gpu = replace(engines.CPU, kind=Device.cuda, device_type="cuda")
+    changes: dict[str, Any] = {
+        "platform": gpu, "precision": Precision.bfloat16, "max_nonfinite_steps": 0,
+        "optim": OptimizerConfig(optimizer=OptimizerKind.muon),
+    }  # fmt: skip
+    said = refusal(**changes, layer_spec=LayerSpec.auto)
+    assert "max_nonfinite_steps" in said and "muon" not in said.lower() and "layer_spec" not in said
+    assert "layer_spec=transformer_engine: Muon" in refusal(**changes, layer_spec=LayerSpec.transformer_engine)
 
 
 # ---- scores and steps, on two ranks ----

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mcore_rl.config.model import TowerKind, VisionConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.training.microbatch import NOWHERE
 from mcore_rl.types import TrainBatch
 from tests.support import picture_models
@@ -61,12 +60,6 @@ def test_a_batch_without_pictures_is_what_it_was() -> None:
     for microbatch in cut(plain, groups, 80, None):
         assert microbatch.feature_N is None and microbatch.pictures == ()
         assert microbatch.packed is not None and microbatch.packed.positions_3N is None
-
-
-def test_sequences_with_pictures_are_packed() -> None:
-    (groups,) = ranks_of("")
-    with pytest.raises(ConfigError, match="Write microbatch_tokens"):
-        cut(batch(), groups, None, 2)
 
 
 def test_a_part_of_a_batch_has_its_own_pictures() -> None:

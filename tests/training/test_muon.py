@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.engine import LayerSpec, OptimizerConfig, OptimizerKind, Schedule
+from mcore_rl.config.engine import OptimizerConfig, OptimizerKind, Schedule
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.training.muon import muon_violations, orthogonal
+from mcore_rl.training.muon import orthogonal
 from mcore_rl.training.optimizer import learning_rate
 from tests.support import engines, models
 from tests.support.forked import run_ranks
@@ -113,10 +113,3 @@ def test_the_oracle_sees_a_part_that_is_made_orthogonal_by_itself(steps: list[St
     gradient = next(grad for name, grad in steps[0].gradients.items() if "linear_qkv" in name)
     whole, parts = quintic(gradient), torch.cat([quintic(half) for half in gradient.chunk(2)])
     assert (whole - parts).norm() > 0.05 * whole.norm()
-
-
-def test_layers_whose_cuts_it_does_not_know_are_refused() -> None:
-    (violation,) = muon_violations(OptimizerKind.muon, LayerSpec.transformer_engine)
-    assert violation.key == "optim.optimizer" and "layer_spec=local" in str(violation)
-    assert not muon_violations(OptimizerKind.muon, LayerSpec.local)
-    assert not muon_violations(OptimizerKind.adamw, LayerSpec.transformer_engine)

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.training.muon import CutMatrix
 from mcore_rl.training.vision import block_numbers, build_tower, features_of, set_trained
 from mcore_rl.types import Picture
 from tests.support import picture_models
@@ -59,6 +60,27 @@ def test_ranks_start_alike_and_what_is_computed_stays_exact() -> None:
     assert block_numbers(one) == {
         "blocks.0": 0, "blocks.1": 1, "deepstack_merger_list.0": 0, "deepstack_merger_list.1": 1,
     }  # fmt: skip
+
+
+def test_learned_positions_are_no_matrix_of_muons() -> None:
+    _, model = model_of(picture_models.config("qwen3_vl"), pictures=True)
+    assert model.vision is not None
+    tower: Any = build_tower(model.vision, model.hidden_size, CPU, torch.float32)
+    assert CutMatrix.of("vision.pos_embed.weight", tower.pos_embed.weight) is None
+    assert not hasattr(tower.merger.linear_fc1.weight, "is_embedding_or_output_parameter")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_tower_waits_for_no_number_of_the_device(family: str) -> None:
+    """A device that has no numbers refuses to be waited for."""
+    _, model = model_of(picture_models.config(family), pictures=True)
+    assert model.vision is not None
+    device = torch.device("meta")
+    tower = build_tower(model.vision, model.hidden_size, device, torch.float32).eval()
+    rows = sum(each.height * each.width for each in SHOWN)
+    width = 3 * model.vision.temporal_patch_size * model.vision.patch_size**2
+    features = features_of(tower, model.vision, SHOWN, torch.empty(rows, width, dtype=torch.uint8, device=device))
+    assert len(features) == sum(each.tokens for each in SHOWN)
 
 
 def test_a_frozen_tower_has_no_gradients_and_one_that_learns_is_recomputed() -> None:
