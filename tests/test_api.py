@@ -133,7 +133,7 @@ def test_rows_and_functions_become_files_of_the_run(tmp_path: Path, seen: list[R
     values: dict[str, Any] = {"algorithm": "dr_grpo", "rollout": {"n": 4}, "trainer": trainer}
     for _ in range(2):
         result = mcore_rl.train(
-            {"trainer.save_freq": 5}, model=tmp_path, dataset=rows, eval_dataset=rows, reward=[right, print], **values
+            {"trainer.save_freq": 5}, model=tmp_path, dataset=rows, eval_dataset=rows, reward=[right, len], **values
         )
     assert result.directory == tmp_path / "run" and seen[0] == seen[1], "the same call names the same files"
     run, custom = seen[0], seen[0].custom_reward_function
@@ -142,7 +142,7 @@ def test_rows_and_functions_become_files_of_the_run(tmp_path: Path, seen: list[R
     files = [*run.data.train_files, *run.data.val_files, str(custom.path)]
     folders = str(tmp_path / "run" / "inputs" / FOLDERS)
     assert sorted([*files, folders]) == sorted(map(str, (tmp_path / "run" / "inputs").iterdir()))
-    assert (custom.functions, custom.completions) == (["right", "print"], Completions.text)
+    assert (custom.functions, custom.completions) == (["right", "len"], Completions.text)
     as_messages = [{"prompt": [{"role": "user", "content": "Two?"}]}]
     mcore_rl.train(model=tmp_path, dataset=as_messages, reward=right, **values)
     assert seen[2].custom_reward_function.completions is Completions.messages
