@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator, SchemaError
 
 from mcore_rl.agents.function_process import FunctionProcesses, FunctionTool, describe
 from mcore_rl.agents.mcp_servers import McpServer, mcp_tools
-from mcore_rl.agents.tools import ToolSchema, ToolSet
+from mcore_rl.agents.tools import TOOLS_KEY, ToolSchema, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
-TOOLS_KEY, FILE_KEY = "rollout.agent.tools", "rollout.agent.tool_config_path"
+FILE_KEY = "rollout.agent.tool_config_path"
 # The module whose ``make(config, code)`` makes a tool.
 BUILT_IN = {
     "calculator": "mcore_rl.agents.toolbox.calculator",

@@ -19,6 +19,7 @@ from mcore_rl.agents.schema_checks import wrong_arguments
 from mcore_rl.json_text import read_json
 from mcore_rl.rewards.score import finite
 
+TOOLS_KEY = "rollout.agent.tools"  # names the tools of a run
 MAX_VALUE = 80  # characters of a wrong argument that the model is shown
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation
@@ -125,12 +125,11 @@ def run_cells(cells: tuple[str, ...], code: CodeConfig) -> tuple[ToolResult, boo
 
 def make(config: AgentConfig, code: CodeConfig) -> PythonInterpreter:
     """Make the tool of a run.  Raises ConfigError where programs cannot be confined."""
-    key, name = "rollout.agent.tools", "python"
     try:
         weak_points = weaknesses()
     except ConfinementError as error:
         problem = f"no program can be run here: {error}"
-        raise ConfigError([Violation(key, name, problem, "Leave it out, or run elsewhere")]) from error
+        raise ConfigError([Violation(TOOLS_KEY, "python", problem, "Leave it out, or run elsewhere")]) from error
     if weak_points and not code.allow_weak_confinement:
-        raise ConfigError([Violation(key, name, "; ".join(weak_points), WEAK)])
+        raise ConfigError([Violation(TOOLS_KEY, "python", "; ".join(weak_points), WEAK)])
     return PythonInterpreter({}, SCHEMA, code)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation, pip_line
@@ -50,9 +50,7 @@ class CorpusSearch(EpisodeTool):
         super().__init__(config, tool_schema)
         if importlib.util.find_spec("bm25s") is None:
             remedy = pip_line("search")
-            raise ConfigError(
-                [Violation("rollout.agent.tools", "search", "the package bm25s is not installed", remedy)]
-            )
+            raise ConfigError([Violation(TOOLS_KEY, "search", "the package bm25s is not installed", remedy)])
         import bm25s  # type: ignore[import-untyped]
 
         self._titles, self._texts = read_corpus(Path(corpus).expanduser())
@@ -120,5 +118,5 @@ def make(config: AgentConfig, code: CodeConfig) -> CorpusSearch:
     """Make the tool of a run, with its index.  Raises ConfigError if no corpus is named, or none can be read."""
     if config.search_corpus is None:
         remedy = f"Write {KEY}=FILE_OR_FOLDER"
-        raise ConfigError([Violation("rollout.agent.tools", "search", "has no documents to search in", remedy)])
+        raise ConfigError([Violation(TOOLS_KEY, "search", "has no documents to search in", remedy)])
     return CorpusSearch({}, SCHEMA, config.search_corpus, config.search_results)
