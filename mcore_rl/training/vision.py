@@ -105,23 +105,17 @@ def features_of(tower: nn.Module, vision: VisionConfig, pictures: Sequence[Pictu
     )
     grids = tuple((1, image.height, image.width) for image in pictures)
     # Boundaries stay on the host: transformers' attention by SDPA reads them as numbers in every block.
-    inputs = {
-        name: tensor if name.startswith("cu_") else tensor.to(patches.device)
-        for name, tensor in _host_inputs(vision, grids).items()
-    }
+    on_host = _host_inputs(grids, vision.merge_size, vision.window_size, vision.patch_size, isqrt(vision.num_positions))
+    inputs = {name: tensor if name.startswith("cu_") else tensor.to(patches.device) for name, tensor in on_host.items()}
     out = tower((patches.float() / 255 - mean) / std, grid_thw=torch.tensor(grids), **inputs)
     return torch.cat([out.pooler_output, *(out.deepstack_features if vision.deepstack else ())], dim=-1)
 
 
-def _host_inputs(vision: VisionConfig, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Tensor]:
-    """What the tower would else make of the grids on the device, and wait for: positions, boundaries, windows."""
-    return _inputs_of(grids, vision.merge_size, vision.window_size, vision.patch_size, isqrt(vision.num_positions))
-
-
 @lru_cache(maxsize=64)
-def _inputs_of(
+def _host_inputs(
     grids: tuple[tuple[int, int, int], ...], merge: int, window: int | None, patch: int, side: int
 ) -> dict[str, Tensor]:
+    """What the tower would else make of the grids on the device, and wait for: positions, boundaries, windows."""
     from transformers import vision_utils
 
     grid_thw = torch.tensor(grids)
