@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.arrays import RoutesArray
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
 
@@ -70,6 +71,18 @@ class Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
+@dataclass(frozen=True, eq=False)
+class PromptPicture:
+    """A picture of a prompt.
+
+    placed: which one it is, and which of the prompt's tokens stand for it, one for each of its features.
+    patches: [patches, width] uint8, as ``data.media.pixels`` makes them.  All samples of the prompt share them.
+    """
+
+    placed: Placed
+    patches: NDArray[np.uint8]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """The tokens that a response continues.
@@ -78,11 +91,14 @@ class Prompt:
         id: names the prompt in seeds, samples and messages; the same in every run.
         tokens: at least one token.
         opening: the id of the prompt that its conversation began with; "" if it is that one.
+        pictures: in the order of their places, one behind another.  A token that stands for none is text, whatever
+            its id is.
     """
 
     id: str
     tokens: tuple[int, ...]
     opening: str = ""
+    pictures: tuple[PromptPicture, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
