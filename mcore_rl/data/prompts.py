@@ -203,7 +203,10 @@ class PromptSet:
         pictures: PictureReader | None,
     ) -> PromptSet:
         """The prompts that were read.  DataError: with all that is wrong with them."""
-        reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
+        may_see = pictures is None
+        reading.problems += [
+            more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
+        ]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))
         if reading.long_answers and not config.filter_overlong_prompts and config.truncation is Truncation.error:
@@ -244,11 +247,8 @@ class PromptSet:
         file, reader = self._files[number], self._pictures
         if reader is None:
             return []
-        record = file.record(row)
         try:
-            return [
-                reader.content(record, file.folder, place, each.image) for place, each in enumerate(self._media[index])
-            ]
+            return reader.contents(file.record(row), file.folder, self._media[index])
         except ValueError as error:
             raise DataError(self.title, [f"{file.row_id(row)}: {reader.key}: {error}"]) from error
 
@@ -295,10 +295,7 @@ class PromptSet:
         line = (
             f"{self.title}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens, mean {mean:.0f}"
         )
-        if placed := [each for media in self._media for each in media]:
-            sizes = [each.grid.tokens for each in placed]
-            different = len({each.image.sha256 for each in placed})
-            line += f"; {len(placed):,} pictures, {different:,} different, of {min(sizes)} to {max(sizes)} tokens"
+        line += described_pictures(self._media)
         limit = self._config.max_prompt_length
         longer = f"{limit} tokens"
         if len(self._answers):
@@ -308,6 +305,16 @@ class PromptSet:
         if self.num_truncated:
             line += f"; {self.num_truncated:,} cut to {longer} ({self._config.truncation.value})"
         return line
+
+
+def described_pictures(media: Sequence[Sequence[Placed]]) -> str:
+    """The pictures of all rows, for the user, behind what is said of the rows; "" if there are none."""
+    placed = [each for of_row in media for each in of_row]
+    if not placed:
+        return ""
+    sizes = [each.grid.tokens for each in placed]
+    different = len({each.image.sha256 for each in placed})
+    return f"; {len(placed):,} pictures, {different:,} different, of {min(sizes)} to {max(sizes)} tokens"
 
 
 def truncated(tokens: Sequence[int], length: int, truncation: Truncation) -> Sequence[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +15,10 @@ from mcore_rl.config.sft import ACTOR, SftConfig
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.step import updates
 from mcore_rl.data.conversations import Conversation, ConversationSet
+from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.tokenizer import end_tokens
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
 from mcore_rl.types import StepResult, TrainBatch
 
 SCORED_AT_ONCE = 1024  # validation conversations
@@ -39,10 +44,14 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
 def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ConversationSet]:
     """Reads files as conversations."""
 
-    ends = end_tokens(config.model_directory)
+    directory = Path(config.model_directory)
+    ends = end_tokens(directory)
+    _, model = model_of(read_config(directory), pictures=config.sees_pictures)
+    pictures = picture_reader(config.data, model)
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ConversationSet:
-        return ConversationSet.load(files, config.data, tokenizer, max_samples=max_samples, title=title, ends=ends)
+        options: dict[str, Any] = {"max_samples": max_samples, "title": title, "ends": ends}
+        return ConversationSet.load(files, config.data, tokenizer, pictures=pictures, **options)
 
     return load
 
