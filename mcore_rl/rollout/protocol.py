@@ -71,16 +71,31 @@ class Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
+@dataclass(frozen=True)
+class MadePatches:
+    """Patches that are there, as ``PromptPicture.read``."""
+
+    patches: NDArray[np.uint8]
+
+    def __call__(self) -> NDArray[np.uint8]:
+        """Returns them."""
+        return self.patches
+
+
 @dataclass(frozen=True, eq=False)
 class PromptPicture:
     """A picture of a prompt.
 
     placed: which one it is, and which of the prompt's tokens stand for it, one for each of its features.
-    patches: [patches, width] uint8, as ``data.media.pixels`` makes them.  All samples of the prompt share them.
+    read: makes its patches, [patches, width] uint8 (``data.media.pixels``).  It is called when the prompt is sent to an
+        engine, once for all samples that go there together; so prompts that wait hold no pixels.
     """
 
     placed: Placed
-    patches: NDArray[np.uint8]
+    read: Callable[[], NDArray[np.uint8]]
+
+    def __reduce__(self) -> tuple[type[PromptPicture], tuple[Placed, MadePatches]]:
+        return PromptPicture, (self.placed, MadePatches(self.read()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mcore_rl.config.model import VisionConfig
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.rollout.protocol import Prompt, PromptPicture
+from mcore_rl.rollout.protocol import MadePatches, Prompt, PromptPicture
 from tests.support import picture_models
 from tests.support.picture_models import GRIDS, PICTURE, TOKENS_OF_TEXT
 
@@ -46,7 +46,7 @@ def prompts(vision: VisionConfig, names: Sequence[str] = tuple(PARTS)) -> list[P
             elif isinstance(part, str):
                 image = ImageRef(sha256(patches[part].tobytes()).hexdigest(), part)
                 placed = Placed(image, len(tokens), Grid(1, *GRIDS[part]))
-                pictures.append(PromptPicture(placed, patches[part]))
+                pictures.append(PromptPicture(placed, MadePatches(patches[part])))
                 tokens += [PICTURE] * placed.grid.tokens
             else:
                 tokens += random.integers(10, TOKENS_OF_TEXT, part).tolist()
@@ -76,7 +76,7 @@ def whole_logprobs(
         for each in prompt.pictures:
             told[0, each.placed.first : each.placed.end] = SEEN
         grids = [each.placed.grid for each in prompt.pictures]
-        pixels = torch.cat([torch.from_numpy(each.patches) for each in prompt.pictures])
+        pixels = torch.cat([torch.from_numpy(each.read()) for each in prompt.pictures])
         given["pixel_values"] = (pixels.float() / 255 - mean) / std
         given["image_grid_thw"] = torch.tensor([[1, grid.h, grid.w] for grid in grids])
         given["mm_token_type_ids"] = (told == SEEN).int()

@@ -30,7 +30,7 @@ def picture_item(picture: PromptPicture, *, by_name: bool) -> MultiModalKwargsIt
     No patch is copied here.
     """
     grid = picture.placed.grid
-    patches = named(picture) if by_name else torch.from_numpy(picture.patches)
+    patches = named(picture) if by_name else torch.from_numpy(picture.read())
     rows = torch.tensor([len(patches)])
     fields: Mapping[str, tuple[MultiModalFieldConfig, torch.Tensor]] = {
         "pixel_values": (MultiModalFieldConfig.flat_from_sizes("image", rows, keep_on_cpu=by_name), patches),

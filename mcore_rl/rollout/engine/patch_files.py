@@ -43,7 +43,7 @@ class PatchFiles:
             grid = picture.placed.grid
             name = name_of(picture.placed.image.sha256, grid.h, grid.w)
             if not self._calls[name] and name not in self._left:
-                picture.patches.tofile(_path(self._folder, name))
+                picture.read().tofile(_path(self._folder, name))
             self._left.discard(name)
             self._calls[name] += 1
             names.append(name)
