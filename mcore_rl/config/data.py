@@ -169,10 +169,10 @@ class PreferenceDataConfig(AnswersConfig):
 
 def data_violations(data: DataConfig | AnswersConfig) -> list[Violation]:
     """Every violation within ``data``, not looking at other groups."""
-    return check(data, [_truncation_violations, _image_violations], "data.")
+    return check(data, [_truncation_violations, image_violations], "data.")
 
 
-def _image_violations(data: DataConfig | AnswersConfig) -> Iterator[Violation]:
+def image_violations(data: object) -> Iterator[Violation]:
     """Contradictions among the keys of pictures, and keys that nothing reads without ``image_key``."""
     if not isinstance(data, ImagesConfig):
         return

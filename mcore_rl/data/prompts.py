@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.reward import Style
@@ -241,6 +242,24 @@ class PromptSet:
             answer=tuple(self._answers[index].tolist()) if len(self._answers) else (),
             media=self._media[index] if self._media else (),
         )
+
+    @property
+    def media(self) -> Sequence[tuple[Placed, ...]]:
+        """The pictures of every prompt; empty where none are read."""
+        return self._media
+
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        """The patches of picture ``place`` of a prompt, made anew.  DataError: see ``image_files``, or it is broken."""
+        from mcore_rl.data.media.pixels import patches_of_file  # PIL, which few runs need
+
+        assert self._pictures is not None, "a prompt without pictures"
+        content = self.image_files(index)[place]
+        try:
+            return patches_of_file(content, self._pictures.sizing)[0]
+        except ValueError as error:
+            number, row = self._places[index]
+            name = f"{self._files[number].row_id(row)}: {self._pictures.key}[{place}]"
+            raise DataError(self.title, [f"{name}: {error}"]) from error
 
     def image_files(self, index: int) -> list[bytes]:
         """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""

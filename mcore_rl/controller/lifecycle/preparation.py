@@ -226,9 +226,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     directory = Path(config.model_directory)
     refuse_if_any(list(sight_violations(config)))
     prepare_model(config.model, directory, pictures=config.sees_pictures)
-    policy = admit(directory, config.rollout, platform)
-    if config.sees_pictures:
-        _, policy = model_of(read_config(directory), pictures=True)
+    policy = admit(directory, config.rollout, platform, pictures=config.sees_pictures)
     models = {
         role.name: policy
         if role.publishes

@@ -17,8 +17,8 @@ from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine import engine_node
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import (
-    TEXT_PART_FORMAT,
-    TEXT_PART_WORKER,
+    MULTIMODAL_FORMAT,
+    MULTIMODAL_WORKER,
     core_shares,
     engine_arguments,
     engine_environment,
@@ -201,7 +201,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_run_by_itself(tmp_path: Pat
     assert (given["architectures"], given["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
     assert given["hidden_size"] == config["text_config"]["hidden_size"]
     assert not {"vision_config", "text_config", "quantization_config"} & given.keys()
-    assert read["load_format"] == TEXT_PART_FORMAT and read["worker_extension_cls"] == TEXT_PART_WORKER
+    assert read["load_format"] == MULTIMODAL_FORMAT and read["worker_extension_cls"] == MULTIMODAL_WORKER
     updated = engine_arguments(tmp_path, RolloutConfig(), models.dense(), ROCM, "a.Class", awaits_weights=True)
     assert (updated["load_format"], updated["worker_extension_cls"]) == ("dummy", "a.Class")
     assert "hf_config_path" in updated
