@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 Function = str | Callable[..., Any]  # itself, or its ``module:name``, which imports nothing until it is called
 
-# What every model is given; of a run without pictures the first two.
-TOKENS = ("tokens_T", "mask_T", "positions_T3", "feature_T")
+TOKENS = ("tokens_T", "mask_T")
+INPUTS = (*TOKENS, "positions_T3", "feature_T")  # what every model is given; the last two where it sees pictures
 OUTCOME = "outcome_S"  # whether each response is right, 0 to 1; assembled where a stage reads it
 OUTCOMES = "outcomes"  # the ``Outcomes`` that advantages are estimated from; a stage may replace them
 TOKEN_REWARDS = "token_rewards_T"  # what a stage adds to the rewards of tokens
@@ -40,7 +40,7 @@ class Pass:
     makes: tuple[str, ...]
     phase: str
     weights: str | None = None
-    reads: tuple[str, ...] = TOKENS
+    reads: tuple[str, ...] = INPUTS
     sampled: bool = True
     rests: bool = False
 

@@ -179,6 +179,11 @@ class ConversationSet:
             raise DataError(self.title, [f"{self._ids[index]}: {error}"]) from error
 
     @property
+    def media(self) -> Sequence[tuple[Placed, ...]]:
+        """The pictures of every conversation; empty where none are read."""
+        return self._reading.media
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each conversation."""
         return self._reading.tokens.lengths

@@ -26,6 +26,7 @@ from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import BY_SOURCE, Teachers
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.packing import budget_violations, padded_length
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
@@ -236,6 +237,14 @@ def unit_violations(
     multiple = rows_multiple(parallel.cp, parallel.tp)
     costs = [padded_length(sum(padded_lengths(each, parallel.cp)), multiple) for each in units]
     yield from budget_violations(costs, tokens, f"{name}.microbatch_tokens", unit)
+
+
+def patch_violations(name: str, config: RoleConfig, media: Sequence[Sequence[Placed]]) -> list[Violation]:
+    """Rows with more patches than a microbatch may have.  name: of the role.  media: the pictures of each row."""
+    if config.microbatch_patches is None or not media:
+        return []
+    costs = [sum(each.grid.patches for each in of_row) for of_row in media]
+    return budget_violations(costs, config.microbatch_patches, f"{name}.microbatch_patches", "row", "patches")
 
 
 def model_offline_violations(config: OfflineConfig, model: ModelConfig) -> list[Violation]:

@@ -42,6 +42,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
     answer_violations,
     demand_weights,
     model_run_violations,
+    patch_violations,
     sight_violations,
     teacher_violations,
     unit_violations,
@@ -224,8 +225,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     """
     refuse_if_any(run_violations(config))
     directory = Path(config.model_directory)
-    refuse_if_any(list(sight_violations(config)))
     prepare_model(config.model, directory, pictures=config.sees_pictures)
+    refuse_if_any(list(sight_violations(config)))
     policy = admit(directory, config.rollout, platform, pictures=config.sees_pictures)
     models = {
         role.name: policy
@@ -316,6 +317,7 @@ def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator
     for role in config.group_rows:
         for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
             yield replace(each, problem=f"{each.problem} with the longest response to it")
+        yield from patch_violations(role.name, config.role_config(role), train.media)
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:
@@ -370,6 +372,12 @@ def _prompts(
         remedy = "Choose an algorithm that does not, or leave these rows out"
         name = config.algorithm.adv_estimator
         refuse_if_any([Violation("algorithm.adv_estimator", name, problem, remedy)] if programs else [])
+    if has_agents and pictures is not None:
+        rows = (each[index] for each in sets for index in range(len(each)))
+        unseen = [row.id for row in rows if row.media and agents.loop_of_row(row) == PROGRAM]
+        problem = f"and a user's program writes its prompts itself, without the pictures of its rows: {named(unseen)}"
+        remedy = "Leave these rows out, or ask for another agent"
+        refuse_if_any([Violation("data.image_key", data.image_key, problem, remedy)] if unseen else [])
     for line in notes:
         warn(line)
     return train, validation

@@ -85,8 +85,8 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
         trainer=replace(config.trainer, default_local_dir=str(place)),
     )
     path, role = Path(config.model_directory), config.trained
-    refuse_if_any(list(sight_violations(config)))
     prepare_model(config.model, path, pictures=config.sees_pictures)
+    refuse_if_any(list(sight_violations(config)))
     _, model = model_of(read_config(path), pictures=config.sees_pictures)
     refuse_if_any([*model_offline_violations(config, model), *adapter_violations(config)])
     demand_weights(path, role.head, pictures=config.sees_pictures)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.sft import ACTOR, SftConfig
+from mcore_rl.controller.lifecycle.model_checks import patch_violations
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.metrics import picture_metrics
@@ -21,6 +22,7 @@ from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.media.batch import batch_pictures
 from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.tokenizer import end_tokens
+from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.flops import patch_cost
 from mcore_rl.families.registry import model_of
@@ -71,7 +73,9 @@ def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[Conver
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ConversationSet:
         options: dict[str, Any] = {"max_samples": max_samples, "title": title, "ends": ends}
-        return ConversationSet.load(files, config.data, tokenizer, pictures=pictures, **options)
+        rows = ConversationSet.load(files, config.data, tokenizer, pictures=pictures, **options)
+        refuse_if_any(patch_violations(ACTOR.name, config.actor, rows.media))
+        return rows
 
     return load
 

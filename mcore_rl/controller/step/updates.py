@@ -21,7 +21,7 @@ from mcore_rl.algorithms.selection import Moments, SequencesInStep, num_selected
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.roles import ActorConfig, TrainedConfig
-from mcore_rl.config.stages import TOKENS, Pass, is_field
+from mcore_rl.config.stages import INPUTS, TOKENS, Pass, is_field
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
@@ -35,7 +35,7 @@ from mcore_rl.runtime.worker_values import SequenceAdvantages
 from mcore_rl.types import HIDDEN, Denominators, SequenceScores, StepResult, TrainBatch
 
 # The fields from which the keys of selection are computed.
-SELECTION = ("tokens_T", "mask_T", "old_logprobs_T", "advantages_T", "teacher_advantages_T")
+SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ async def _select_tokens(
 
 
 async def update_alone(
-    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = TOKENS
+    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = INPUTS
 ) -> StepResult:
     """Takes one optimizer step on all of a batch that was sent whole.
 

@@ -39,7 +39,7 @@ def batch_pictures(lengths_S: Sequence[int], media_S: Sequence[Sequence[Placed]]
         for each in media:
             feature[each.first : each.end] = np.arange(number, number + each.grid.tokens)
             number += each.grid.tokens
-        positions.append(positions_3T(length, media).T)
+        positions.append(np.ascontiguousarray(positions_3T(length, media).T))  # so that parts travel without a copy
         features.append(feature)
         images.append(tuple(_picture(each) for each in media))
     return BatchPictures(
