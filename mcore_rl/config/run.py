@@ -41,6 +41,7 @@ from mcore_rl.config.roles import ActorConfig, RoleConfig, RouterReplay, Teacher
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
+from mcore_rl.config.stages import Pass
 from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
@@ -286,6 +287,10 @@ def _picture_violations(run: RunConfig) -> Iterator[Violation]:
              for role in run.group_rows if role.head is Head.value]  # fmt: skip
     blind += ["the reward model (reward_model.enable=true)"] if run.reward_model.enable else []
     blind += [f"the rows' own answers ({ESTIMATOR_KEY}={run.algorithm.adv_estimator})"] if needs_answers(run) else []
+    stages = [*estimator(run.algorithm.adv_estimator).stages]
+    stages += [stage for role in run.role_rows for stage in role.stages(role, run)]
+    if any(isinstance(stage, Pass) and stage.context is not None for stage in stages):
+        blind.append(f"what a pass tells the model in the prompt's place ({ESTIMATOR_KEY})")
     for each in blind:
         problem = f"gives the policy pictures, and {each} would be read as text alone"
         yield Violation("data.image_key", run.data.image_key, problem, "Leave it out, or do without that part")
