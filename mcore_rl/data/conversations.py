@@ -71,6 +71,7 @@ class ConversationSet:
     """Conversations by number, from 0.
 
     num_truncated: conversations cut to ``max_length``.  num_left_out: cut ones without a trained token left.
+    pictures: what read their pictures; None: they have none.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ConversationSet:
         self._config = config
         self._ids = [files[number].row_id(row) for number, row in reading.places]
         self._files = [] if pictures is None else files  # pictures are read again when they are trained
-        self._pictures = pictures
+        self.pictures = pictures
 
     @classmethod
     def load(
@@ -163,14 +164,14 @@ class ConversationSet:
 
     def image_files(self, index: int) -> list[bytes]:
         """The files of a conversation's pictures, read again.  DataError: one is not what it was at the beginning."""
-        if self._pictures is None:
+        if self.pictures is None:
             return []
         number, row = self._reading.places[index]
         file = self._files[number]
         try:
-            return self._pictures.contents(file.record(row), file.folder, self._reading.media[index])
+            return self.pictures.contents(file.record(row), file.folder, self._reading.media[index])
         except ValueError as error:
-            raise DataError(self.title, [f"{self._ids[index]}: {self._pictures.key}: {error}"]) from error
+            raise DataError(self.title, [f"{self._ids[index]}: {self.pictures.key}: {error}"]) from error
 
     @property
     def lengths(self) -> list[int]:

@@ -114,7 +114,8 @@ class PromptSet:
     """Prompts by number, from 0.
 
     num_rows: rows read.  num_left_out, num_truncated: rows left out, or cut, since their prompt exceeds
-    ``max_prompt_length``, or their own answer ``max_response_length``.
+    ``max_prompt_length``, or their own answer ``max_response_length``.  pictures: what read their pictures; None: they
+    have none.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class PromptSet:
         self._tokens, self._answers = reading.tokens, reading.answers
         self._places = reading.places
         self._media = reading.media
-        self._pictures = pictures
+        self.pictures = pictures
 
     @classmethod
     def load(
@@ -227,8 +228,8 @@ class PromptSet:
         messages = clean_messages(record.pop(self._config.prompt_key))
         assert isinstance(messages, list), "load has seen this row"
         graded_by = record.get("reward_model")
-        if self._pictures is not None:
-            record.pop(self._pictures.key, None)
+        if self.pictures is not None:
+            record.pop(self.pictures.key, None)
         return PromptRow(
             id=self._files[file].row_id(row),
             tokens=tuple(self._tokens[index].tolist()),
@@ -263,7 +264,7 @@ class PromptSet:
     def image_files(self, index: int) -> list[bytes]:
         """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""
         number, row = self._places[index]
-        file, reader = self._files[number], self._pictures
+        file, reader = self._files[number], self.pictures
         if reader is None:
             return []
         try:

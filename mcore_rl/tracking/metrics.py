@@ -236,6 +236,14 @@ _SUPERVISED = (
     Metric("sft/val_loss", "nats", "mean", "cross entropy of a trained token, validation files", "val loss", "down"),
 )
 
+_PICTURES = (
+    Metric("pictures/count", "pictures", "sum", "of the sequences that a step trains", "pictures"),
+    Metric("pictures/different", "pictures", "sum", "of these, each once: what is decoded and sent", "different"),
+    Metric("pictures/patches", "patches", "sum", "of the sequences that a step trains", "patches"),
+    Metric("pictures/token_share", "share", "mean", "tokens that stand for pictures", "picture tokens"),
+    Metric("pictures/decode_s", "s", "sum", "for reading and decoding the step's pictures", "decoding", "down"),
+)
+
 _PREFERRED = (
     Metric("pairs/count", "pairs", "sum", "pairs of a step that are trained", "pairs"),
     Metric("pairs/missing_share", "share", "mean", "of what could be pairs: scores were equal, say", "missing"),
