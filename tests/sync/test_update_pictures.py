@@ -38,6 +38,7 @@ def two_checkpoints(family: str, root: Path) -> tuple[Path, Path]:
     """Of one architecture, with other weights everywhere."""
     a, b = root / "a", root / "b"
     picture_models.write(family, a)
+    (a / "tokenizer.json").unlink()
     shutil.copytree(a, b)
     noise = torch.Generator().manual_seed(3)
     weights = {
