@@ -9,8 +9,7 @@ are read from the processor's file, are absent without it, and are random in an 
 (model_loader/dummy_loader.py).
 
 vLLM's registry asks for a class by the name that ``install`` gives it.  Each process of an engine calls that before it
-resolves a model: the engine's own (``VllmEngine``), the core (by the class of its executor), workers (by their
-extension).
+resolves a model: the engine's own, the core (by the class of its executor), workers (by their extension).
 """
 
 from __future__ import annotations
@@ -58,6 +57,12 @@ def install() -> None:
     """Tells vLLM's registry of the models, in this process; none is imported before it is asked for."""
     for architecture in MODULES:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
+
+
+def use(directory: Path) -> None:
+    """Imports the model of a checkpoint in this process: else vLLM would start one to look at it, for seconds."""
+    for architecture in read_config(directory)["architectures"]:
+        ModelRegistry.register_model(architecture, seeing(architecture))
 
 
 def __getattr__(name: str) -> Any:
