@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_rl.config.data import SftDataConfig, TrainedTurns, Truncation
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.prompts import described_pictures, kept_media, truncated
@@ -162,16 +165,18 @@ class ConversationSet:
         media = self._reading.media[index] if self._reading.media else ()
         return Conversation(self._ids[index], tuple(self._reading.tokens[index].tolist()), mask, media)
 
-    def image_files(self, index: int) -> list[bytes]:
-        """The files of a conversation's pictures, read again.  DataError: one is not what it was at the beginning."""
-        if self.pictures is None:
-            return []
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        """The patches of picture ``place`` of a conversation, made anew.
+
+        DataError: its file is not what it was at the beginning, or is damaged.
+        """
         number, row = self._reading.places[index]
         file = self._files[number]
+        assert self.pictures is not None, "a conversation without pictures"
         try:
-            return self.pictures.contents(file.record(row), file.folder, self._reading.media[index])
+            return self.pictures.patches(file.record(row), file.folder, self._reading.media[index], place)
         except ValueError as error:
-            raise DataError(self.title, [f"{self._ids[index]}: {self.pictures.key}: {error}"]) from error
+            raise DataError(self.title, [f"{self._ids[index]}: {error}"]) from error
 
     @property
     def lengths(self) -> list[int]:

@@ -250,16 +250,13 @@ class PromptSet:
 
     def patches(self, index: int, place: int) -> NDArray[np.uint8]:
         """The patches of picture ``place`` of a prompt, made anew.  DataError: see ``image_files``, or it is broken."""
-        from mcore_rl.data.media.pixels import patches_of_file  # PIL, which few runs need
-
-        assert self._pictures is not None, "a prompt without pictures"
-        content = self.image_files(index)[place]
+        number, row = self._places[index]
+        file = self._files[number]
+        assert self.pictures is not None, "a prompt without pictures"
         try:
-            return patches_of_file(content, self._pictures.sizing)[0]
+            return self.pictures.patches(file.record(row), file.folder, self._media[index], place)
         except ValueError as error:
-            number, row = self._places[index]
-            name = f"{self._files[number].row_id(row)}: {self._pictures.key}[{place}]"
-            raise DataError(self.title, [f"{name}: {error}"]) from error
+            raise DataError(self.title, [f"{file.row_id(row)}: {error}"]) from error
 
     def image_files(self, index: int) -> list[bytes]:
         """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""
@@ -270,7 +267,7 @@ class PromptSet:
         try:
             return reader.contents(file.record(row), file.folder, self._media[index])
         except ValueError as error:
-            raise DataError(self.title, [f"{file.row_id(row)}: {reader.key}: {error}"]) from error
+            raise DataError(self.title, [f"{file.row_id(row)}: {error}"]) from error
 
     @property
     def data_sources(self) -> list[str]:

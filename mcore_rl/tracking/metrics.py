@@ -241,7 +241,6 @@ _PICTURES = (
     Metric("pictures/different", "pictures", "sum", "of these, each once: what is decoded and sent", "different"),
     Metric("pictures/patches", "patches", "sum", "of the sequences that a step trains", "patches"),
     Metric("pictures/token_share", "share", "mean", "tokens that stand for pictures", "picture tokens"),
-    Metric("pictures/decode_s", "s", "sum", "for reading and decoding the step's pictures", "decoding", "down"),
 )
 
 _PREFERRED = (
@@ -370,7 +369,7 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_JUDGE, *_SUPERVISED, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT,
+    *_REWARD, *_JUDGE, *_SUPERVISED, *_PICTURES, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT,
     *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME,
 )  # fmt: skip
 

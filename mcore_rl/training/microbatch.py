@@ -121,8 +121,8 @@ def build_microbatches(
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
     fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
     patches: the most of a packed microbatch's pictures.
-    Raises ConfigError when a sequence or a pair has more than ``tokens``, ``sequences`` or ``patches``.  Collective over
-    the data-parallel ranks.
+    Raises ConfigError when a sequence or a pair has more than ``tokens``, ``sequences`` or ``patches``.  Collective
+    over the data-parallel ranks.
     """
     budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
     refuse_if_any(

@@ -10,6 +10,7 @@ import pytest
 
 from mcore_rl.config.data import SftDataConfig, Truncation
 from mcore_rl.data.conversations import ConversationSet
+from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.prompts import PAD, PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.errors import DataError
@@ -67,11 +68,12 @@ def test_the_files_are_read_again_when_they_are_trained(tmp_path: Path) -> None:
         {"messages": chat("<image>?"), "images": ["a.png"]},
     ]
     made = load(write(tmp_path / "t.parquet", rows))
-    assert made.image_files(0) == [] and made.image_files(1) == [picture(56, 84)]
+    expected, grid = patches_of_file(picture(56, 84), READER.sizing)
+    assert (made.patches(1, 0) == expected).all() and made[1].media[0].grid == grid and not made[0].media
     assert "; 1 pictures, 1 different, of 6 to 6 tokens" in made.describe()
     (tmp_path / "a.png").write_bytes(picture(56, 84, seed=1))
     with pytest.raises(DataError, match=r"t.parquet:1: images: .*a.png is not what it was when the run began"):
-        made.image_files(1)
+        made.patches(1, 0)
 
 
 def test_a_cut_takes_text_and_no_picture(tmp_path: Path) -> None:

@@ -99,9 +99,7 @@ def send(
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
     shards = _together(assignment, group.neighbours)
     patches = {} if pictures is None else pictures.patches
-    shared = SharedBatch(
-        batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S
-    )
+    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_rl.config.data import ImagesConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.media.images import image_size, read_image, values_of
+from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.placed import ImageRef, Placed, SizedImage
 from mcore_rl.data.media.sizes import Sizing
 
@@ -65,8 +69,24 @@ class PictureReader:
         files = [read_image(value, folder) for value in values_of(record.get(self.key))]
         for file, each in zip(files, media, strict=True):
             if file.sha256 != each.image.sha256:
-                raise ValueError(f"{each.image.source} is not what it was when the run began. Begin the run anew")
+                changed = f"{each.image.source} is not what it was when the run began"
+                raise ValueError(f"{self.key}: {changed}. Begin the run anew")
         return [file.content for file in files]
+
+    def patches(
+        self, record: Mapping[str, Any], folder: Path, media: Sequence[Placed], place: int
+    ) -> NDArray[np.uint8]:
+        """The patches of a row's picture ``place``, of those placed as ``media``; see ``pixels.patches_of``.
+
+        ValueError, with the column: a file is another one now, or is damaged behind its header.
+        """
+        content = self.contents(record, folder, media)[place]
+        try:
+            patches, grid = patches_of_file(content, self.sizing)
+        except ValueError as error:
+            raise ValueError(f"{self.key}[{place}]: {error}") from error
+        assert grid == media[place].grid, f"{media[place].image.source} has {grid}, and another by its header"
+        return patches
 
     def messages(self, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """``messages`` with a part of type image in the place of each picture, as chat templates read them.
