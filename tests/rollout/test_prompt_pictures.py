@@ -35,8 +35,8 @@ class Recorder:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         self.asked += requests
-        return
-        yield
+        for each in list[Sample]():
+            yield each
 
 
 def load(folder: Path, *contents: Sequence[bytes]) -> PromptSet:

@@ -115,7 +115,7 @@ def seeing(architecture: str) -> type:
     module = importlib.import_module(f"vllm.model_executor.models.{MODULES[architecture]}")
     theirs: Any = getattr(module, architecture)
 
-    class Seeing(theirs):
+    class Seeing(theirs):  # type: ignore[misc]  # untyped
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             _, model = model_of(read_config(Path(vllm_config.model_config.model)), pictures=True)
