@@ -313,6 +313,7 @@ class TrainWorker(Answering):
             dtype=getattr(torch, dtype.value),
             bucket_bytes=bucket_bytes,
             adapters=self.adapters if form is PublishedLora.adapter else None,
+            frozen_tower=self.spec.pictures and not self.spec.train_tower,
         )
 
     def configuration(self) -> EffectiveConfig:

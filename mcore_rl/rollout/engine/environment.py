@@ -177,8 +177,9 @@ def engine_arguments(
     return _beside(arguments, config.engine)
 
 
-# How vLLM runs a model that sees pictures, which come processed.
+# How vLLM runs a model that sees pictures, which come processed; its weights come as plain numbers.
 _OF_PICTURES: dict[str, Any] = dict(
+    hf_overrides={"quantization_config": None},
     limit_mm_per_prompt={"image": MAX_PICTURES},
     mm_processor_cache_gb=0,
     skip_mm_profiling=True,

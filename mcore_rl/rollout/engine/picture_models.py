@@ -9,8 +9,7 @@ are read from the processor's file, are absent without it, and are random in an 
 (model_loader/dummy_loader.py).
 
 vLLM's registry asks for a class by the name that ``install`` gives it.  Each process of an engine calls that before it
-resolves a model: the engine's own (``VllmEngine``), the core (by the class of its executor), workers (by their
-extension).
+resolves a model: the engine's own, the core (by the class of its executor), workers (by their extension).
 """
 
 from __future__ import annotations
@@ -58,6 +57,12 @@ def install() -> None:
     """Tells vLLM's registry of the models, in this process; none is imported before it is asked for."""
     for architecture in MODULES:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
+
+
+def use(directory: Path) -> None:
+    """Imports the model of a checkpoint in this process: else vLLM would start one to look at it, for seconds."""
+    for architecture in read_config(directory)["architectures"]:
+        ModelRegistry.register_model(architecture, seeing(architecture))
 
 
 def __getattr__(name: str) -> Any:
@@ -110,7 +115,7 @@ def seeing(architecture: str) -> type:
     module = importlib.import_module(f"vllm.model_executor.models.{MODULES[architecture]}")
     theirs: Any = getattr(module, architecture)
 
-    class Seeing(theirs):
+    class Seeing(theirs):  # type: ignore[misc]  # untyped
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             _, model = model_of(read_config(Path(vllm_config.model_config.model)), pictures=True)

@@ -106,7 +106,8 @@ class VllmEngine:
             awaits_weights=awaits_weights, adapters=adapters, node=node,
         )  # fmt: skip
         try:
-            picture_models.install()
+            if model.vision is not None:
+                picture_models.use(directory)
             settings = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
             # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only

@@ -18,10 +18,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.checkpoints.rest import part_in
-from mcore_rl.rollout.engine import picture_models
 from mcore_rl.rollout.engine.environment import MULTIMODAL_FORMAT
-
-picture_models.install()
+from mcore_rl.rollout.engine.picture_models import MODULES
 
 
 @register_model_loader(MULTIMODAL_FORMAT)
@@ -33,7 +31,7 @@ class MultimodalLoader(DefaultModelLoader):  # type: ignore[misc]  # untyped
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """(name, tensor) of every tensor, by the name that vLLM's model knows."""
         directory = Path(model_config.model)
-        pictures = model_config.architecture in picture_models.MODULES
+        pictures = model_config.architecture in MODULES
         checkpoint, table = open_hf(directory, pictures=pictures)
         part = part_in(directory)
         assert part is not None, "the checkpoint is multimodal"
@@ -44,4 +42,4 @@ class MultimodalLoader(DefaultModelLoader):  # type: ignore[misc]  # untyped
 
 
 class MultimodalWorker:
-    """An extension of vLLM's worker that adds nothing but this module."""
+    """An extension of vLLM's worker that adds nothing but this module, and with it the models that see pictures."""

@@ -31,10 +31,10 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.effective_config import effective_config
-from mcore_rl.rollout.engine import picture_models
 from mcore_rl.rollout.receiver import plain_experts
 from mcore_rl.rollout.receiver.live_adapters import LiveAdapters
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.rollout.receiver.multimodal_loader import MultimodalWorker
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
 from mcore_rl.rollout.weight_channel import Incoming, Opening
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
@@ -50,7 +50,6 @@ from mcore_rl.weights.table import Table
 P = ParamSpec("P")
 T = TypeVar("T")
 plain_experts.install()  # a worker imports this before it builds its model
-picture_models.install()
 Connect = Callable[[Opening, int], Incoming]
 
 
@@ -154,7 +153,7 @@ def _demand_all(unwritten: Sequence[str]) -> None:
         raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
 
 
-class WeightReceiver:
+class WeightReceiver(MultimodalWorker):
     """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model``.
 
     Abstract but for its transport, which a subclass makes (``sync.receiver``).
