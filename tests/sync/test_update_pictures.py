@@ -41,11 +41,10 @@ def two_checkpoints(family: str, root: Path) -> tuple[Path, Path]:
     (a / "tokenizer.json").unlink()
     shutil.copytree(a, b)
     noise = torch.Generator().manual_seed(3)
-    weights = {
-        name: tensor + 0.05 * torch.randn(tensor.shape, generator=noise)
-        for name, tensor in load_file(a / "model.safetensors").items()
-    }
-    save_file(weights, b / "model.safetensors", metadata={"format": "pt"})
+    for file in sorted(b.glob("*.safetensors")):
+        weights = load_file(file)
+        other = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=noise) for name, tensor in weights.items()}
+        save_file(other, file, metadata={"format": "pt"})
     return a, b
 
 
