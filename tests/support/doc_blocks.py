@@ -2,7 +2,8 @@
 
 A comment before a block of commands says whether a test runs it: ``<!-- run: quick -->`` with ``SHORTCUTS``, those
 of the README and of the first run in the tier ``ci``; ``<!-- run: full -->`` in the tier ``full`` and without them;
-both words, both ways; or ``<!-- run: no, REASON -->``.  ``<!-- file: NAME -->`` before other code: the commands of the page find it as NAME.
+both words, both ways; or ``<!-- run: no, REASON -->``.
+``<!-- file: NAME -->`` before other code: the commands of the page find it as NAME.
 """
 
 from __future__ import annotations
