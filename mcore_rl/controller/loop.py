@@ -52,7 +52,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step) | trained.metrics
     with clock(config.policy.phase):
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
-    state = StepState(step=step, shared=shared, groups=groups, minibatches=parts)
+    state = StepState(step=step, shared=shared, groups=groups, minibatches=parts, episodes=trained.episodes)
     for stage in run.plan(step):
         metrics |= await run_stage(run, stage, state)
 
@@ -65,7 +65,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
     counts = {name: len(each.results) for name, each in updated.items()}
-    metrics |= tflop(shared.lengths_S, step_passes(config, run.plan(step), run.prepared.models, counts))
+    passes = step_passes(config, run.plan(step), run.prepared.models, counts, state.in_context)
+    metrics |= tflop(shared.lengths_S, passes)
 
     with clock("generate"):
         await run.rollouts.settle(run.preemption)

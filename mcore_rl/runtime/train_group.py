@@ -93,7 +93,7 @@ class TrainGroup:
 
     async def score(
         self,
-        inputs: Sequence[ShardRefs[None]],
+        inputs: Sequence[ShardRefs[Sequence[int] | None]],
         makes: Sequence[str],
         *,
         temperature: float,
@@ -102,7 +102,8 @@ class TrainGroup:
         """Computes the log-probs or values of every token, or the last hidden states of the trained tokens.
 
         inputs: for each data-parallel rank, a batch for each of ``snapshots``: the names of frozen weights to score it
-        with; None is the live weights.  makes: as in ``config.stages.Pass``.  temperature: of the log-probs.
+        with; None is the live weights.  Their payload: see ``TrainWorker.score``.  makes: as in ``config.stages.Pass``.
+        temperature: of the log-probs.
         Returns (sums over each sequence's trained tokens, if there is one batch of log-probs or values; references to
         shards, in the store, that hold the fields).
         """

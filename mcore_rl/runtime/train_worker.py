@@ -119,10 +119,16 @@ class TrainWorker(Answering):
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(
-        self, given: WorkerInput[None], makes: Sequence[str], temperature: float, snapshots: Sequence[str | None]
+        self,
+        given: WorkerInput[Sequence[int] | None],
+        makes: Sequence[str],
+        temperature: float,
+        snapshots: Sequence[str | None],
     ) -> WorkerOutput[SequenceScores | None]:
         """Scores each batch, or makes its hidden states; the shard holds what ``makes`` names, of all batches.
 
+        given: of a single batch, the payload may be the lengths of other sequences that end with the same responses;
+        the fields are then theirs.
         makes: as in ``config.stages.Pass``.  snapshots: the name of frozen weights for each batch; None: the live ones.
         The value is sums over the trained tokens of a single batch.  Only the leader of each data-parallel coordinate
         returns them; its peers have the same.
@@ -133,8 +139,10 @@ class TrainWorker(Answering):
             self.rest()
         if not self._leads:
             return WorkerOutput(None)
-        sums = parts[0][0] if len(parts) == 1 else None
-        return WorkerOutput(sums, parts[0][1] if len(parts) == 1 else Shard.joined([shard for _, shard in parts]))
+        if len(parts) > 1:
+            return WorkerOutput(None, Shard.joined([shard for _, shard in parts]))
+        ((sums, shard),) = parts
+        return WorkerOutput(sums, shard if given.payload is None else shard.behind(given.payload))
 
     def _scored(
         self, batch: TrainBatch, snapshot: str | None, makes: Sequence[str], temperature: float
