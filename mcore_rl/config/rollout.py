@@ -227,6 +227,12 @@ class RolloutConfig(ServingConfig):
     agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property
+    def published_lora(self) -> PublishedLora:
+        """``lora``, where quantised engines hold merged weights."""
+        is_plain = self.quantization is Quantization.none
+        return self.lora if is_plain or self.lora is not PublishedLora.auto else PublishedLora.merged
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens of an episode: the longest prompt plus the longest response."""
         return self.max_prompt_length + self.max_response_length

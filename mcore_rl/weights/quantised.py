@@ -1,13 +1,13 @@
-"""Quantises matrices as vLLM's online quantisation does, bit for bit: the reference that an engine's weights are held to.
+"""Quantises matrices as vLLM's online quantisation does, bit for bit: what an engine's weights are compared with.
 
 A matrix is cut into blocks of one scale each.  ``widen`` finds the greatest magnitude of each block, from any parts of
-the matrix; ``scales`` follow from these; ``quantise`` turns any part into fp8.  So several ranks that have a part each
-can quantise together: they need nothing of one another but the magnitudes.
+the matrix; ``scales`` follow from these; ``quantise`` turns any part into fp8.  So ranks that have a part each can
+quantise together: they need nothing of one another but the magnitudes.
 
-Read in vLLM 0.32: ``per_block_cast_to_fp8`` (utils/deep_gemm.py), ``_fp8_quant_per_channel`` and ``_fp8_scale``
-(layers/quantization/online/fp8.py), ``QuantFP8.forward_native`` (layers/quantization/input_quant_fp8.py) and
-``_mxfp8_e4m3_quantize_torch`` (layers/quantization/utils/mxfp8_utils.py).  They differ in small things that decide bits:
-blocks multiply with the rounded inverse of a scale, channels divide by the scale.
+Read in vLLM 0.32: ``per_block_cast_to_fp8`` (utils/deep_gemm.py), and below layers/quantization ``_fp8_scale`` and
+``_fp8_quant_per_channel`` (online/fp8.py), ``QuantFP8.forward_native`` (input_quant_fp8.py) and
+``_mxfp8_e4m3_quantize_torch`` (utils/mxfp8_utils.py).  They differ in small things that decide bits: blocks multiply
+with the rounded inverse of a scale, channels divide by the scale.
 
 Does not pack: what a kernel does to the bytes afterwards is not known here.
 """
