@@ -2,45 +2,27 @@
 
 vLLM's own kernels of a CPU need AMX tiles, and it has none of experts.  What it quantises, and when, stays its code:
 the products are replaced, and the operators of accelerators that it quantises with, in their arithmetic.
-``PLUGIN`` is put on the path of the processes that should find it.
+``put_on_path`` lets processes find it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from tests.support.forked import ENGINES, Server, _EngineProcess
-
 PLUGIN = Path(__file__).parent / "fp8_plugin"
-PATH = os.pathsep.join([str(PLUGIN), *sys.path])
 FP8 = torch.float8_e4m3fn
 
 
-class _FP8EngineProcess(_EngineProcess):
-    def server(self) -> Server:
-        return FP8_SERVER
-
-
-class _FP8EngineContext(type(ENGINES)):  # type: ignore[misc]
-    Process = _FP8EngineProcess
-
-
-FP8_SERVER = Server(
-    [
-        "mcore_rl.rollout.engine.vllm_engine",
-        "vllm.v1.engine.core",
-        "vllm.v1.worker.cpu_worker",
-        "tests.support.fp8_on_cpu",
-    ],
-    {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": PATH},
-)
-FP8_ENGINES = _FP8EngineContext()
+def put_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process find the plugin, which looks for it before it starts anything, and all that it starts."""
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")]))
 
 
 def install() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,11 +10,10 @@ import torch
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig, parse_rollout_layout
-from mcore_rl.rollout.engine import process
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.sync.receiver import SyncReceiver
 from tests.support import hf_reference, models
-from tests.support.fp8_on_cpu import FP8_ENGINES
+from tests.support.forked import start_engine
 from tests.support.sync_cases import RESPONSE
 
 # Two ranks have whole blocks of all matrices; rows of queries, keys and values are not whole blocks.
@@ -27,7 +25,6 @@ MODELS: dict[str, ModelConfig] = {
     ),
 }
 PROBED = "tests.support.quantised_engines.ProbedReceiver"
-start_engine = partial(process.start_engine, context=FP8_ENGINES)
 
 
 class ProbedReceiver(SyncReceiver):

@@ -18,7 +18,7 @@ from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Sample
 from mcore_rl.sync.update import WeightUpdater
 from tests.support import quantised_engines
-from tests.support.fp8_on_cpu import PLUGIN
+from tests.support.fp8_on_cpu import put_on_path
 from tests.support.live_trainers import LiveTrainers
 from tests.support.quantised_engines import MODELS, ProbedReceiver
 from tests.support.sync_cases import greedy
@@ -41,8 +41,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of a CPU, where this process looks for them before it starts an engine."""
-    monkeypatch.syspath_prepend(str(PLUGIN))
+    """Kernels of a CPU."""
+    put_on_path(monkeypatch)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(each, "value", each)) for each in case))

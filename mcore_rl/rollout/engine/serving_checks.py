@@ -121,11 +121,12 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
-    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's dtype."""
+    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's form."""
     with open_weights(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
-    weights = numbers * BYTES[rollout.dtype] // layout.engine_size
+    is_plain = not isinstance(rollout, RolloutConfig) or rollout.quantization is Quantization.none
+    weights = numbers * (BYTES[rollout.dtype] if is_plain else 1) // layout.engine_size
     default = 0 if platform.is_accelerator else CPU_KV_CACHE_BYTES
     cache = rollout.kv_cache_memory_bytes or default
     ranks = 1 if platform.is_accelerator else layout.tp * layout.dp  # which share the machine's memory
