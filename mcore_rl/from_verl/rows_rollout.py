@@ -79,7 +79,14 @@ ROLLOUT_ROWS = [
         MICROBATCHES,
     ),
     gone(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from actor.router_replay=r3"),
-    absent(f"{ROLLOUT}.{{quantization,quantization_config_file}}", "not yet: engines compute in rollout.dtype"),
+    part(
+        f"{ROLLOUT}.quantization",
+        "rollout.quantization rollout.allow_uncorrected",
+        "quantisation",
+        "`fp8` is `fp8_block`, of 128 by 128 as verl's; without `rollout_is` or `bypass_mode` here it takes "
+        "`allow_uncorrected`",
+    ),
+    absent(f"{ROLLOUT}.quantization_config_file", "quantised checkpoints of TorchAO are not read"),
     gone(f"{ROLLOUT}.{{qat,mtp}}", "follow from the model's group"),
     absent(f"{ROLLOUT}.over_sample_rate", "nothing unfinished is thrown away; `rollout.partial=true` keeps it"),
     absent(f"{ROLLOUT}.use_fire_sampling", "not here"),

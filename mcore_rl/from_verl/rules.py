@@ -349,6 +349,21 @@ def shares(verl: Verl, answer: Answer) -> None:
             answer.tell(Difference.changed, key, text, f"{ours}.gpu_memory_utilization={share:g}")
 
 
+def quantisation(verl: Verl, answer: Answer) -> None:
+    """Engines in fp8.  A run here weighs what they draw, unless it is told not to."""
+    key, ours = "actor_rollout_ref.rollout.quantization", "rollout.quantization"
+    if verl[key] in (None, "null", ""):
+        return
+    if verl[key] != "fp8":
+        answer.tell(Difference.absent, key, "there is fp8; docs/fp8.md has the others that are here")
+        return
+    answer.set(ours, "fp8_block", key)
+    if not answer.settings.keys() & {"algorithm.off_policy"}:
+        answer.set("rollout.allow_uncorrected", True, key)
+        text = "verl's documentation has an obvious drop without rollout_is: write algorithm.off_policy=decoupled"
+        answer.tell(Difference.changed, key, text, "rollout.allow_uncorrected=true")
+
+
 def filtered(verl: Verl, answer: Answer) -> None:
     """Prompts that are sampled at a time, where groups are filtered."""
     key = "data.gen_batch_size"
@@ -446,6 +461,7 @@ RULES: dict[str, Callable[[Verl, Answer], None]] = {
         correction,
         sampling,
         shares,
+        quantisation,
         filtered,
         replicas,
         generating_replicas,

@@ -294,9 +294,21 @@ def test_adapters_of_peft_are_ours() -> None:
     assert listed(pattern, f"{group}.target_modules") is Difference.absent
 
 
+def test_engines_in_fp8_keep_their_correction() -> None:
+    """verl's is blockwise; without weights of its own, ours must be told to train as it does."""
+    alone = translated(f"{R}.quantization=fp8")
+    assert alone.settings["rollout.quantization"].value == "fp8_block"
+    assert alone.settings["rollout.allow_uncorrected"].value is True
+    assert listed(alone, f"{R}.quantization") is Difference.changed
+    weighed = translated(f"{R}.quantization=fp8", "algorithm.rollout_correction.rollout_is=token")
+    assert weighed.settings["algorithm.off_policy"].value == "decoupled"
+    assert "rollout.allow_uncorrected" not in weighed.settings
+
+
 # What is not here -> said so, and left out; its harmless value is not.
 ABSENT = {
-    f"{R}.quantization": ("fp8", "null"),
+    f"{R}.quantization": ("torchao", "null"),
+    f"{R}.quantization_config_file": ("there.json", "null"),
     f"{R}.engine_kwargs.vllm.some_setting": ("1", "null"),
     f"{R}.pipeline_model_parallel_size": ("2", "1"),
     f"{A}.optim.optimizer": ("dist_muon", "adam"),
