@@ -18,8 +18,6 @@ from mcore_rl.rollout.protocol import MadePatches, Prompt, PromptPicture
 from tests.support import picture_models
 from tests.support.picture_models import GRIDS, PICTURE, TOKENS_OF_TEXT
 
-SEEN = PICTURE + 1  # stands for pictures where transformers is told, so that ``PICTURE`` may be text
-
 PARTS: dict[str, list[int | str]] = {
     "one": [3, "wide", 9],
     "text": [13],
@@ -55,31 +53,30 @@ def prompts(vision: VisionConfig, names: Sequence[str] = tuple(PARTS)) -> list[P
 
 
 def whole_model(directory: Path) -> PreTrainedModel:
-    """transformers' model of the checkpoint in ``directory``, for which ``SEEN`` and no other token is a picture's."""
-    whole = picture_models.whole_model(directory).eval()
-    for config in (whole.config, whole.model.config):
-        config.image_token_id, config.video_token_id = SEEN, SEEN + 1
-    return whole
+    """transformers' model of the checkpoint in ``directory``."""
+    return picture_models.whole_model(directory).eval()
 
 
 @torch.no_grad()
 def whole_logprobs(
     whole: PreTrainedModel, vision: VisionConfig, prompt: Prompt, response: Sequence[int]
 ) -> NDArray[np.float32]:
-    """[N]: of the response's tokens, by ``whole_model``."""
+    """[N]: of the response's tokens, by ``whole``, for which a token that nobody wrote or drew stands for pictures."""
     tokens = torch.tensor([[*prompt.tokens, *response]])
-    assert not torch.isin(tokens, torch.tensor([SEEN, SEEN + 1])).any(), "a drawn token would be taken for a picture's"
+    seen, other = [token for token in range(TOKENS_OF_TEXT) if token not in tokens][:2]
+    for config in (whole.config, whole.model.config):
+        config.image_token_id, config.video_token_id = seen, other
     told, given = tokens.clone(), dict[str, Any]()
     if prompt.pictures:
         area = vision.temporal_patch_size * vision.patch_size**2
         mean, std = (torch.tensor(each).repeat_interleave(area) for each in (vision.pixel_mean, vision.pixel_std))
         for each in prompt.pictures:
-            told[0, each.placed.first : each.placed.end] = SEEN
+            told[0, each.placed.first : each.placed.end] = seen
         grids = [each.placed.grid for each in prompt.pictures]
         pixels = torch.cat([torch.from_numpy(each.read()) for each in prompt.pictures])
         given["pixel_values"] = (pixels.float() / 255 - mean) / std
         given["image_grid_thw"] = torch.tensor([[1, grid.h, grid.w] for grid in grids])
-        given["mm_token_type_ids"] = (told == SEEN).int()
+        given["mm_token_type_ids"] = (told == seen).int()
     logits = whole(input_ids=told, attention_mask=torch.ones_like(told), **given).logits
     logprobs = torch.log_softmax(logits[0, len(prompt.tokens) - 1 : -1].float(), dim=-1)
     chosen: NDArray[np.float32] = logprobs.gather(1, tokens[0, len(prompt.tokens) :, None])[:, 0].numpy()
