@@ -78,7 +78,7 @@ class MadePatches:
     patches: NDArray[np.uint8]
 
     def __call__(self) -> NDArray[np.uint8]:
-        """Returns them."""
+        """Returns the patches."""
         return self.patches
 
 

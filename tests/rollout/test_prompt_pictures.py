@@ -40,7 +40,7 @@ class Recorder:
 
 
 def load(folder: Path, *contents: Sequence[bytes]) -> PromptSet:
-    """Each row has so many pictures."""
+    """Rows of which each has so many pictures."""
     rows = [
         row("<image>" * len(each) + "Find x.", images=[{"bytes": content, "path": None} for content in each] or None)
         for each in contents

@@ -35,7 +35,7 @@ LONG = Sampling(max_tokens=64, ignore_eos=True, seed=3)
 
 
 def two_checkpoints(family: str, root: Path) -> tuple[Path, Path]:
-    """Of one architecture, with other weights everywhere."""
+    """Write two of one architecture, with other weights everywhere."""
     a, b = root / "a", root / "b"
     picture_models.write(family, a)
     (a / "tokenizer.json").unlink()
@@ -49,7 +49,7 @@ def two_checkpoints(family: str, root: Path) -> tuple[Path, Path]:
     return a, b
 
 
-class Judge:
+class WholeModels:
     """Compares samples with transformers' models of the two checkpoints."""
 
     def __init__(self, model: ModelConfig, a: Path, b: Path) -> None:
@@ -63,8 +63,8 @@ class Judge:
         self.b.model.visual.load_state_dict(self.a.model.visual.state_dict())
         return self.b
 
-    def judge(self, sample: Sample, prompt: Prompt, by_version: dict[int, PreTrainedModel]) -> None:
-        """Each token by the model of the version that drew it, after all that was drawn before."""
+    def compare(self, sample: Sample, prompt: Prompt, by_version: dict[int, PreTrainedModel]) -> None:
+        """Compare each token with the model of the version that drew it."""
         for span in sample.versions:
             expected = seen_prompts.whole_logprobs(
                 by_version[span.version], self.vision, prompt, sample.tokens.tolist()
@@ -73,10 +73,10 @@ class Judge:
             np.testing.assert_allclose(drawn, expected, rtol=0, atol=ATOL, err_msg=f"{prompt.id} {span}")
 
     async def all(self, engine: EngineProcess, by_version: dict[int, PreTrainedModel]) -> None:
-        """Of every prompt a new sample."""
+        """Compares a new sample of every prompt."""
         drawn = await rollouts.collect(engine, requests_of(self.prompts, 1), DRAWN)
         for prompt in self.prompts:
-            self.judge(drawn[prompt.id, 0], prompt, by_version)
+            self.compare(drawn[prompt.id, 0], prompt, by_version)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ async def _updates(
     weights: Sequence[Path],
 ) -> None:
     a, b = weights
-    judge = Judge(model, a, b)
+    whole = WholeModels(model, a, b)
     await trainers.build(family, model, "tp=2", a, rollout)
     sync = WeightUpdater([engine], parse_rollout_layout(rollout), trainers)
     first = await sync.update(1)  # checks every weight, too
-    await judge.all(engine, {1: judge.a})
+    await whole.all(engine, {1: whole.a})
 
-    long = judge.prompts[0]
+    long = whole.prompts[0]
     drawing = asyncio.ensure_future(rollouts.collect(engine, requests_of([long], 2), LONG))
     await rollouts.until_running(engine, 2)
     await trainers.order("load", b)
@@ -124,16 +124,16 @@ async def _updates(
     for index in range(2):
         sample = kept[long.id, index]
         assert [span.version for span in sample.versions] == [1, 2], "the update came amid the sample"
-        judge.judge(sample, long, {1: judge.a, 2: judge.b})
-    await judge.all(engine, {2: judge.b})
+        whole.compare(sample, long, {1: whole.a, 2: whole.b})
+    await whole.all(engine, {2: whole.b})
     await sync.check()
 
     await trainers.build(family, model, "tp=2", a, rollout, frozen_tower=True)
     sync = WeightUpdater([engine], parse_rollout_layout(rollout), trainers)
     again = await sync.update(3)
-    await judge.all(engine, {3: judge.a})
+    await whole.all(engine, {3: whole.a})
     await trainers.order("load", b)
     later = await sync.update(4)
-    await judge.all(engine, {4: judge.mixed()})
+    await whole.all(engine, {4: whole.mixed()})
     sent = [sum(each.num_bytes for each in one) for one in (first, again, later)]
     assert sent[0] == sent[1] > sent[2] > 0

@@ -76,7 +76,7 @@ class PatchesInfo(BaseProcessingInfo):  # type: ignore[misc]  # untyped
     """What vLLM asks of the pictures of a model: there may be any number, each as long as a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Pictures, and no videos."""
+        """Takes pictures, and no videos."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
@@ -98,7 +98,7 @@ class _NoProcessor(BaseMultiModalProcessor[PatchesInfo]):  # type: ignore[misc] 
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, *_: object, **__: object) -> Any:
-        """Nothing: vLLM would warm its processor up with it."""
+        """Returns nothing: vLLM would warm its processor up with it."""
         return None
 
     def _get_mm_fields_config(self, *_: object) -> Any:
