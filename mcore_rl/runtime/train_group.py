@@ -11,6 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import DistillConfig
@@ -23,7 +26,7 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import Shard
-from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
+from mcore_rl.runtime.shared_batch import PatchesRef, ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages, TrainResults
@@ -70,6 +73,10 @@ class TrainGroup:
     def put(self, shards: Sequence[Shard]) -> list[ShardRef]:
         """Puts ``shards`` into Ray's store; returns references."""
         return self.workers.put(shards)
+
+    def put_patches(self, patches: NDArray[np.uint8]) -> PatchesRef:
+        """Puts the patches of a picture into Ray's store; returns a reference.  Any thread may call it."""
+        return self.workers.put_patches(patches)
 
     def close(self) -> None:
         """Kills the processes."""
