@@ -33,7 +33,9 @@ def test_a_run_trains_on_what_engines_in_fp8_draw(
         assert row["rollout/effective_sample_size"] > 0.9
 
 
-def test_a_run_that_would_fail_or_mislead_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_would_fail_or_mislead_is_refused(
+    tmp_path: Path, processes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a CPU without kernels; and, wherever it is, where nothing weighs what engines in fp8 draw."""
     task = write_task(tmp_path)
     assert main(["train", *overrides(task, tmp_path / "run", *IN_FP8)]) != 0
