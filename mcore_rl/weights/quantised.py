@@ -156,4 +156,5 @@ def _greatest(values: Tensor, dim: int, begin: int, size: int, *, whole: bool) -
     before = begin % size
     after = -(before + values.shape[dim]) % size
     padding = (before, after) if dim == 1 else (0, 0, before, after)
-    return torch.nn.functional.pad(values, padding).unflatten(dim, (-1, size)).amax(dim + 1)
+    padded = torch.nn.functional.pad(values, padding)
+    return padded.view(*padded.shape[:dim], -1, size, *padded.shape[dim + 1 :]).amax(dim + 1)
