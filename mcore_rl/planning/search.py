@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log2
@@ -33,10 +33,9 @@ from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.distillation import output_bytes
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.lengths import mean_lengths
-from mcore_rl.planning.memory import Site
 from mcore_rl.planning.overheads import GIB, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
-from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan
+from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan, site_of, updates_of
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, engine_lora
@@ -67,7 +66,7 @@ class Found:
     """
 
     best: tuple[Candidate, ...]
-    refused: dict[str, int]
+    refused: Counter[str]
     considered: int
     seconds: float
 
@@ -122,7 +121,7 @@ def search(
             refused[f"does not fit whole: {planned.violations[0].problem.split(' needs ')[0]}"] += 1
     candidates.sort(key=lambda each: each.plan.step_s)
     return Found(
-        best=tuple(candidates), refused=dict(refused), considered=considered, seconds=time.perf_counter() - begin
+        best=tuple(candidates), refused=refused, considered=considered, seconds=time.perf_counter() - begin
     )  # fmt: skip
 
 
@@ -202,7 +201,7 @@ def _offline_options(
     work, trainer = offline_work(config), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
-    engines, site = {"actor": engine_on(cluster, config.actor)}, _site(config, cluster)
+    engines, site = {"actor": engine_on(cluster, config.actor)}, site_of(config, cluster)
     rows, snapshots = config.group_rows, {config.trained.name: config.snapshots_of(config.trained.name)}
     for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
         chosen = replace(config, actor=each.of(config.actor))
@@ -214,7 +213,7 @@ def _run_options(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the fastest training layouts, each paired with rollout layouts; the number of settings evaluated)."""
-    work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
+    work, site = rl_work(run, run.actor.ppo_mini_batch_size), site_of(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
     rows = [role for role in run.group_rows if role.trains]
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
@@ -254,9 +253,9 @@ def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> floa
         if isinstance(stage, Pass):
             seconds += score_s(by_name[stage.group], rates, sequences)
         elif isinstance(stage, Update):
-            config = run.trained_config(run.row(stage.role))
-            updates = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
-            seconds += update_s(by_name[stage.role], rates, sequences * config.ppo_epochs, updates)
+            row = run.row(stage.role)
+            trained = sequences * run.trained_config(row).ppo_epochs
+            seconds += update_s(by_name[stage.role], rates, trained, updates_of(run, row))
     return seconds
 
 
@@ -326,19 +325,6 @@ def _pairs(
             yield _Option(seconds + theirs.seconds + sync.total, ours, _with(run, ours, theirs.config))
 
 
-def _site(run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> Site:
-    return Site(
-        device_bytes=int(cluster.gpu_memory_gib * GIB),
-        host_bytes=int(cluster.host_memory_gib * GIB),
-        per_node=run.trainer.n_gpus_per_node,
-        num_nodes=run.trainer.nnodes,
-        colocated=run.trainer.placement is Placement.colocated,
-        engines_per_node=0,
-        saves=False,
-        processes=ProcessMemory.of(cluster),
-    )
-
-
 def _with(run: RunConfig, ours: Training, rollout: RolloutConfig) -> RunConfig:
     groups = {role.name: ours.of(run.role_config(role)) for role in run.group_rows if role.trains}
     return replace(run.with_groups(groups), rollout=rollout)
@@ -374,8 +360,3 @@ def _distance(run: RunConfig | OfflineConfig, other: RunConfig | OfflineConfig) 
         return distance
     distance += sum(abs(log2(getattr(run.rollout, axis) / getattr(other.rollout, axis))) for axis in ROLLOUT_AXES)
     return distance + 4 * abs(run.rollout.gpu_memory_utilization - other.rollout.gpu_memory_utilization)
-
-
-def reasons_by_count(refused: dict[str, int]) -> Iterable[tuple[str, int]]:
-    """(reason, count) of ``refused``, the most frequent first."""
-    return sorted(refused.items(), key=lambda each: -each[1])

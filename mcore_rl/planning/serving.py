@@ -99,26 +99,17 @@ def serving(
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
     per_sequence = -(-config.max_model_len // 16) * 16 * per_token + state_bytes(model, config)  # blocks of 16 tokens
     working = _working_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS)
+    overhead = budget = packed = 0
     if device_bytes is None:
-        rows = padded_vocab_size(model) // layout.tp
-        return Serving(
-            weights=weights,
-            working=working,
-            overhead=0,
-            budget=0,
-            cache=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
-            per_sequence=per_sequence,
-            packed=rows * model.hidden_size * BYTES[config.dtype],
-            adapters=adapters,
-            sent=sent,
-        )
-    overhead = processes.on_device(layout.world_size, 1)
-    overhead += 0 if config.enforce_eager else GRAPH_BYTES
-    budget = int(config.gpu_memory_utilization * device_bytes)
-    cache = config.kv_cache_memory_bytes or budget - weights - adapters - working - overhead
+        cache = CPU_KV_CACHE_BYTES
+        packed = padded_vocab_size(model) // layout.tp * model.hidden_size * BYTES[config.dtype]
+    else:
+        overhead = processes.on_device(layout.world_size, 1) + (0 if config.enforce_eager else GRAPH_BYTES)
+        budget = int(config.gpu_memory_utilization * device_bytes)
+        cache = budget - weights - adapters - working - overhead
     return Serving(
-        weights=weights, working=working, overhead=overhead, budget=budget, cache=cache, per_sequence=per_sequence,
-        adapters=adapters, sent=sent,
+        weights=weights, working=working, overhead=overhead, budget=budget, packed=packed, adapters=adapters, sent=sent,
+        cache=config.kv_cache_memory_bytes or cache, per_sequence=per_sequence,
     )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
 def optimizer_s(role: RolePlan, rates: Rates) -> float:
     """Seconds of one optimizer step: reduce-scatter of gradients, memory traffic of the update, gather of weights."""
     layout = role.layout
-    worst = max((role.state(stage) for stage in range(layout.pp)), key=lambda state: state.total)
+    worst = role.heaviest
     seconds = (worst.gradients + 2 * worst.optimizer) / rates.memory
     seconds += rates.ring(worst.gradients, layout.dp * layout.cp, layout.tp)
     return seconds + rates.ring(worst.weights, layout.dp * layout.cp, layout.tp)

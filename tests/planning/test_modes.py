@@ -183,12 +183,12 @@ def test_a_share_of_the_engines_takes_what_all_take(mode: SimulatedMode) -> None
     costs = EngineCosts(fixed_s=(0.01,) * 65, stream_s=(0.02,) * 65, token_s=1e-6, product_s=4e-4, prefill_s=2e-5)
     work = Workload(groups=256, samples=4, prompt=10, lengths=Lognormal(250, 1_000))
     trainer = TrainerCosts(fixed_s=1.0, token_s=6e-5, publish_s=0.5)
-    every, share = (run(mode, work, costs, 48, trainer, steps=6, seed=0) for run in (simulate, modes.simulate_share))
+    every, share = (run(mode, work, costs, 48, trainer, steps=6) for run in (simulate, modes.simulate_share))
     assert len(share.trained) < len(every.trained) / 2.9
     assert share.step_s == pytest.approx(every.step_s, rel=0.02) and share.step_s != every.step_s
     assert share.samples_per_s == pytest.approx(256 * 4 / share.step_s)
     few = replace(work, groups=4)
-    same = [run(mode, few, costs, 48, trainer, steps=2, seed=0) for run in (simulate, modes.simulate_share)]
+    same = [run(mode, few, costs, 48, trainer, steps=2) for run in (simulate, modes.simulate_share)]
     assert same[0] == same[1], "a share of few groups would not be like the whole"
 
 
