@@ -36,7 +36,7 @@ from mcore_rl.planning.overheads import GIB, MEAN_RESPONSE_SHARE, SWITCH_S, Proc
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.step_range import role_calibration
-from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
+from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, pass_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work, engine_lora
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
@@ -208,7 +208,7 @@ def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict
     sequences = role.work.sequences
     by_part = {config.trained.update_phase: update_s(role, rates, sequences, 1)}
     for frozen in config.snapshots_of(config.trained.name):
-        by_part[frozen.phase] = score_s(role, rates, sequences) + move_s(4 * role.heaviest.weights, rates)
+        by_part[frozen.phase] = pass_s(role, rates, sequences, train=False) + move_s(4 * role.heaviest.weights, rates)
     return by_part
 
 
@@ -248,7 +248,7 @@ def _seconds(
         if isinstance(stage, Pass):
             each = by_name[stage.group]
             swaps = each.beside if stage.weights is None else 1
-            scored = score_s(each, rates, sequences) + swaps * move_s(4 * each.heaviest.weights, rates)
+            scored = pass_s(each, rates, sequences, train=False) + swaps * move_s(4 * each.heaviest.weights, rates)
             by_part[stage.phase] = by_part.get(stage.phase, 0.0) + scored
         elif isinstance(stage, Update):
             row = run.row(stage.role)

@@ -169,28 +169,15 @@ def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: fl
     return passed + num_updates * optimizer_s(role, rates)
 
 
-def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
-    """Seconds to compute log-probs or values of ``num_sequences``."""
-    return pass_s(role, rates, num_sequences, train=False)
-
-
-def generate_s(
-    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
-    mean_response: float,
-) -> float:  # fmt: skip
-    """Seconds to generate all responses: prefill at the rate of matrix products, then decode at the rate of memory.
-
-    The cache and ``max_num_seqs`` limit how many sequences run together; decode takes at least as many steps as the
-    longest response has tokens.  Of an engine on several nodes, the reductions between them are counted besides.
-    """
-    return sum(generation_s(model, config, room, rates, num_prompts, mean_prompt, mean_response))
-
-
 def generation_s(
     model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
     mean_response: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """The seconds of ``generate_s``: (without what goes between nodes, for what goes between nodes)."""
+    """Seconds to generate all responses: (of the engines, of the reductions of an engine on several nodes).
+
+    Prefill is at the rate of matrix products, decode at the rate of memory.  The cache and ``max_num_seqs`` limit how
+    many sequences run together; decode takes at least as many steps as the longest response has tokens.
+    """
     layout, size = config.layout, BYTES[config.dtype]
     num_engines = layout.num_engines
     replicas = max(1, num_engines * layout.engine_dp)
@@ -200,7 +187,7 @@ def generation_s(
     together = max(1.0, min(config.max_num_seqs, max(0, room.cache) / held, sequences))
     steps = max(float(config.max_response_length), sequences * mean_response / together)
     active = sequences * mean_response / steps
-    weights = streamed_bytes(model, config, size, active)
+    weights = rollout_weight_bytes(model, layout, size) - idle_expert_bytes(model, config, size, active)
     seconds = steps * max(
         (weights + active * held) / rates.memory,
         2 * matmul_parameters(model) * active / layout.tp / rates.flops,
@@ -235,11 +222,6 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
     links = min(rates.inter * rates.per_node, rates.intra)
     nodes = ceil(size / rates.per_node)
     return NODES_LATENCY_S * log2(max(2, nodes)) + 2 * num_bytes * (size - 1) / size / links
-
-
-def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
-    """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
-    return rollout_weight_bytes(model, config.layout, size) - idle_expert_bytes(model, config, size, active)
 
 
 def idle_expert_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:

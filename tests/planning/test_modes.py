@@ -49,7 +49,7 @@ def test_steps_of_equal_responses_take_what_the_plan_says(model: object, layout:
     config: RolloutConfig = rollout(max_response_length=200, **layout)
     rates = replace(RATES, per_node=2)
     room = Serving(weights=0, working=0, overhead=0, budget=0, cache=10**12, per_sequence=1)
-    expected = timing.generate_s(model, config, room, rates, 8, 50, 200)  # type: ignore[arg-type]
+    expected = sum(timing.generation_s(model, config, room, rates, 8, 50, 200))  # type: ignore[arg-type]
     costs = engine_costs(model, config, room, rates, 50)  # type: ignore[arg-type]
     work = Workload(groups=8, samples=4, prompt=50, lengths=Lognormal(200, 200, 0.0))
     trainer = TrainerCosts(fixed_s=1.0, token_s=0.0, publish_s=0.0)
