@@ -100,7 +100,9 @@ class Context:
 
 
 class Conversations:
-    """Those of one run of a program.  Arguments as of ``Session``; max_prompt_tokens: of a conversation's prompt.
+    """The conversations of one run of a program.
+
+    Arguments: see ``Session``.  max_prompt_tokens: of a conversation's prompt.
 
     limit: the name of the last limit that refused a turn; "" if none did.
     failure: the engine's death, or an abort, which ends the run of the program; or that a request failed.

@@ -121,7 +121,7 @@ def listed_classes(path: str | None, name: str, key: str, form: str) -> list[tup
 
 
 def lacking(kind: Any, methods: Iterable[str]) -> list[str]:
-    """Those of ``methods`` that a class has not."""
+    """The ``methods`` that a class lacks."""
     return [name for name in methods if not callable(inspect.getattr_static(kind, name, None))]
 
 

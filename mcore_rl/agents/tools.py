@@ -119,7 +119,7 @@ class ToolSet:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools, for the chat template."""
+        """The schemas of all tools, for the chat template."""
         return [dict(tool.tool_schema) for tool in self.tools.values()]
 
     def problem_of(self, call: ToolCall) -> str:

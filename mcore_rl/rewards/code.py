@@ -109,7 +109,7 @@ class CodeRows:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, str, object]]) -> CodeRows:
-        """Of (name, data source, ground truth) of each row."""
+        """Reads the tests of rows: (name, data source, ground truth) of each."""
         code_rows = cls()
         for name, data_source, ground_truth in rows:
             try:

@@ -197,7 +197,7 @@ def _demand_taken(module: ModuleType, custom: CustomRewardFunction) -> None:
 
 
 def _taken(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``kwargs`` that a function of ``signature`` takes by name."""
+    """The ``kwargs`` that a function of ``signature`` takes by name."""
     parameters = signature.parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return dict(kwargs)

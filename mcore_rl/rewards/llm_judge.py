@@ -78,7 +78,7 @@ class Judge:
 
     @property
     def cost(self) -> float:
-        """Of all judgements in the file, in the currency of ``price_per_million``; 0 without prices."""
+        """The cost of all judgements in the file, in the currency of ``price_per_million``; 0 without prices."""
         read, written = self._config.price_per_million or (0.0, 0.0)
         judgements = self._judgements
         return (judgements.prompt_tokens * read + judgements.completion_tokens * written) / MILLION
