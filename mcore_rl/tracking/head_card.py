@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from math import prod
 from typing import Any
-
-import yaml
 
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.tracking.console import duration, number, spent
 from mcore_rl.tracking.page import text
-from mcore_rl.tracking.run_files import RecordedRun
+from mcore_rl.tracking.run_files import RecordedRun, setting
 from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
 from mcore_rl.tracking.verdict import gain
 
@@ -48,7 +47,7 @@ def head_card(run: RecordedRun) -> str:
 
 def facts(run: RecordedRun) -> list[Fact]:
     """The tiles of ``run``; what its files do not tell is left out."""
-    config = _config(run)
+    config = run.settings
     made = [_result(run), _model(run, config), _algorithm(config), _data(config), _hardware(run, config), *_time(run)]
     return [fact for fact in made if fact is not None and fact.value]
 
@@ -101,11 +100,11 @@ def _result(run: RecordedRun) -> Fact | None:
 
 
 def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
-    path = str(_at(config, "model.path") or "")
+    path = str(setting(config, "model.path") or "")
     count = run.plan.get("num_parameters")
     size = f"{count / 1e9:.1f}B" if isinstance(count, int) and count >= 1e8 else f"{(count or 0) / 1e6:.2f}M"
     notes = [f"{size} parameters"] if count else []
-    if title := _at(config, "recipe.title"):
+    if title := setting(config, "recipe.title"):
         notes.append(f"recipe: {title}")
     parts = path.rstrip("/").split("/")
     exported = parts[-2:-1] == ["hf"]  # of another run, whose folder is before
@@ -114,29 +113,29 @@ def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
 
 def _offline(config: Mapping[str, Any], notes: list[str]) -> str:
     """What a run without an estimator trains by; adds its settings to ``notes``."""
-    preference, reward = _at(config, "actor.preference.loss"), _at(config, "actor.reward.loss")
+    preference, reward = setting(config, "actor.preference.loss"), setting(config, "actor.reward.loss")
     if reward is not None:
         return f"Reward model by {reward}"
     if preference is None:
         return "Supervised fine-tuning"
-    if (beta := _at(config, "actor.preference.beta")) is not None:
+    if (beta := setting(config, "actor.preference.beta")) is not None:
         notes.append(f"beta {beta}")
     return f"Preferences by {preference}"
 
 
 def _algorithm(config: Mapping[str, Any]) -> Fact | None:
-    estimator, loss = _at(config, "algorithm.adv_estimator"), _at(config, "actor.loss_mode")
-    rate = _at(config, "actor.optim.lr")
+    estimator, loss = setting(config, "algorithm.adv_estimator"), setting(config, "actor.loss_mode")
+    rate = setting(config, "actor.optim.lr")
     notes = [] if rate is None else [f"learning rate {float(rate):.3g}"] if isinstance(rate, int | float) else []
     if estimator is None:
         return Fact("Algorithm", _offline(config, notes), notes) if config else None
     notes.insert(0, f"advantages {estimator}, loss {loss}")
-    if _at(config, "algorithm.use_kl_in_reward"):
-        notes.append(f"KL in the reward, {_at(config, 'algorithm.kl_ctrl.kl_coef')}")
-    if _at(config, "actor.use_kl_loss"):
-        notes.append(f"KL in the loss, {_at(config, 'actor.kl_loss_coef')}")
-    if coef := _at(config, "algorithm.distill.coef"):
-        paths = [_at(config, "teacher.path"), *(_at(config, "teacher.by_source") or {}).values()]
+    if setting(config, "algorithm.use_kl_in_reward"):
+        notes.append(f"KL in the reward, {setting(config, 'algorithm.kl_ctrl.kl_coef')}")
+    if setting(config, "actor.use_kl_loss"):
+        notes.append(f"KL in the loss, {setting(config, 'actor.kl_loss_coef')}")
+    if coef := setting(config, "algorithm.distill.coef"):
+        paths = [setting(config, "teacher.path"), *(setting(config, "teacher.by_source") or {}).values()]
         named = ["/".join(str(each).rstrip("/").split("/")[-2:]) for each in paths if each]
         notes.append(f"teacher {', '.join(dict.fromkeys(named))}, {coef}")
     return Fact("Algorithm", title_of(config) or str(estimator), notes)
@@ -148,18 +147,18 @@ def title_of(config: Mapping[str, Any]) -> str:
     best, title = (1.0, 0), ""
     for each in algorithms().values():
         wanted = {key: _plain(setting.value) for key, setting in each.all_settings().items()}
-        if any(_at(config, key) != wanted[key] for key in parts):
+        if any(setting(config, key) != wanted[key] for key in parts):
             continue
         fixed = {key: value for key, value in wanted.items() if not (isinstance(value, str) and "${" in value)}
-        missed = sum(_at(config, key) != value for key, value in fixed.items())
+        missed = sum(setting(config, key) != value for key, value in fixed.items())
         if (rank := (missed / len(fixed), -len(fixed))) < best:
             best, title = rank, each.title
     return title
 
 
 def _data(config: Mapping[str, Any]) -> Fact | None:
-    train, val = (_names(_at(config, f"data.{part}_files")) for part in ("train", "val"))
-    size, draws = _at(config, "data.train_batch_size"), _at(config, "rollout.n")
+    train, val = (_names(setting(config, f"data.{part}_files")) for part in ("train", "val"))
+    size, draws = setting(config, "data.train_batch_size"), setting(config, "rollout.n")
     notes = [f"validated on {val}" if val else ""]
     if size is not None:
         notes.append(f"{size} prompts a step, {draws} responses each" if draws else f"{size} conversations a step")
@@ -170,7 +169,7 @@ def _hardware(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
     machine = run.environment.get("hardware")
     if not isinstance(machine, dict):
         return None
-    devices, nodes = num_devices(run), run.plan.get("num_nodes") or _at(config, "trainer.nnodes") or 1
+    devices, nodes = num_devices(run), run.plan.get("num_nodes") or setting(config, "trainer.nnodes") or 1
     where = f"{nodes} node" + ("s" if nodes != 1 else "")
     layout = _short(str(run.plan.get("layout") or ""))
     if on_accelerator(run):
@@ -232,24 +231,8 @@ def num_devices(run: RecordedRun) -> int:
     planned = run.plan.get("num_gpus")
     if isinstance(planned, int):
         return planned
-    config = _config(run)
-    return int(_at(config, "trainer.nnodes") or 1) * int(_at(config, "trainer.n_gpus_per_node") or 1)
-
-
-def _config(run: RecordedRun) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(run.config)
-    except yaml.YAMLError:
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    sizes = (setting(run.settings, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    return prod(int(size or 1) for size in sizes)
 
 
 def _plain(value: object) -> object:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from mcore_rl.json_text import read_json
 from mcore_rl.tracking.jsonl import step_rows
+from mcore_rl.tracking.run_files import parsed_config, setting
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledGroup, ScheduledStep
 
@@ -50,10 +50,9 @@ def unproven(run_dir: Path, steps: Sequence[ScheduledStep]) -> Iterator[str]:
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """The configuration in the run directory; {} where it cannot be read."""
     try:
-        read = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return parsed_config((run_dir / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _doubled(path: Path) -> Iterator[str]:
@@ -99,18 +98,12 @@ def _settings(config: Mapping[str, Any], steps: Sequence[ScheduledStep]) -> Iter
 
 def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Mode, batch and bound by the configuration; None where it does not say."""
-
-    def value(*keys: str) -> Any:
-        held: Any = config
-        for key in keys:
-            held = held.get(key) if isinstance(held, Mapping) else None
-        return held
-
-    mode = value("trainer", "mode")
+    mode = setting(config, "trainer.mode")
     group = "async" if "async" in config else "async_"  # the key, or its field
-    stale = value(group, "max_staleness")
-    bound = stale if value("rollout", "partial") else {"sync": 0, "one_step_off": 1, "async": stale}.get(mode)
-    return {"mode": mode, "batch": value("data", "train_batch_size"), "bound": bound}
+    stale = setting(config, f"{group}.max_staleness")
+    bounds = {"sync": 0, "one_step_off": 1, "async": stale}
+    bound = stale if setting(config, "rollout.partial") else bounds.get(mode)
+    return {"mode": mode, "batch": setting(config, "data.train_batch_size"), "bound": bound}
 
 
 def _samples(run_dir: Path, config: Mapping[str, Any], steps: Sequence[ScheduledStep]) -> Iterator[str]:

@@ -31,8 +31,8 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.loggers import Sink
 from mcore_rl.tracking.metrics import METRICS, metric_of
-from mcore_rl.tracking.samples import Rows
 
 PATH = "/metrics"
 HOST = "trainer.prometheus.host"
@@ -110,7 +110,7 @@ class _Newest(Collector):
             yield family
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Serves from its making on.  OSError: the address or the port cannot be had.  ConfigError: the secret cannot."""
 
     name = "prometheus"
@@ -133,12 +133,6 @@ class PrometheusSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Serve the step's metrics from now on."""
         self._newest.take(step, metrics)
-
-    def samples(self, step: int, kind: str, rows: Rows) -> None:
-        """Does nothing: Prometheus has numbers."""
-
-    def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Does nothing: Prometheus has numbers."""
 
     def close(self) -> None:
         """End the server."""

@@ -36,7 +36,7 @@ MAX_UNSENT = 8  # files of samples, which hold the responses of a step each
 Samples = tuple[int, Kind, Rows]
 
 
-class RunDirectorySink:
+class RunDirectorySink(Sink):
     """Writes metrics.jsonl, timeline.jsonl, lanes.jsonl, schedule.jsonl, rollouts/ and validation/.
 
     keep: existing records up to this step stay.
@@ -82,9 +82,6 @@ class RunDirectorySink:
             self._finish_writing()
         finally:
             self._writing = self._writer.submit(self._write_samples, [*self._unsent[-MAX_UNSENT:], (step, kind, rows)])
-
-    def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Does nothing: files hold steps, not progress."""
 
     def close(self) -> None:
         """Wait until everything is written.  OSError: something was not, and is lost."""
@@ -228,30 +225,15 @@ class Tracker:
 
     def timeline(self, step: int, spans: Sequence[PhaseSpan], lanes: StepLanes | None = None) -> None:
         """Record when the phases of one step were open, and what engines did; only the run directory has it."""
-
-        def write(sink: Sink) -> None:
-            if isinstance(sink, RunDirectorySink):
-                sink.timeline(step, spans, lanes)
-
-        self._tell(write)
+        self._tell(lambda sink: sink.timeline(step, spans, lanes))
 
     def watch(self, lanes: Sequence[Lane]) -> None:
         """Show in the live line what the engines of ``lanes`` do."""
-
-        def show(sink: Sink) -> None:
-            if isinstance(sink, ConsoleSink):
-                sink.watch(lanes)
-
-        self._tell(show)
+        self._tell(lambda sink: sink.watch(lanes))
 
     def schedule(self, step: ScheduledStep) -> None:
         """Record which groups a step trained; only the run directory has it."""
-
-        def write(sink: Sink) -> None:
-            if isinstance(sink, RunDirectorySink):
-                sink.schedule(step)
-
-        self._tell(write)
+        self._tell(lambda sink: sink.schedule(step))
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """Show the current activity in the live line.  done, total: its progress, in any unit."""
