@@ -127,7 +127,8 @@ class ConsoleSink(Sink):
             self._console.print(Text(" | ".join(words)), soft_wrap=True)
             return
         cells = _fitting(cells, self._console.width - self._width)
-        heads, before = [head for head, _, _ in cells], self._heads
+        heads = [head for head, _, _ in cells]
+        before = self._heads
         self._heads = heads
         if self._rows % ROWS_PER_HEADER == 0 or heads != before:
             header = " ".join(["step".rjust(self._width), *(h.rjust(width) for h, width, _ in cells)])
@@ -187,8 +188,11 @@ class LiveLine:
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Set the current activity; see ``Tracker.now``."""
         if text != self._text or (done or 0.0) < (self._done or 0.0):
-            self._since, self._done_first = self._now(), done or 0.0
-        self._text, self._done, self._total = text, done, total
+            self._since = self._now()
+            self._done_first = done or 0.0
+        self._text = text
+        self._done = done
+        self._total = total
 
     def words(self) -> str:
         """The line without the spinner."""

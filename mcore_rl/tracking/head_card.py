@@ -22,7 +22,11 @@ SHARES = {
     "prefer/val_accuracy": ("Held-out pairs", "the preferred answer has the higher reward"),
     "reward/val_accuracy": ("Held-out pairs or outcomes", "scores agree with the labels"),
 }
-LOSSES = {"sft/val_loss": "nats per trained token", "reward/val_loss": "an answer"}
+LOSSES = {
+    "sft/val_loss": "nats per trained token",
+    "prefer/val_loss": "a pair or answer",
+    "reward/val_loss": "a pair or answer",
+}
 RECENT = 20  # steps, of which the mean tells how long the rest will take
 
 
@@ -62,7 +66,8 @@ def state_of(run: RecordedRun) -> tuple[str, str]:
     """The state of the run in words, and its class of the style sheet."""
     if run.complete:
         return "finished", "good"
-    owner, us = read_owner(run.path / OWNER), Owner()
+    owner = read_owner(run.path / OWNER)
+    us = Owner()
     if owner is None or (owner.machine == us.machine and owner.pid == os.getpid()):
         return "ended before its last step", ""
     lives = owner.lives(us) if owner.machine == us.machine else None
@@ -74,7 +79,8 @@ def state_of(run: RecordedRun) -> tuple[str, str]:
 def _result(run: RecordedRun) -> Fact | None:
     """The verdict in a number: of the first data source, or of the validation loss."""
     for source, validations in run.accuracies.items():
-        first, last = validations[0], validations[-1]
+        first = validations[0]
+        last = validations[-1]
         if len(validations) == 1:
             return Fact("Validated once", f"{last.mean:.1%}", [source], wide=True)
         change = gain(first, last)
@@ -84,13 +90,13 @@ def _result(run: RecordedRun) -> Fact | None:
         name = "Validation" if run.complete else "Validation so far"
         return Fact(name, f"{100 * change.points:+.1f} points", notes, kind, wide=True)
     for key, (title, note) in SHARES.items():
-        shares = [value for _, value in run.values(key) if value is not None]
+        shares = [value for _, value in run.numbers(key)]
         if not shares:
             continue
         kind = ("good" if shares[-1] > shares[0] else "bad") if len(shares) > 1 and run.complete else ""
         notes = [f"from {shares[0]:.1%}: {note}"]
         return Fact(title, f"{shares[-1]:.1%}", notes, kind, wide=True)
-    losses = [value for key in LOSSES for _, value in run.values(key) if value is not None]
+    losses = [value for key in LOSSES for _, value in run.numbers(key)]
     if not losses:
         return None
     unit = next(unit for key, unit in LOSSES.items() if run.values(key))
@@ -113,7 +119,8 @@ def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
 
 def _offline(config: Mapping[str, Any], notes: list[str]) -> str:
     """What a run without an estimator trains by; adds its settings to ``notes``."""
-    preference, reward = setting(config, "actor.preference.loss"), setting(config, "actor.reward.loss")
+    preference = setting(config, "actor.preference.loss")
+    reward = setting(config, "actor.reward.loss")
     if reward is not None:
         return f"Reward model by {reward}"
     if preference is None:
@@ -124,7 +131,8 @@ def _offline(config: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def _algorithm(config: Mapping[str, Any]) -> Fact | None:
-    estimator, loss = setting(config, "algorithm.adv_estimator"), setting(config, "actor.loss_mode")
+    estimator = setting(config, "algorithm.adv_estimator")
+    loss = setting(config, "actor.loss_mode")
     rate = setting(config, "actor.optim.lr")
     notes = [] if rate is None else [f"learning rate {float(rate):.3g}"] if isinstance(rate, int | float) else []
     if estimator is None:
@@ -144,7 +152,8 @@ def _algorithm(config: Mapping[str, Any]) -> Fact | None:
 def title_of(config: Mapping[str, Any]) -> str:
     """The algorithm whose estimator and loss ``config`` has, and most of whose other keys; "" if there is none."""
     parts = ("algorithm.adv_estimator", "actor.loss_mode")
-    best, title = (1.0, 0), ""
+    best = (1.0, 0)
+    title = ""
     for each in algorithms().values():
         wanted = {key: _plain(setting.value) for key, setting in each.all_settings().items()}
         if any(setting(config, key) != wanted[key] for key in parts):
@@ -152,13 +161,15 @@ def title_of(config: Mapping[str, Any]) -> str:
         fixed = {key: value for key, value in wanted.items() if not (isinstance(value, str) and "${" in value)}
         missed = sum(setting(config, key) != value for key, value in fixed.items())
         if (rank := (missed / len(fixed), -len(fixed))) < best:
-            best, title = rank, each.title
+            best = rank
+            title = each.title
     return title
 
 
 def _data(config: Mapping[str, Any]) -> Fact | None:
     train, val = (_names(setting(config, f"data.{part}_files")) for part in ("train", "val"))
-    size, draws = setting(config, "data.train_batch_size"), setting(config, "rollout.n")
+    size = setting(config, "data.train_batch_size")
+    draws = setting(config, "rollout.n")
     notes = [f"validated on {val}" if val else ""]
     if size is not None:
         notes.append(f"{size} prompts a step, {draws} responses each" if draws else f"{size} conversations a step")
@@ -169,7 +180,8 @@ def _hardware(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
     machine = run.environment.get("hardware")
     if not isinstance(machine, dict):
         return None
-    devices, nodes = num_devices(run), run.plan.get("num_nodes") or setting(config, "trainer.nnodes") or 1
+    devices = num_devices(run)
+    nodes = run.plan.get("num_nodes") or setting(config, "trainer.nnodes") or 1
     where = f"{nodes} node" + ("s" if nodes != 1 else "")
     layout = _short(str(run.plan.get("layout") or ""))
     if on_accelerator(run):
@@ -188,7 +200,8 @@ def _short(layout: str) -> str:
 def _time(run: RecordedRun) -> list[Fact]:
     times = [value or 0.0 for _, value in run.values("time/step")]
     trained = [value or 0.0 for step, value in run.values("time/step") if step > 0]  # 0 is a validation
-    reached, total = run.last_step or 0, run.total_steps
+    reached = run.last_step or 0
+    total = run.total_steps
     if not times:
         return []
     notes = [f"{total} steps, {spent(sum(trained) / len(trained))} each"] if run.complete and total and trained else []

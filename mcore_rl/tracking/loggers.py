@@ -36,7 +36,8 @@ MAX_PARAMS, MAX_PARAM = 100, 6000  # parameters in a batch and characters of one
 NO_METRIC_NAME = re.compile(r"[^\w\-. /:]")  # what mlflow takes in no name of a metric
 # Seconds that wandb's server has to answer: at the start, and at the end of the run for what is not sent yet.  wandb's
 # own limits are 90, and none.
-INIT_S, FINISH_S = 30.0, 600.0
+INIT_S = 30.0
+FINISH_S = 600.0
 
 
 class Sink:
@@ -123,14 +124,16 @@ class ServiceSink(Sink, ABC):
     """A run of a service.  Raises whatever the service raises."""
 
     def __init__(self, start: LoggerStart) -> None:
-        trainer, logs = start.trainer, start.run_dir / "logs"
+        trainer = start.trainer
+        logs = start.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self._num_shown = trainer.log_val_generations
         self._id_file = logs / f"{self.name}_id"
         resumed = start.resumed_step is not None and self._id_file.is_file()
         before = self._id_file.read_text(encoding="utf-8").strip() if resumed else None
         sys.argv[1:] = redact(sys.argv[1:])  # which services write down
-        project, title = redact(trainer.project_name), redact(trainer.experiment_name)
+        project = redact(trainer.project_name)
+        title = redact(trainer.experiment_name)
         self._id: str | None = self._start(logs, project, title, dict(start.config), before)
 
     @abstractmethod

@@ -77,11 +77,13 @@ def _verdict(run: RecordedRun) -> Iterator[str]:
     if not run.accuracies:
         yield "There are no validation samples, and so no verdict.\n"
     for name, validations in run.accuracies.items():
-        first, last = validations[0], validations[-1]
+        first = validations[0]
+        last = validations[-1]
         if len(validations) < 2:
             yield f"- {_cell(name)}: {first.mean:.1%} after step {first.step}, validated once: no verdict."
             continue
-        change, top = gain(first, last), best(validations)
+        change = gain(first, last)
+        top = best(validations)
         sure = "more than chance" if change.significant else "which may be chance"
         yield (
             f"- {_cell(name)}: {first.mean:.1%} after step {first.step}, {last.mean:.1%} after step {last.step}: "
@@ -112,7 +114,8 @@ def _bars(validations: list[Accuracy]) -> str:
 
 def _some(validations: list[Accuracy]) -> list[Accuracy]:
     """At most ``MAX_ROWS`` at even distances, the first and the last among them."""
-    last, rows = len(validations) - 1, min(len(validations), MAX_ROWS)
+    last = len(validations) - 1
+    rows = min(len(validations), MAX_ROWS)
     return [validations[round(last * row / (rows - 1))] for row in range(rows)]
 
 

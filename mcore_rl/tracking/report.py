@@ -13,7 +13,7 @@ from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import OFFLINE_LOSSES, before_after
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.curves import curves, names_of
-from mcore_rl.tracking.head_card import facts, head_card, state_of
+from mcore_rl.tracking.head_card import LOSSES, facts, head_card, state_of
 from mcore_rl.tracking.metrics import METRICS
 from mcore_rl.tracking.page import LIGHT, details, page, table, text
 from mcore_rl.tracking.run_files import RecordedRun, leaves, read_run
@@ -21,13 +21,7 @@ from mcore_rl.tracking.sample_browser import sample_browser
 from mcore_rl.tracking.time_section import time_section
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
-# What runs without samples are judged by: the metric, and what is said of it.
-SUPERVISED = {
-    "sft/val_loss": "nats per trained token",
-    "prefer/val_loss": "a pair or answer",
-    "reward/val_loss": "a pair or answer",
-}
-# The shares by which they are judged: what is held out, and the sentence about a share of it.
+# The shares by which runs without samples are judged: what is held out, and the sentence about a share of it.
 HELD_OUT = {
     "prefer/val_accuracy": ("Held-out pairs", "the preferred answer of {} of the pairs has the higher reward"),
     "reward/val_accuracy": ("Held-out pairs or outcomes", "scores agree with the labels of {} of them"),
@@ -108,7 +102,8 @@ def _settings_that_differ(runs: Sequence[RecordedRun]) -> str:
     rows = [row for row in rows if len(set(row[1:])) > 1]
     of_all = [row for row in rows if all(row[0] in each for each in flat)]
     others = [row for row in rows if row not in of_all]
-    head, title = ["key", *names_of(runs)], "<h2>Settings that differ</h2>"
+    head = ["key", *names_of(runs)]
+    title = "<h2>Settings that differ</h2>"
     said = table(head, of_all) if of_all else '<p class="soft">None that all of these runs have.</p>'
     return title + said + (details("Keys that not all of them have", table(head, others)) if others else "")
 
@@ -129,11 +124,11 @@ def _heading(run: RecordedRun) -> str:
         sections.append(
             '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
         )
-    elif not run.accuracies and any(run.values(key) for key in SUPERVISED):
-        judged = [(_numbers(run, key), unit) for key, unit in SUPERVISED.items()]
+    elif not run.accuracies and any(run.values(key) for key in LOSSES):
+        judged = [(run.numbers(key), unit) for key, unit in LOSSES.items()]
         sections += [_loss_verdict(losses, unit) for losses, unit in judged if losses]
-        sections += [_share_verdict(*said, shares) for key, said in HELD_OUT.items() if (shares := _numbers(run, key))]
-        sections += [_calibration(errors)] if (errors := _numbers(run, "reward/val_ece")) else []
+        sections += [_share_verdict(*said, shares) for key, said in HELD_OUT.items() if (shares := run.numbers(key))]
+        sections += [_calibration(errors)] if (errors := run.numbers("reward/val_ece")) else []
     elif not run.accuracies:
         sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
     elif _is_said_in_one(run):
@@ -170,11 +165,6 @@ def _loss_verdict(losses: Sequence[tuple[int, float]], unit: str) -> str:
     return f'<div class="verdict {kind}"><p><b>Validation loss:</b> {text(sentence)}.</p></div>'
 
 
-def _numbers(run: RecordedRun, key: str) -> list[tuple[int, float]]:
-    """The finite numbers of ``key``, with their steps."""
-    return [(step, value) for step, value in run.values(key) if value is not None]
-
-
 def _progress(run: RecordedRun) -> str:
     total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
     reached = "no step" if run.last_step is None else f"step {run.last_step}"
@@ -193,7 +183,8 @@ def _troubles(run: RecordedRun) -> str:
 
 
 def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
-    first, last = validations[0], validations[-1]
+    first = validations[0]
+    last = validations[-1]
     if len(validations) == 1:
         sentence = f"validated once, at step {last.step}: {_accuracy(last)}, {last.num_prompts} prompts"
         return f'<div class="verdict"><p><b>{text(source)}:</b> {text(sentence)}.</p></div>'
@@ -219,7 +210,9 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
     rows = []
     for name, run in zip(names_of(runs), runs, strict=True):
         for source, validations in run.accuracies.items():
-            first, top, last = validations[0], best(validations), validations[-1]
+            first = validations[0]
+            top = best(validations)
+            last = validations[-1]
             cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
             rows.append([name, source, last.num_prompts, *cells, _change(gain(first, last), run.complete)])
     if not rows and any(run.values(key) for run in runs for key in OFFLINE_LOSSES):

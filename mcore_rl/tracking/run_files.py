@@ -73,6 +73,10 @@ class RecordedRun:
         """(step, number) of the steps that report ``key``; None for a number that was not finite."""
         return [(row["step"], _number(row[key])) for row in self.steps if key in row]
 
+    def numbers(self, key: str) -> list[tuple[int, float]]:
+        """The finite numbers of ``key``, with their steps."""
+        return [(step, value) for step, value in self.values(key) if value is not None]
+
     def metric_keys(self) -> list[str]:
         """Every metric that any step reports."""
         return [key for key in dict.fromkeys(chain.from_iterable(self.steps)) if key != "step"]
@@ -91,7 +95,8 @@ class RecordedRun:
             rights: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
             for row in self.samples(step, "validation", EVIDENCE):
                 if row.get("correct") is not None:
-                    source, prompt = str(row.get("data_source")), str(row.get("prompt_id"))
+                    source = str(row.get("data_source"))
+                    prompt = str(row.get("prompt_id"))
                     rights[source][prompt].append(float(row["correct"]))
             for source, prompts in rights.items():
                 means = {prompt: sum(right) / len(right) for prompt, right in prompts.items()}

@@ -123,7 +123,9 @@ def _plain(step: int, at: int, row: SampleRow, prompts: dict[tuple[str, str, str
     source, prompt_id = prompt_of(row)
     asked = shortened(conversation(row.get("prompt", "")))
     key = (shortened(source), shortened(prompt_id), asked, None if gold is None else shortened(str(gold)))
-    score, correct, error = score_of(row), row.get("correct"), row.get("error")
+    score = score_of(row)
+    correct = row.get("correct")
+    error = row.get("error")
     turns = _turns(row.get("segments"))
     finish = row.get("reason") or row.get("finish")
     return [

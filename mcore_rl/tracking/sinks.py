@@ -112,7 +112,8 @@ class RunDirectorySink(Sink):
         self._unsent = []
 
     def _finish_writing(self) -> None:
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -135,7 +136,8 @@ class Tracker:
     def __init__(
         self, sinks: Sequence[Sink], last_step: int = -1, records: Callable[[], RunDirectorySink] | None = None
     ) -> None:
-        self._sinks, self._records = tuple(sinks), records
+        self._sinks = tuple(sinks)
+        self._records = records
         self._failed = set[str]()  # names of sinks
         self._last_step = last_step
 
@@ -160,7 +162,8 @@ class Tracker:
         hardware, for environment.json.  begin: False: nothing that is in the directory changes before ``begin``.
         Raises ConfigError with every violation: the directory cannot be written, a logger cannot start.
         """
-        run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
+        run_dir = Path(run_dir)
+        keep = -1 if resumed_step is None else resumed_step
         values = redact_settings(with_names(plain(config)))
         opening = LoggerStart(run_dir, trainer, values, resumed_step)
         sinks: list[Sink] = []
@@ -200,7 +203,8 @@ class Tracker:
     def begin(self) -> None:
         """Begin to record, where ``open`` did not.  Raises ConfigError: the directory cannot be written."""
         assert self._records is not None, "it has begun"
-        self._sinks, self._records = (self._records(), *self._sinks), None
+        self._sinks = (self._records(), *self._sinks)
+        self._records = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step, once a step, validation included; keys are in ``metrics.METRICS``.
@@ -241,7 +245,8 @@ class Tracker:
 
     def close(self) -> None:
         """Close every sink, even if one fails; idempotent."""
-        sinks, self._sinks = self._sinks, ()
+        sinks = self._sinks
+        self._sinks = ()
         self._tell(lambda sink: sink.close(), sinks[::-1], last=True)
 
     def __enter__(self) -> Self:

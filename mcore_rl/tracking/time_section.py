@@ -133,7 +133,8 @@ def timeline(title: str, note: str, spans: Sequence[PhaseSpan], seconds: float) 
             drawn.append(f'<text class="x" x="{x(mark):.1f}" y="{height - 10}">{mark:.4g} s</text>')
     for row, name in enumerate(names):
         mine = [span for span in spans if span.phase == name]
-        top, seconds_open = row * ROW, sum(span.end - span.start for span in mine)
+        top = row * ROW
+        seconds_open = sum(span.end - span.start for span in mine)
         phase, _, part = name.partition("/")
         colour = PHASE_COLOURS.get(phase, NEUTRAL)
         drawn.append(
@@ -164,17 +165,20 @@ def lane_section(run: RecordedRun) -> str:
 def _lane_chart(steps: Mapping[int, StepLanes]) -> str:
     """A figure with a row for each lane over the newest steps, which are shown end to end."""
     newest = sorted(steps)[-STEPS_SHOWN:]
-    begins, whole = dict[int, float](), 0.0
+    begins = dict[int, float]()
+    whole = 0.0
     for step in newest:
         begins[step] = whole
         whole += steps[step].seconds
     whole = whole or 1.0
     names = dict.fromkeys(name for step in newest for name in steps[step].lanes)
-    shown, rows = dict[State, None](), list[str]()
+    shown = dict[State, None]()
+    rows = list[str]()
     places = [_percent(begins[step], whole) for step in newest]
     lines = "".join(f'<line class="grid" x1="{place}" x2="{place}" y1="0" y2="100%"/>' for place in places)
     for name in names:
-        bars, seconds = "", dict.fromkeys(State, 0.0)
+        bars = ""
+        seconds = dict.fromkeys(State, 0.0)
         for step in newest:
             for span in steps[step].lanes.get(name, ()):
                 shown[span.state] = None
@@ -195,7 +199,8 @@ def _lane_chart(steps: Mapping[int, StepLanes]) -> str:
 
 def _lane_bar(span: LaneSpan, begin: float, whole: float) -> str:
     """A bar at least as wide as can be seen; with its seconds since the first step that is shown."""
-    start, end = begin + span.start, begin + span.end
+    start = begin + span.start
+    end = begin + span.end
     wide = max(0.1, 100 * (end - start) / whole)
     said = f"{NAMES[span.state]}, {end - start:.3g} s"
     return (
@@ -210,7 +215,8 @@ def _percent(seconds: float, whole: float) -> str:
 
 def _lane_shares(steps: Mapping[int, StepLanes]) -> str:
     """A table: of each lane the shares of the time of all steps in which it was there."""
-    seconds, wholes = dict[str, dict[State, float]](), dict[str, float]()
+    seconds = dict[str, dict[State, float]]()
+    wholes = dict[str, float]()
     for each in steps.values():
         for name, spans in each.lanes.items():
             wholes[name] = wholes.get(name, 0.0) + each.seconds
