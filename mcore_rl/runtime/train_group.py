@@ -17,7 +17,7 @@ from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.role_spec import RoleSpec
@@ -178,13 +178,19 @@ class TrainGroup(WorkerGroup[TrainWorker]):
         await self.all(TrainWorker.stop_profile, directory)
 
     async def connect(
-        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+        self,
+        transport: Transport,
+        layout: RolloutLayout,
+        dtype: Precision,
+        bucket_bytes: int,
+        form: PublishedLora,
+        quantization: Quantization,
     ) -> None:
         """Makes the ranks members of the weight channel to the rollout ranks of ``layout`` in ``dtype``.
 
-        form: in which engines get adapters, if there are any.
+        form: in which engines get adapters, if there are any.  quantization: in which they hold their matrices.
         """
-        await self.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form)
+        await self.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form, quantization)
 
     async def configuration(self) -> EffectiveConfig:
         """The configuration that the ranks compute with, of all layers."""
