@@ -25,17 +25,22 @@ def test_shards_that_are_no_whole_blocks_are_named() -> None:
     assert said("llama", WHOLE, Quantization.fp8_block) == ""
     assert said("llama", WHOLE, Quantization.fp8_block, tp=2) == (
         "rollout.quantization=fp8_block: scales 128 columns of a matrix at a time, and mlp.down_proj.weight has 192 on "
-        "a rank. Write a rollout.tp that leaves multiples of 128, or rollout.quantization=fp8_channel"
+        "a rank. Write a rollout.tp that leaves multiples of 128"
     )
     assert said("llama", WHOLE, Quantization.mxfp8, tp=2) == ""
     assert "has 16 on a rank" in said("llama", models.dense(), Quantization.mxfp8, tp=4)
-    assert "routed_experts.w2_weight has 192" in said("mixtral", EXPERTS, Quantization.fp8_block)
+    alone = said("mixtral", EXPERTS, Quantization.fp8_block)
+    assert "routed_experts.w2_weight has 192" in alone and alone.endswith("Write rollout.quantization=fp8_channel")
     assert "w2_weight" not in said("mixtral", EXPERTS, Quantization.mxfp8)
 
 
 @pytest.mark.parametrize("quantization", [Quantization.fp8_channel, Quantization.fp8_tensor], ids=str)
-def test_a_row_or_a_tensor_is_never_in_parts(quantization: Quantization) -> None:
-    assert said("llama", models.dense(), quantization, tp=4) == ""
+def test_a_row_or_a_tensor_is_whole_on_one_rank_alone(quantization: Quantization) -> None:
+    assert said("llama", models.dense(), quantization, dp=4) == ""
+    assert said("llama", models.dense(), quantization, tp=4) == (
+        f"rollout.quantization={quantization.value}: has scales of elements that several ranks hold, and these would "
+        "wait for one another in an update. Write rollout.tp=1, or rollout.quantization=fp8_block"
+    )
 
 
 def test_models_whose_updates_are_not_quantised_yet_are_refused() -> None:

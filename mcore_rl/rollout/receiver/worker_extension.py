@@ -112,7 +112,7 @@ class _Updates:
 
     def _receive_slices(self) -> None:
         self.live.start()
-        complete = self.live.in_order(self._unpacked())
+        complete = self._unpacked()
         if self.live.on_cpu:
             complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
         with closing(complete):  # after a failure, end the other thread before telling the other members
