@@ -56,7 +56,7 @@ ROLLOUT_ROWS = [
     ),
     to(f"{ROLLOUT}.enforce_eager", "rollout.enforce_eager", keeps=True),
     to(f"{ROLLOUT}.enable_prefix_caching", "rollout.enable_prefix_caching"),
-    to(f"{ROLLOUT}.free_cache_engine", "rollout.enable_sleep_mode"),
+    to(f"{ROLLOUT}.{{free_cache_engine,enable_sleep_mode}}", "rollout.enable_sleep_mode"),
     to(f"{ROLLOUT}.dtype", "rollout.dtype", DTYPE, "left out: actor.precision", keeps=True),
     gone(f"{ROLLOUT}.{{prompt_length,response_length}}", "follow from data"),
     gone(f"{ROLLOUT}.max_model_len", LENGTHS),
@@ -182,11 +182,11 @@ def serving(verl: str) -> list[KeyRow]:
     """The rows of a reward model's engines.  verl: the group ``rollout`` of it."""
     return [
         to(f"{verl}.tensor_model_parallel_size", "reward_model.tp"),
-        to(
+        part(
             f"{verl}.gpu_memory_utilization",
-            "reward_model.gpu_memory_utilization",
-            keeps=True,
-            note="beside rollout.gpu_memory_utilization, both on one device",
+            "reward_model.gpu_memory_utilization rollout.gpu_memory_utilization",
+            "shares",
+            "beside rollout.gpu_memory_utilization: both engines are awake on one device; verl wakes one at a time",
         ),
         to(f"{verl}.enforce_eager", "reward_model.enforce_eager", keeps=True),
         to(f"{verl}.max_num_seqs", "reward_model.max_num_seqs", keeps=True),

@@ -26,6 +26,7 @@ def shard_violations(family: Family, model: ModelConfig, rollout: RolloutConfig)
     table = RolloutTable(family, model, rollout.layout)
     for what, there in (
         ("latent attention, which vLLM multiplies out after quantising,", model.mla is not None),
+        ("a model with a vision tower", model.vision is not None),
         ("experts whose halves take turns", any(rule.turn[1] > 1 for rule in table.rules)),
     ):
         if there:

@@ -6,9 +6,9 @@ import pytest
 
 from mcore_rl.config.model import MoeConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig
-from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.weights.quantised_shards import shard_violations, tensors_by_form
-from tests.support import models
+from tests.support import models, picture_models
 
 WHOLE = models.dense(hidden_size=256, num_attention_heads=8, head_dim=32, ffn_hidden_size=384)
 EXPERTS = models.moe(
@@ -45,6 +45,8 @@ def test_a_row_or_a_tensor_is_whole_on_one_rank_alone(quantization: Quantization
 
 def test_models_whose_updates_are_not_quantised_yet_are_refused() -> None:
     assert "updates of latent attention" in said("deepseek_v2", models.deepseek_v2(), Quantization.fp8_channel)
+    family, seeing = model_of(picture_models.config("qwen3_vl"), pictures=True)
+    assert "updates of a model with a vision tower" in said(family.name, seeing, Quantization.fp8_channel)
     assert "updates of experts whose halves take turns" in said("gpt_oss", models.gpt_oss(), Quantization.fp8_channel)
     assert said("gpt_oss", models.gpt_oss(), Quantization.none) == ""
 

@@ -120,9 +120,14 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
         yield Violation(key, linear.key_head_dim, problem, "Choose a checkpoint with such heads")
 
 
-def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
-    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's form."""
-    with open_weights(directory) as checkpoint:
+def memory_violations(
+    directory: Path, rollout: ServingConfig, platform: Platform, *, pictures: bool = False
+) -> list[Violation]:
+    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's form.
+
+    pictures: with the weights of the vision tower.
+    """
+    with open_weights(directory, pictures=pictures) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
     is_plain = not isinstance(rollout, RolloutConfig) or rollout.quantization is Quantization.none
