@@ -79,7 +79,7 @@ def family_for(model: ModelConfig) -> Family:
     if model.attention_sinks:
         return FAMILIES["gpt_oss"]
     if model.linear_attention is not None:
-        return FAMILIES["qwen3_next"]
+        return FAMILIES["qwen3_5_text" if moe is None else "qwen3_next"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]

@@ -94,7 +94,7 @@ def test_peft_computes_what_the_merged_model_does(kind: str, targets: list[str],
         theirs = loaded.eval()(TOKENS).logits
     assert (theirs - _logits(base)).abs().max() > 1e-2, "the adapters do something"
     # float32, of sums in another order; a recurrence over the tokens adds them up.
-    tolerance = 5e-4 if kind == "qwen3_next" else 5e-5
+    tolerance = 5e-4 if kind in ("qwen3_next", "qwen3_5_moe_text") else 5e-5
     torch.testing.assert_close(_logits(tmp_path / "merged"), theirs, rtol=1e-5, atol=tolerance)
     table = AdapterTable(Table(*model_of(read_config(base))), replace(LORA, use_rslora=rslora, target_modules=targets))
     with open_peft(directory, table) as held:

@@ -20,6 +20,8 @@ TEXT = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3_vl_text", "qwen3"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_moe"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", "deepseek_v3", "deepseek_v3"),
 }
 _SIGLIP = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=56)
@@ -30,6 +32,8 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {**_QWEN, "fullatt_block_indexes": [1]},
     "qwen3_vl": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
     "qwen3_vl_moe": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+    "qwen3_5": {**_QWEN, "num_position_embeddings": 16},
+    "qwen3_5_moe": {**_QWEN, "num_position_embeddings": 16},
     "kimi_k25": dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, pos_emb_height=4,
         pos_emb_width=4,
@@ -100,6 +104,8 @@ PUBLISHED = {
     "Qwen2_5_VLForConditionalGeneration": ("flat", "newest"),
     "Qwen3VLForConditionalGeneration": ("newest",),
     "Qwen3VLMoeForConditionalGeneration": ("newest",),
+    "Qwen3_5ForConditionalGeneration": ("newest",),
+    "Qwen3_5MoeForConditionalGeneration": ("newest",),
     "KimiK25ForConditionalGeneration": ("within",),
 }
 
