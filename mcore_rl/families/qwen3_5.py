@@ -57,9 +57,7 @@ A = hf(HF_LINEAR + "in_proj_a.weight", "delta_heads", "hidden")
 _SIZES = tuple(size for _, size in STORED)
 # All heads of each part are in a row, in the checkpoint as in Megatron and vLLM.
 HYBRID = hybrid_weights(
-    Rule(
-        ATTENTION + "in_proj.weight", (QKV, Z, B, A), Sections(split, _SIZES), axis=Axis.tensor, stored_parts=STORED
-    )
+    Rule(ATTENTION + "in_proj.weight", (QKV, Z, B, A), Sections(split, _SIZES), axis=Axis.tensor, stored_parts=STORED)
 )
 HYBRID_ROLLOUT = hybrid_rollout(
     Rule(HF_LINEAR + "in_proj_qkvz.weight", (QKV, Z), Sections(split, _SIZES[:4]), axis=Axis.tensor),

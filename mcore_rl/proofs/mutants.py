@@ -21,7 +21,6 @@ from mcore_rl.families.rules import (
     Axis,
     HfTensor,
     Layers,
-    Range,
     Rule,
     Sections,
     ShardRanges,

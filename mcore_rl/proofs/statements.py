@@ -183,9 +183,7 @@ STATEMENTS: dict[str, Statement] = {
     "mixtral": Statement(ENDS, NORMS | ATTENTION | NUMBERED_EXPERTS),
     "qwen2_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP | EXPERTS | GATED_SHARED_EXPERT),
     "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
-    "qwen3_next": Statement(
-        ENDS, NORMS | DELTA_NET | GATED_ATTENTION | QK_NORM | MLP | EXPERTS | GATED_SHARED_EXPERT
-    ),
+    "qwen3_next": Statement(ENDS, NORMS | DELTA_NET | GATED_ATTENTION | QK_NORM | MLP | EXPERTS | GATED_SHARED_EXPERT),
     "qwen3_5_text": Statement(ENDS, NORMS | FLAT_DELTA_NET | GATED_ATTENTION | QK_NORM | MLP),
     "qwen3_5_moe_text": Statement(
         ENDS, NORMS | FLAT_DELTA_NET | GATED_ATTENTION | QK_NORM | EXPERTS | GATED_SHARED_EXPERT

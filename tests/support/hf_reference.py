@@ -40,14 +40,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     SeedOssConfig,
@@ -457,14 +457,18 @@ def _linear_attention(value: Callable[[str], Tensor], model: ModelConfig, ours: 
         mine + "out_norm.weight": value(attention + "norm.weight"),
         mine + "out_proj.weight": value(attention + "out_proj.weight"),
     }
-    channels = [linear.key_dim, linear.key_dim, linear.value_dim]
-    for part, tensor in zip(("query", "key", "value"), value(attention + "conv1d.weight").split(channels), strict=True):
-        full[f"{mine}conv1d.weight.{part}"] = tensor
+    channels = {"query": linear.key_dim, "key": linear.key_dim, "value": linear.value_dim}
+
+    def by_channel(theirs: str, ours: str) -> Weights:
+        """All channels of each part in a row."""
+        parts = value(attention + theirs).split(list(channels.values()))
+        return {f"{mine}{ours}.{name}": part for name, part in zip(channels, parts, strict=True)}
+
+    full |= by_channel("conv1d.weight", "conv1d.weight")
     if model.moe is None or not model.is_linear(model.num_layers - 1):  # Qwen3.5
-        parts = dict(zip(("query", "key", "value"), value(attention + "in_proj_qkv.weight").split(channels), strict=True))
-        parts |= {"z": value(attention + "in_proj_z.weight"), "beta": value(attention + "in_proj_b.weight")}
-        parts["alpha"] = value(attention + "in_proj_a.weight")
-        return full | {f"{mine}in_proj.weight.{part}": tensor for part, tensor in parts.items()}
+        others = {"z": "in_proj_z", "beta": "in_proj_b", "alpha": "in_proj_a"}
+        full |= {f"{mine}in_proj.weight.{part}": value(f"{attention}{name}.weight") for part, name in others.items()}
+        return full | by_channel("in_proj_qkv.weight", "in_proj.weight")
     # By key heads; Megatron's checkpoint has each part of them as a tensor of its own.
     values = linear.value_dim // linear.num_key_heads
     sizes = {"query": linear.key_head_dim, "key": linear.key_head_dim, "value": values, "z": values}
