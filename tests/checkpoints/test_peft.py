@@ -487,7 +487,9 @@ def _table(base: Path) -> AdapterTable:
     return AdapterTable(Table(*model_of(read_config(base))), LORA)
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture", [f"{name}ForConditionalGeneration" for name in ("Gemma3", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")]
+)
 def test_adapters_of_a_text_part_are_peft_s_of_the_whole(architecture: str, tmp_path: Path) -> None:
     """PEFT adapts no layer of the tower, of which Gemma 3's have the same names, and computes as merged weights do."""
     whole = text_parts.write(architecture, tmp_path / "base")

@@ -61,12 +61,13 @@ def config(architecture: str, **text_changes: object) -> dict[str, Any]:
     if kind == "qwen3_vl_moe":  # transformers 5.19 misreads published experts whose gate and up are square
         text["moe_intermediate_size"] = text_changes.get("moe_intermediate_size", 96)
     vision = dict(_VISION[kind])
-    if "qwen" in kind:
+    if "qwen" in kind and "rope_parameters" not in text:
         axes = text["head_dim"] // 2 if "head_dim" in text else text["hidden_size"] // text["num_attention_heads"] // 2
         section = [axes - 2 * (axes // 3), axes // 3, axes // 3]
         rope = {"rope_theta": text.pop("rope_theta", 1e4), "rope_type": "default", "mrope_section": section}
         text["rope_parameters"] = rope | ({"mrope_interleaved": True} if "qwen3" in kind else {})
         text.pop("rope_scaling", None)  # of a type that no such model has
+    if "qwen" in kind:
         vision["out_hidden_size"] = text["hidden_size"]
     tied = bool(text.get("tie_word_embeddings", family == "gemma3_text"))
     whole = {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": tied}
@@ -173,7 +174,7 @@ def write(
     _fill_padding(model)
     kind = TEXT[architecture][0]
     spelling = spelling or PUBLISHED[architecture][0]
-    experts = experts or ("alone" if kind == "kimi_k25" else "published")
+    experts = experts or {"kimi_k25": "alone", "qwen3_5_moe": "module"}.get(kind, "published")
     tensors = stored(model, architecture, spelling, experts)
     text, head, _ = SPELLINGS[spelling]
     for name in tensors:
