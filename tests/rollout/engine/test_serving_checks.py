@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mcore_rl.config.engine import Device
@@ -20,3 +22,13 @@ def test_experts_with_a_clamped_gate_are_not_padded_on_a_cpu(width: int, tp: int
     assert all("whole 32s" in violation.problem for violation in violations)
     other = models.moe(moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=width))
     assert engine_violations(other, RolloutConfig(tp=tp), detect(Device.cpu)) == []
+
+
+def test_a_router_of_sigmoids_without_groups_needs_a_gpu() -> None:
+    """MiniMax-M2's; GLM-4.5's sigmoids are of one group."""
+    cpu = detect(Device.cpu)
+    (violation,) = engine_violations(models.minimax_m2(), RolloutConfig(), cpu)
+    assert violation.key == "model.moe.score" and "GPU" in violation.remedy
+    assert engine_violations(models.glm4_moe(), RolloutConfig(), cpu) == []
+    rocm = replace(cpu, kind=Device.rocm, device_type="cuda")
+    assert engine_violations(models.minimax_m2(), RolloutConfig(), rocm) == []
