@@ -296,7 +296,7 @@ class Sections:
     """``layout`` of tensors that are several, one after another: a projection that is fused in the checkpoint.
 
     parts: their sizes, keys of ``SIZES``, in the order of the sources that ``layout`` knows; each tensor is one or more
-    of them.
+    of them, and one is several.
     """
 
     layout: ShardLayout
@@ -312,6 +312,7 @@ class Sections:
     def places(self, model: ModelConfig, sizes: Sizes) -> list[SectionPlace]:
         """Where each part begins in the tensors of ``sizes``."""
         inner = [SIZES[part](model) for part in self.parts]
+        assert len(inner) > len(sizes), f"{sizes} have no sections: their layout alone says how they are cut"
         places: list[SectionPlace] = []
         source = begin = 0
         for size in inner:
