@@ -47,6 +47,7 @@ from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.proofs.placement import NOTHING, Stored
 from mcore_rl.proofs.tracer import NumberedCheckpoint
 from mcore_rl.rollout.adapter_placements import placed_adapters
+from mcore_rl.rollout.engine.serving_checks import BESIDE_A_TOWER
 from mcore_rl.rollout.vllm_groups import VllmLayout, standing_as
 
 T = TypeVar("T")
@@ -391,15 +392,15 @@ def _import_architecture(source: Path) -> None:
     if unknown or not names:
         raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")
     for name in names:
-        if "vision_config" in read_config(source):
+        if "vision_config" in read_config(source) or name in BESIDE_A_TOWER:
             _stand_in_for_torchvision()
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _stand_in_for_torchvision() -> None:
-    """Lets vLLM's classes with a vision tower be imported without torchvision: they name it for pixels alone.
+    """Lets vLLM's files with a vision tower be imported without torchvision: they name it for pixels alone.
 
-    vLLM's CPU build does without it; nothing here is given a picture.
+    vLLM's CPU build does without torchvision; nothing here is given a picture.
     """
     if find_spec("torchvision") is not None:
         return

@@ -102,7 +102,7 @@ def test_a_fused_tensor_is_cut_like_its_parts(layout: ShardLayout, num_shards: i
         partly = laid_out(fused, [QKV[0], np.concatenate(QKV[1:])], num_shards, index)
         np.testing.assert_array_equal(partly, expected)
     for sizes in ([31], [16, 15], [17, 15], [16, 16, 1], [33]):
-        with pytest.raises(AssertionError, match="one after another|no sections"):
+        with pytest.raises(AssertionError, match=r"one after another|no sections"):
             fused(MODEL, sizes, num_shards, 0)
 
 

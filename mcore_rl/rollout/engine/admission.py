@@ -19,6 +19,7 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.classifier import classifier_model
 from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.engine.serving_checks import (
+    architecture_violations,
     demand_tested_vllm,
     engine_violations,
     memory_violations,
@@ -46,7 +47,8 @@ def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform)
     config = read_config(directory)
     refuse_if_any(rollout_config_violations(rollout))
     _, model = model_of(config)
-    violations = engine_violations(model, rollout, platform) + context_violations(model, rollout)
+    violations = architecture_violations(config) + engine_violations(model, rollout, platform)
+    violations += context_violations(model, rollout)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"
         violations.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))

