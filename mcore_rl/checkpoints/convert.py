@@ -63,24 +63,24 @@ class Converted:
     num_bytes: int
 
 
-def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
-    """(config.json of ``directory``, its family, its model).
+def read_model(directory: Path, *, pictures: bool = False) -> tuple[dict[str, Any], Family, ModelConfig]:
+    """(config.json of ``directory``, its family, its model).  pictures: see ``model_of``.
 
     CheckpointError: it is missing or not a JSON object.  ConfigError: no family has it, or it cannot be trained.
     """
     config = read_config(directory)
-    return config, *model_of(config)
+    return config, *model_of(config, pictures=pictures)
 
 
-def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
+def open_hf(directory: Path, *, pictures: bool = False) -> tuple[HfCheckpoint, Table]:
     """The Hugging Face checkpoint in ``directory``, checked against its config.json.
 
-    FP8 and mxfp4 are dequantised on reading.
+    FP8 and mxfp4 are dequantised on reading.  pictures: of a multimodal checkpoint the whole, else its text part.
 
     Raises as ``open_weights`` and ``check_checkpoint`` do.
     """
-    checkpoint = open_weights(directory)
-    _, family, model = read_model(directory)
+    checkpoint = open_weights(directory, pictures=pictures)
+    _, family, model = read_model(directory, pictures=pictures)
     table = Table(family, model)
     check_checkpoint(checkpoint, table)
     return unstacked(checkpoint, table), table

@@ -29,7 +29,8 @@ from mcore_rl.config.clipping import PpoClipConfig
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.judge import judge_violations
 from mcore_rl.config.names import has_key, value_at
-from mcore_rl.config.pairs import PairsConfig, pair_violations
+from mcore_rl.config.pairs import PairsConfig, needs_answers, pair_violations
+from mcore_rl.config.pictures import picture_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
@@ -37,9 +38,16 @@ from mcore_rl.config.role import Every, Head, Role
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.role_table import ROLES, role_table
 from mcore_rl.config.roles import ActorConfig, RoleConfig, RouterReplay, TeacherConfig
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.rollout import (
+    Quantization,
+    RolloutConfig,
+    ServingConfig,
+    rollout_config_violations,
+    routing_violations,
+)
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
+from mcore_rl.config.stages import Pass
 from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
@@ -97,6 +105,11 @@ class RunConfig(RoleGroups, Composed):
         common = {each.name for each in fields(RunConfig)}
         groups = [each.name for each in fields(self) if each.name not in common]
         return _restored, (tuple((name, type(getattr(self, name))) for name in groups), vars(self))
+
+    @property
+    def sees_pictures(self) -> bool:
+        """See ``RoleGroups.sees_pictures``."""
+        return self.data.sees_pictures
 
     @property
     def role_table(self) -> Mapping[str, Role]:
@@ -247,6 +260,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         *(partial(_role_violations, role=role) for role in (() if unknown else run.group_rows)),
         *(() if unknown else [*estimator(run.algorithm.adv_estimator).rules, *policy_loss(run.actor.loss_mode).rules]),
         unread_violations,
+        *(() if unknown else [_picture_violations]),
         mode_violations,
         _batch_violations,
         _gen_batch_violations,
@@ -254,6 +268,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _group_violations,
         pair_violations,
         _distribution_violations,
+        _uncorrected_violations,
         _kl_in_reward_violations,
         _teacher_violations,
         _warmup_violations,
@@ -268,6 +283,24 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
 
 def _role_violations(run: RunConfig, role: Role) -> list[Violation]:
     return run.role_config(role).violations(role.name)
+
+
+def _picture_violations(run: RunConfig) -> Iterator[Violation]:
+    """Settings of pictures that nothing reads, and parts of a run that read text alone."""
+    yield from picture_violations(run.data, {role.name: run.role_config(role) for role in run.group_rows})
+    if not run.sees_pictures:
+        return
+    blind = [f"the {role.name} (algorithm.adv_estimator={run.algorithm.adv_estimator})"
+             for role in run.group_rows if role.head is Head.value]  # fmt: skip
+    blind += ["the reward model (reward_model.enable=true)"] if run.reward_model.enable else []
+    blind += [f"the rows' own answers ({ESTIMATOR_KEY}={run.algorithm.adv_estimator})"] if needs_answers(run) else []
+    stages = [*estimator(run.algorithm.adv_estimator).stages]
+    stages += [stage for role in run.role_rows for stage in role.stages(role, run)]
+    if any(isinstance(stage, Pass) and stage.context is not None for stage in stages):
+        blind.append(f"what a pass tells the model in the prompt's place ({ESTIMATOR_KEY})")
+    for each in blind:
+        problem = f"gives the policy pictures, and {each} would be read as text alone"
+        yield Violation("data.image_key", run.data.image_key, problem, "Leave it out, or do without that part")
 
 
 def _unknown_parts(run: RunConfig) -> list[Violation]:
@@ -347,6 +380,19 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
         violations.append(Violation(f"algorithm.{reads_sampler[0]}", reads_sampler[1], problem, remedy))
     return violations
+
+
+def _uncorrected_violations(run: RunConfig) -> Iterator[Violation]:
+    """Refuses to train on samples of quantised engines as if the trainer's weights had drawn them."""
+    quantization, off_policy = run.rollout.quantization, run.algorithm.off_policy
+    if quantization is Quantization.none or off_policy is not OffPolicy.recompute or run.rollout.allow_uncorrected:
+        return
+    problem = "engines draw from rounded weights, and algorithm.off_policy=recompute trains as if the trainer had drawn"
+    remedy = (
+        "Write algorithm.off_policy=decoupled, which weighs each token by their ratio, cut off at "
+        "algorithm.rollout_correction.upper; or insist: rollout.allow_uncorrected=true"
+    )
+    yield Violation("rollout.quantization", quantization.value, problem, remedy)
 
 
 def _warmup_violations(run: RunConfig) -> Iterator[Violation]:

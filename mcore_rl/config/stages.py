@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 Function = str | Callable[..., Any]  # itself, or its ``module:name``, which imports nothing until it is called
 
-TOKENS = ("tokens_T", "mask_T")  # what every model is given
+TOKENS = ("tokens_T", "mask_T")
+INPUTS = (*TOKENS, "positions_T3", "feature_T")  # what every model is given; the last two where it sees pictures
 OUTCOME = "outcome_S"  # whether each response is right, 0 to 1; assembled where a stage reads it
 OUTCOMES = "outcomes"  # the ``Outcomes`` that advantages are estimated from; a stage may replace them
 TOKEN_REWARDS = "token_rewards_T"  # what a stage adds to the rewards of tokens
@@ -26,12 +27,16 @@ ADVANTAGES = "step_advantages"  # what ``Estimate`` makes for the updates
 class Pass:
     """A forward pass over the whole batch, without gradient.
 
-    role: the row whose scores it makes.  group: the role whose processes compute it.
+    role: the row whose scores it makes, or a name of its own for its metrics.
+    group: the role whose processes compute it.
     weights: the name of frozen weights in these processes; None: the live ones.
     makes: first log-probs, values or hidden states; ``entropy_S`` adds entropies, ``routing_TLK`` the chosen experts.
     reads: the fields that it is given.
     sampled: whether its log-probs are at the temperature of the sampling; else at 1.
     rests: whether the processes have nothing more to do in the step.
+    context: ``(Episode, all episodes of its prompt, RunConfig) -> messages`` or its ``module:name``: the model is told
+    these in the prompt's place, and what it makes is of the response behind them.  None instead of messages keeps the
+    prompt.
     """
 
     role: str
@@ -39,9 +44,10 @@ class Pass:
     makes: tuple[str, ...]
     phase: str
     weights: str | None = None
-    reads: tuple[str, ...] = TOKENS
+    reads: tuple[str, ...] = INPUTS
     sampled: bool = True
     rests: bool = False
+    context: Function | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,4 +118,4 @@ def load_function(function: Function) -> Callable[..., Any]:
 
 def is_field(name: str) -> bool:
     """Whether ``name`` is a field of the batch, which stays with the tokens."""
-    return name.endswith(("_T", "_TLK", "_MH"))
+    return name.endswith(("_T", "_T3", "_TLK", "_MH"))

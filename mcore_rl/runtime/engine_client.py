@@ -88,9 +88,10 @@ class EngineClient(RemoteEngine):
         *,
         awaits_weights: bool = False,
         adapters: EngineAdapters | None = None,
+        pictures: bool = False,
     ) -> None:
         """Starts the engine with the weights of ``directory``, or without any; see ``start_engine``."""
-        self._started = (directory, config, awaits_weights, adapters)
+        self._started = (directory, config, awaits_weights, adapters, pictures)
         await self._start("starting")
 
     async def restart(self) -> None:
@@ -106,14 +107,14 @@ class EngineClient(RemoteEngine):
     async def _start(self, doing: str) -> None:
         """Starts all parts, which wait for one another; raises the error of the first that fails."""
         assert self._started is not None
-        directory, config, awaits_weights, adapters = self._started
+        directory, config, awaits_weights, adapters, pictures = self._started
         actors = [await self._answered(doing, "whereabouts", worker.whereabouts.remote()) for worker in self._workers]
         parts = list(zip(actors, self._parts, strict=True))
         self.hang_watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
         nodes = await self._nodes(doing)
         calls = [
             worker.start.remote(
-                directory, config, part.cores, part.device_ids, part.log, awaits_weights, adapters, node
+                directory, config, part.cores, part.device_ids, part.log, awaits_weights, adapters, node, pictures
             )
             for worker, part, node in zip(self._workers, self._parts, nodes, strict=True)
         ]

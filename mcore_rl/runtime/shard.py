@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.types import HIDDEN, TrainBatch
+from mcore_rl.types import HIDDEN, Picture, TrainBatch
 
 X = TypeVar("X")
 R = TypeVar("R")
@@ -52,6 +52,15 @@ class Shard:
         """The sequences of all ``shards``, one shard after the other; all have the same fields."""
         return cls({name: [part for shard in shards for part in shard.fields[name]] for name in shards[0].fields})
 
+    def behind(self, lengths_S: Sequence[int]) -> Shard:
+        """The last tokens of each sequence, as those of sequences of ``lengths_S`` tokens; earlier ones are 0."""
+        return Shard(
+            {
+                name: [_behind(part, length) for part, length in zip(parts, lengths_S, strict=True)]
+                for name, parts in self.fields.items()
+            }
+        )
+
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
         """Pickles plain buffers, which Ray's pickler stores directly; for each array it would call back into Python.
 
@@ -60,6 +69,13 @@ class Shard:
         rows = {name: (parts[0].dtype.str, parts[0].shape[1:]) for name, parts in self.fields.items()}
         buffers = [[PickleBuffer(part.data) for part in parts] for parts in self.fields.values()]
         return _shard, (rows, buffers)
+
+
+def _behind(part: NDArray[Any], length: int) -> NDArray[Any]:
+    moved = np.zeros((length, *part.shape[1:]), part.dtype)
+    count = min(length, len(part))
+    moved[length - count :] = part[len(part) - count :]
+    return moved
 
 
 def _shard(rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memoryview]]) -> Shard:
@@ -95,6 +111,9 @@ class Portion(Generic[X]):
     payload: whatever else the controller sends along with them.
     pairs: for each batch, its ``pairs_S``; None if no sequence has a pair.
     extra: for each batch, its ``extra_S``.
+    images: for each batch, its ``images_S``; None if models are given no pictures.
+    patches: the pictures whose patches follow the shards, where the rank has a vision tower.
+    num_shards: that come before these; None: all are shards.
     """
 
     fields: tuple[tuple[str, int], ...]
@@ -102,9 +121,18 @@ class Portion(Generic[X]):
     payload: X
     pairs: tuple[tuple[int | None, ...], ...] | None = None
     extra: tuple[dict[str, NDArray[np.float32]], ...] = ()
+    images: tuple[tuple[tuple[Picture, ...], ...], ...] | None = None
+    patches: tuple[str, ...] = ()
+    num_shards: int | None = None
 
-    def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
-        """The batches, copied out of ``shards``, tokens as int64, and hidden states in their dtype."""
+    def join(self, given: Sequence[Any]) -> list[TrainBatch]:
+        """The batches, copied out of the shards, tokens as int64, and hidden states in their dtype.
+
+        given: the shards, and behind them the patches of pictures, which are not copied.
+        """
+        shards: Sequence[Shard] = given[: self.num_shards]
+        following = given[len(shards) :]
+        patches = dict(zip(self.patches, following, strict=True)) if following else {}
         joined = []
         for number, columns in enumerate(self.batches):
             parts = {
@@ -117,7 +145,9 @@ class Portion(Generic[X]):
                 tensors[HIDDEN] = hidden.view(torch.bfloat16)
             pairs_S = None if self.pairs is None else self.pairs[number]
             extra_S = {name: torch.from_numpy(x_S) for name, x_S in self.extra[number].items()} if self.extra else {}
-            joined.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S, extra_S))
+            images_S = None if self.images is None else self.images[number]
+            lengths_S = tuple(map(len, parts["tokens_T"]))
+            joined.append(TrainBatch.of_fields(lengths_S, tensors, pairs_S, extra_S, images_S, patches))
         return joined
 
 

@@ -11,19 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import Shard
-from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
+from mcore_rl.runtime.shared_batch import PatchesRef, ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages, TrainResults
@@ -71,6 +74,10 @@ class TrainGroup:
         """Puts ``shards`` into Ray's store; returns references."""
         return self.workers.put(shards)
 
+    def put_patches(self, patches: NDArray[np.uint8]) -> PatchesRef:
+        """Puts the patches of a picture into Ray's store; returns a reference.  Any thread may call it."""
+        return self.workers.put_patches(patches)
+
     def close(self) -> None:
         """Kills the processes."""
         self.workers.close()
@@ -93,7 +100,7 @@ class TrainGroup:
 
     async def score(
         self,
-        inputs: Sequence[ShardRefs[None]],
+        inputs: Sequence[ShardRefs[Sequence[int] | None]],
         makes: Sequence[str],
         *,
         temperature: float,
@@ -102,7 +109,8 @@ class TrainGroup:
         """Computes the log-probs or values of every token, or the last hidden states of the trained tokens.
 
         inputs: for each data-parallel rank, a batch for each of ``snapshots``: the names of frozen weights to score it
-        with; None is the live weights.  makes: as in ``config.stages.Pass``.  temperature: of the log-probs.
+        with; None is the live weights.  Their payload: see ``TrainWorker.score``.  makes: as in ``config.stages.Pass``.
+        temperature: of the log-probs.
         Returns (sums over each sequence's trained tokens, if there is one batch of log-probs or values; references to
         shards, in the store, that hold the fields).
         """
@@ -214,13 +222,19 @@ class TrainGroup:
         await self.workers.all(TrainWorker.stop_profile, directory)
 
     async def connect(
-        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+        self,
+        transport: Transport,
+        layout: RolloutLayout,
+        dtype: Precision,
+        bucket_bytes: int,
+        form: PublishedLora,
+        quantization: Quantization,
     ) -> None:
         """Makes the ranks members of the weight channel to the rollout ranks of ``layout`` in ``dtype``.
 
-        form: in which engines get adapters, if there are any.
+        form: in which engines get adapters, if there are any.  quantization: in which they hold their matrices.
         """
-        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form)
+        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form, quantization)
 
     async def configuration(self) -> EffectiveConfig:
         """The configuration that the ranks compute with, of all layers."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.export import BUCKET_BYTES
+from mcore_rl.config.rollout import Quantization
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening, SentAdapters
@@ -60,6 +61,8 @@ class Publisher(PlannedSend):
     in any process; see ``message_bytes``.
     adapters: the engines apply these themselves, so the first update of a channel sends the weights without them, and
     each update the adapters; None: adapters are merged into the weights.
+    quantization: in which the engines hold their matrices.
+    frozen_tower: the vision tower is not trained, so only the first update of a channel sends it.
     """
 
     def __init__(
@@ -73,14 +76,23 @@ class Publisher(PlannedSend):
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         adapters: AdapterTable | None = None,
+        quantization: Quantization = Quantization.none,
+        frozen_tower: bool = False,
     ) -> None:
         self.transport, self.bucket_bytes = transport, bucket_bytes
         size = message_bytes(table, bucket_bytes, transport.sites)
         tensors = _bound(chunks, table, rank)
         shown = PublishedTensors(tensors) if adapters is None else StoredTensors(tensors)
         super().__init__(
-            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size
+            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+            quantization=quantization,
         )  # fmt: skip
+        self.language: PlannedSend | None = None
+        if frozen_tower and adapters is None:
+            self.language = PlannedSend(
+                table, _without_tower(rollout), rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+                quantization=quantization,
+            )  # fmt: skip
         self.adapters: PlannedSend | None = None
         if adapters is not None:
             tensors = _bound(chunks, adapters, rank)
@@ -95,8 +107,9 @@ class Publisher(PlannedSend):
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
         return opening_of(
-            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters
-        ).packed()
+            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.language,
+            self.quantization,
+        ).packed()  # fmt: skip
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -150,9 +163,14 @@ class Publisher(PlannedSend):
 
     def _due(self) -> list[PlannedSend]:
         """What the next update of the channel sends."""
-        if self.adapters is None:
-            return [self]
-        return [self.adapters] if self._has_base else [self, self.adapters]
+        if not self._has_base:
+            return [self] if self.adapters is None else [self, self.adapters]
+        return [self.adapters or self.language or self]
+
+
+def _without_tower(rollout: RolloutTable) -> RolloutTable:
+    latent = rollout.latent_attention
+    return RolloutTable(rollout.family, rollout.model, rollout.layout, latent_attention=latent, tower=False)
 
 
 def _bound(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> dict[StoredKey, Tensor]:
@@ -180,11 +198,13 @@ def opening_of(
     made: str,
     first_rank: int = 0,
     adapters: PlannedSend | None = None,
+    language: PlannedSend | None = None,
+    quantization: Quantization = Quantization.none,
 ) -> Opening:
     """The opening for the workers of an engine.
 
     made: the hash of the plan's messages or rounds.  first_rank: the first rollout rank of that engine.  adapters: that
-    the engine applies.
+    the engine applies.  language: what updates after the first send, if not everything.
     """
     address, table, rollout = transport.address, plan.table, plan.rollout
     if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
@@ -204,7 +224,9 @@ def opening_of(
         sites=transport.sites,
         bucket_bytes=bucket_bytes,
         plan=made,
+        language_plan=None if language is None else language.id,
         adapters=None if adapters is None else sent_adapters(adapters),
+        quantization=quantization,
         transport=transport.name,
         fields=msgspec.Raw(msgspec.json.encode(transport)),
     )

@@ -236,6 +236,13 @@ _SUPERVISED = (
     Metric("sft/val_loss", "nats", "mean", "cross entropy of a trained token, validation files", "val loss", "down"),
 )
 
+_PICTURES = (
+    Metric("pictures/count", "pictures", "sum", "of the sequences that a step trains", "pictures"),
+    Metric("pictures/different", "pictures", "sum", "of these, each once: what is decoded and sent", "different"),
+    Metric("pictures/patches", "patches", "sum", "of the sequences that a step trains", "patches"),
+    Metric("pictures/token_share", "share", "mean", "tokens that stand for pictures", "picture tokens"),
+)
+
 _PREFERRED = (
     Metric("pairs/count", "pairs", "sum", "pairs of a step that are trained", "pairs"),
     Metric("pairs/missing_share", "share", "mean", "of what could be pairs: scores were equal, say", "missing"),
@@ -362,7 +369,7 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_JUDGE, *_SUPERVISED, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT,
+    *_REWARD, *_JUDGE, *_SUPERVISED, *_PICTURES, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT,
     *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME,
 )  # fmt: skip
 

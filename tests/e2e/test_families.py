@@ -15,7 +15,6 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from tests.support import prompt_files, text_parts, tiny_models
 from tests.support.run_task import overrides, write_task
 from tests.support.text_parts import TEXT
-from tests.support.vllm_device import needs_torchvision
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.tier("full"), pytest.mark.usefixtures("processes")]
 
@@ -37,10 +36,7 @@ def test_a_run_trains_and_exports(family: str, precision: str, dtype: str, tmp_p
     assert torch.isfinite(read(torch.tensor([[3, 4, 5]])).logits).all()
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=needs_torchvision if name.startswith("Qwen3_5") else ()) for name in TEXT],
-)
+@pytest.mark.parametrize("architecture", TEXT)
 def test_the_text_part_is_trained_and_the_rest_exported_as_it_was(architecture: str, tmp_path: Path) -> None:
     model, tokenizer = tmp_path / "model", prompt_files.tokenizer()
     text_parts.write(architecture, model, vocab_size=len(tokenizer))

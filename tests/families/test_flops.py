@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.families.flops import forward_flops, matmul_parameters, train_flops, visible_pairs
+from mcore_rl.families.flops import forward_flops, matmul_parameters, patch_cost, train_flops, visible_pairs
 from mcore_rl.families.registry import model_of
-from tests.support import models
+from mcore_rl.training.vision import build_tower
+from tests.support import models, picture_models
 from tests.support.published import TINY, class_config
 
 LENGTH, BATCH = 40, 2
@@ -131,3 +132,18 @@ def test_llama_2_7b_by_hand() -> None:
     assert forward_flops(model, [4096]) == pytest.approx(54.13e12 + 4.40e12, rel=1e-3)
     wide = replace(model, sliding_window=1024, sliding_layers=list(range(32)))
     assert forward_flops(wide, [4096]) < forward_flops(model, [4096])
+
+
+@pytest.mark.parametrize("family", picture_models.ARCHITECTURES)
+def test_a_patch_costs_what_the_tower_multiplies_it_by(family: str) -> None:
+    """Oracle: the matrices of transformers' tower; what joins patches to a token counts for each of them in part."""
+    _, model = model_of(picture_models.config(family), pictures=True)
+    assert model.vision is not None
+    tower = build_tower(model.vision, model.hidden_size, torch.device("meta"), torch.float32)
+    matrices = {name: each.weight for name, each in tower.named_modules() if isinstance(each, torch.nn.Linear)}
+    of_blocks = sum(each.numel() for name, each in matrices.items() if name.startswith("blocks."))
+    of_mergers = sum(each.numel() for name, each in matrices.items() if not name.startswith("blocks."))
+    expected = (of_blocks + of_mergers / model.vision.merge_size**2) / matmul_parameters(model)
+    assert patch_cost(model, trained=True) == pytest.approx(expected)
+    assert patch_cost(model, trained=False) == pytest.approx(expected / 3)
+    assert patch_cost(replace(model, vision=None), trained=True) == 0

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import metadata
-from importlib.util import find_spec
 
-import pytest
 import torch
 
 from mcore_rl.config.engine import Device
-from tests.support.skips import ACCELERATOR
 
 
 def device_of_vllm(versions: Mapping[str, str], cuda: str | None, hip: str | None) -> Device:
@@ -34,8 +31,3 @@ def _installed() -> dict[str, str]:
 
 VLLM_DEVICE = device_of_vllm(_installed(), torch.version.cuda, torch.version.hip)
 ON_VLLM_DEVICE = {group: f"{group}.device={VLLM_DEVICE.value}" for group in ("trainer", "rollout", "reward_model")}
-
-# vLLM's CPU build comes without it, and its file of Qwen3.5 imports it.
-needs_torchvision = pytest.mark.skipif(
-    find_spec("torchvision") is None, reason=f"{ACCELERATOR}vLLM's CPU build comes without torchvision"
-)

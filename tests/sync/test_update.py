@@ -28,7 +28,6 @@ from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers, in_two_stages
 from tests.support.rollouts import chosen, collect, reference_logprobs
 from tests.support.sync_cases import MODELS, distance_from_transformers, greedy, precision_of, same
-from tests.support.vllm_device import needs_torchvision
 from tests.sync.conftest import Running
 
 DENSE = ("tp=2", "pp=2")
@@ -174,9 +173,9 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
         pytest.param(("gemma3_text", "tp=1", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("qwen3_next", "tp=1", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("qwen3_next", "tp=2", "a"), marks=pytest.mark.tier("full")),
-        pytest.param(("qwen3_5_text", "tp=1", "a"), marks=[pytest.mark.tier("full"), needs_torchvision]),
-        pytest.param(("qwen3_5_text", "tp=2", "a"), marks=[pytest.mark.tier("full"), needs_torchvision]),
-        pytest.param(("qwen3_5_moe_text", "tp=2", "a"), marks=[pytest.mark.tier("full"), needs_torchvision]),
+        pytest.param(("qwen3_5_text", "tp=1", "a"), marks=pytest.mark.tier("full")),
+        pytest.param(("qwen3_5_text", "tp=2", "a"), marks=pytest.mark.tier("full")),
+        pytest.param(("qwen3_5_moe_text", "tp=2", "a"), marks=pytest.mark.tier("full")),
         pytest.param(("olmoe", "tp=2", "a"), marks=pytest.mark.tier("full")),
         ("qwen2", "tp=2", "a"),
         pytest.param(("glm4_moe", "tp=1", "a"), marks=pytest.mark.tier("full")),

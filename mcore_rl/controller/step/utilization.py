@@ -22,22 +22,31 @@ TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """How often one model scores and trains the sequences of a step; 0.5 if it does so with half of them."""
+    """How often one model scores and trains the sequences of a step; 0.5 if it does so with half of them.
+
+    lengths_S: tokens of its sequences, where these are others than the step's.
+    """
 
     model: ModelConfig
     scored: float
     trained: float
     head: Head = Head.lm
+    lengths_S: Sequence[int] | None = None
 
 
 def step_passes(
-    run: RunConfig, plan: Sequence[StepStage], models: Mapping[str, ModelConfig], num_updates: Mapping[str, int]
+    run: RunConfig,
+    plan: Sequence[StepStage],
+    models: Mapping[str, ModelConfig],
+    num_updates: Mapping[str, int],
+    in_context: Sequence[tuple[Pass, Sequence[int]]] = (),
 ) -> list[Passes]:
     """The passes of each model in a step, to count FLOP.
 
     models: by role.  num_updates: the optimizer steps of each role.
+    in_context: each pass behind other prompts, with the tokens of its sequences.
     """
-    scored = Counter(stage.group for stage in plan if isinstance(stage, Pass))
+    scored = Counter(stage.group for stage in plan if isinstance(stage, Pass) and stage.context is None)
     passes = list[Passes]()
     for role in run.group_rows:
         trained = 0.0
@@ -45,12 +54,15 @@ def step_passes(
             mini = run.trained_config(role).ppo_mini_batch_size
             trained = num_updates[role.name] * mini / run.data.train_batch_size
         passes.append(Passes(model=models[role.name], scored=float(scored[role.name]), trained=trained, head=role.head))
-    return passes
+    others = [Passes(model=models[each.group], scored=1, trained=0, lengths_S=told_S) for each, told_S in in_context]
+    return passes + others
 
 
 def tflop(lengths_S: Sequence[int], passes: Sequence[Passes]) -> dict[str, float]:
     """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens, without the kinds of pass that did not run."""
-    scored = sum(each.scored * forward_flops(each.model, lengths_S, head=each.head) for each in passes)
+    scored = sum(
+        each.scored * forward_flops(each.model, each.lengths_S or lengths_S, head=each.head) for each in passes
+    )
     trained = sum(each.trained * train_flops(each.model, lengths_S, head=each.head) for each in passes)
     tflops = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
     return {key: value for key, value in tflops.items() if value}

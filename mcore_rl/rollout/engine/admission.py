@@ -19,18 +19,19 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.classifier import classifier_model
 from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.engine.serving_checks import (
-    architecture_violations,
     demand_tested_vllm,
     engine_violations,
     memory_violations,
+    quantization_violations,
     why_unrecorded,
 )
 
 
-def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelConfig:
+def admit(directory: Path, config: ServingConfig, platform: Platform, *, pictures: bool = False) -> ModelConfig:
     """Returns the model in ``directory`` if an engine of ``config`` can run it on ``platform``.
 
     config: a RolloutConfig's engine generates, a RewardModelConfig's engine classifies.
+    pictures: a multimodal checkpoint is run as the whole that sees pictures; else its text part is.
 
     Raises RolloutError: an untested version of vLLM.  CheckpointError: no readable config.json.  ConfigError with every
     violation: a family or a field that is not supported; impossible values, lengths or layouts; weights and KV cache
@@ -38,17 +39,18 @@ def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelCo
     """
     demand_tested_vllm()
     if isinstance(config, RolloutConfig):
-        return _language_model(directory, config, platform)
-    assert isinstance(config, RewardModelConfig)
+        return _language_model(directory, config, platform, pictures=pictures)
+    assert isinstance(config, RewardModelConfig) and not pictures, "a classifier reads text"
     return classifier_model(directory, config, platform)
 
 
-def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform) -> ModelConfig:
+def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform, *, pictures: bool) -> ModelConfig:
     config = read_config(directory)
     refuse_if_any(rollout_config_violations(rollout))
-    _, model = model_of(config)
-    violations = architecture_violations(config) + engine_violations(model, rollout, platform)
-    violations += context_violations(model, rollout)
+    family, model = model_of(config, pictures=pictures)
+    violations = engine_violations(model, rollout, platform) + context_violations(model, rollout)
+    if not violations:
+        violations += quantization_violations(family, model, rollout, platform)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"
         violations.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))
@@ -56,5 +58,5 @@ def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform)
     if rollout.return_routed_experts and unrecorded is not None:
         remedy = "Write rollout.return_routed_experts=false"
         violations.append(Violation("rollout.return_routed_experts", True, unrecorded, remedy))
-    refuse_if_any(violations + memory_violations(directory, rollout, platform))
+    refuse_if_any(violations + memory_violations(directory, rollout, platform, pictures=pictures))
     return model

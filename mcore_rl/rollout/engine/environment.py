@@ -19,7 +19,14 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
-from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
+from mcore_rl.config.rollout import (
+    CPU_BATCHED_TOKENS,
+    CPU_KV_CACHE_BYTES,
+    MoeBackend,
+    Quantization,
+    RolloutConfig,
+    ServingConfig,
+)
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.cpu import UNCOMPILED
@@ -31,9 +38,20 @@ from mcore_rl.secrets import secret_names
 
 # Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
 AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
-# The load format of ``receiver/text_part_loader.py``, and the extension of a worker that needs no other.
-TEXT_PART_FORMAT = "mcore_rl_text_part"
-TEXT_PART_WORKER = "mcore_rl.rollout.receiver.text_part_loader.TextPartWorker"
+# Blocks' scales stay where and as they are made: DeepGEMM would have them rounded or laid out anew.
+UNPACKED_BLOCKS = {"VLLM_USE_DEEP_GEMM": "0"}
+# vLLM's names of its online quantisation, and the modules that it would quantise and ``weights.quantised`` does not.
+ONLINE = {
+    Quantization.fp8_block: "fp8_per_block",
+    Quantization.fp8_channel: "fp8_per_channel",
+    Quantization.fp8_tensor: "fp8_per_tensor",
+    Quantization.mxfp8: "mxfp8",
+}
+NOT_QUANTISED = ["*.gate", "*.shared_expert_gate", "*.linear_attn.*", "*visual*", "*vision*"]
+# The load format of ``receiver/multimodal_loader.py``, and the extension of a worker that needs no other.
+MULTIMODAL_FORMAT = "mcore_rl_multimodal"
+MULTIMODAL_WORKER = "mcore_rl.rollout.receiver.multimodal_loader.MultimodalWorker"
+MAX_PICTURES = 999  # of a prompt: vLLM wants a number, and reads it only where it processes pictures itself
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -70,6 +88,8 @@ def engine_environment(
         environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     if platform.kind is Device.rocm:
         environment |= {name: environ.get(name, "0") for name in AITER_QUANTISES}
+    if isinstance(config, RolloutConfig) and config.quantization is not Quantization.none:
+        environment |= UNPACKED_BLOCKS
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)
@@ -88,6 +108,11 @@ def engine_environment(
         # The CPU kernels of latent attention require dimensions that small models do not have.
         "VLLM_MLA_DISABLE": "1",
     }  # fmt: skip
+
+
+def picture_folder() -> Path:
+    """The folder of the pictures of the engine that this process is of: in its scratch folder."""
+    return Path(os.environ["TMPDIR"]) / "pictures"
 
 
 def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
@@ -140,6 +165,7 @@ def engine_arguments(
         arguments["enable_return_routed_experts"] = config.return_routed_experts
         # Log-probs of the distribution that tokens are drawn from, not of the raw logits as by vLLM's default.
         arguments["logprobs_mode"] = "processed_logprobs"
+        arguments |= _quantised(config.quantization)
     if isinstance(config, RewardModelConfig):
         # Explicit, because files of other tools in the directory (modules.json) may change it.  The raw score of the
         # last token: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
@@ -152,7 +178,10 @@ def engine_arguments(
         # An update brings plain numbers, also where the checkpoint is quantised (checkpoints/published.py).
         arguments["hf_overrides"] = {"quantization_config": None}
     if part_in(directory) is not None:
-        arguments |= _of_text_part(directory, extension, awaits_weights=awaits_weights)
+        if not awaits_weights:
+            arguments["load_format"] = MULTIMODAL_FORMAT
+        arguments["worker_extension_cls"] = extension or MULTIMODAL_WORKER
+        arguments |= _of_text_part(directory) if model.vision is None else _OF_PICTURES
     arguments |= _of_adapters(adapters)
     if layout.tp > 1 or node.nnodes > 1:
         arguments["distributed_executor_backend"] = "mp"
@@ -168,21 +197,33 @@ def engine_arguments(
     return _beside(arguments, config.engine)
 
 
-def _of_text_part(directory: Path, extension: str | None, *, awaits_weights: bool) -> dict[str, Any]:
+# How vLLM runs a model that sees pictures, which come processed; its weights come as plain numbers.
+_OF_PICTURES: dict[str, Any] = dict(
+    hf_overrides={"quantization_config": None},
+    limit_mm_per_prompt={"image": MAX_PICTURES},
+    mm_processor_cache_gb=0,
+    skip_mm_profiling=True,
+)
+
+
+def _of_text_part(directory: Path) -> dict[str, Any]:
     """How vLLM runs the language model in a multimodal checkpoint by itself, without a tower.
 
-    Weights, names, adapters and kernels are then those of the text model, which the trainer has; a tower would take
-    memory, and one of random weights would normalise pictures at random.  vLLM is given a config.json of its own, and
-    reads weights through ``receiver/text_part_loader.py``, which gives plain numbers of quantised files, too.
+    Weights, names, adapters and kernels are then those of the text model, which the trainer has, and a tower would take
+    memory.  vLLM is given a config.json of its own.
     """
     folder = Path(tempfile.mkdtemp(prefix="text-part-"))  # in the engine's scratch folder, which goes with it
     left_out = ("auto_map", "quantization_config")
     config = {name: value for name, value in text_config(read_config(directory)).items() if name not in left_out}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    arguments = {"hf_config_path": str(folder)}
-    if not awaits_weights:
-        arguments |= {"load_format": TEXT_PART_FORMAT, "worker_extension_cls": extension or TEXT_PART_WORKER}
-    return arguments
+    return {"hf_config_path": str(folder)}
+
+
+def _quantised(quantization: Quantization) -> dict[str, Any]:
+    """How vLLM quantises what it is given, on loading and on every update; ``weights/quantised.py`` says what."""
+    if quantization is Quantization.none:
+        return {}
+    return {"quantization": ONLINE[quantization], "quantization_config": {"ignore": NOT_QUANTISED}}
 
 
 def _of_adapters(adapters: EngineAdapters | None) -> dict[str, Any]:

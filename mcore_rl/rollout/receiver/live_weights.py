@@ -13,13 +13,17 @@ We also do what vLLM 0.32 forgets on the CPU:
   weight, with a packed copy of it (``cpu_linear``), for which nothing is loaded and which nothing processes again.
 And we skip what is not needed: vLLM packs an embedding for products even if the model only looks up rows.
 
+Quantised engines (``rollout.quantization``): vLLM quantises a module whenever it is processed, so after each update.
+The scales are parameters that it makes then; the table has none.  Schemes whose scales reach over ranks compare these
+ranks' weights while a module is processed, so all ranks process their modules in one order: ``in_order``.
+
 Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
 product with the identity is what they execute, exactly: every sum has one term that is not zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -30,6 +34,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -44,15 +50,20 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from mcore_rl.errors import WeightMapError
+from mcore_rl.config.rollout import Quantization
+from mcore_rl.errors import SyncError, WeightMapError
+from mcore_rl.families.towers import TOWER
+from mcore_rl.rollout.engine.picture_models import input_norm
 from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
+from mcore_rl.weights.quantised import FP8, SCALES, SCHEMES_OVER_RANKS, is_quantised, num_scales
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
 # vLLM makes these 1 at the end of every start, since no cache is quantised (attention.py, set_default_quant_scales).
 CACHE_SCALES = {"_q_scale", "_k_scale", "_v_scale", "_prob_scale"}
+HEAD = "lm_head.weight"  # the name of an embedding's copy
 IDENTITY_ROWS = 256  # rows of the identity per call: as many tokens go through the layer
 
 
@@ -81,15 +92,24 @@ class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is no
 class LiveWeights:
     """The model of one worker, checked against the tensors of rollout rank ``rank`` in ``table``.
 
-    Raises WeightMapError with every tensor that is missing, unexpected, or of another shape.
+    quantization: in which vLLM must hold its matrices.
+    Raises WeightMapError with every tensor that is missing, unexpected, of another shape, or in another form.
     """
 
-    def __init__(self, model: Any, vllm_config: Any, table: RolloutTable, rank: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        table: RolloutTable,
+        rank: int,
+        quantization: Quantization = Quantization.none,
+    ) -> None:
         self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
+        self.quantization = quantization
         self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         self._modules = {_plain(name): module for name, module in model.named_modules()}
         self.places: dict[str, _StoredAt] = {}
-        problems = [*self._missing(), *self._strangers()]
+        problems = [*self._missing(), *self._strangers(), *self._in_another_form(), *self._other_pixels()]
         if problems:
             raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
         self._heads = self._heads_of_embeddings()
@@ -97,6 +117,7 @@ class LiveWeights:
             if type(module) is VocabParallelEmbedding and module not in self._heads:
                 assert type(module.quant_method) in (UnquantizedEmbeddingMethod, _LookedUp), "weights are unquantised"
                 module.quant_method = _LookedUp()
+        self._reloaded: Any = model
         self._left: dict[nn.Module, int] = {}
         self._begun: set[nn.Module] = set()
         self.blocks = Blocks(vllm_config.device_config.device)
@@ -122,9 +143,37 @@ class LiveWeights:
         persistent = {_plain(name) for name in self.model.state_dict()} - set(names)
         buffers = [name for name in sorted(persistent) if name.rpartition(".")[2] not in CACHE_SCALES]
         known = {stored.parameter for stored in self.stored.values()}
+        known |= {self._scales_of(stored.parameter) for stored in self.stored.values() if self._quantises(stored)}
         for name in (*dict.fromkeys(_plain(name) for name, _ in self.model.named_parameters()), *buffers):
             if name not in known:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
+
+    def _in_another_form(self) -> Iterator[str]:
+        for name, place in self.places.items():
+            method = vars(place.module).get("quant_method")
+            held = isinstance(method, OnlineLinearBase | OnlineMoEMethodBase) and name.endswith("weight")
+            if held != self._quantises(place.stored):
+                forms = ("plain", "quantised") if held else (self.quantization.value, "plain")
+                yield f"{name} should be {forms[0]} and vLLM holds it {forms[1]}. Mend weights/quantised.py"
+
+    def _quantises(self, stored: RolloutTensor) -> bool:
+        return self.quantization is not Quantization.none and is_quantised(stored.rule)
+
+    def _scales_of(self, parameter: str) -> str:
+        """The name of the parameter with the scales of ``parameter``."""
+        inverse = "_inv" if self.quantization is Quantization.fp8_block else ""
+        return f"{parameter}_scale{inverse}"
+
+    def _other_pixels(self) -> Iterator[str]:
+        """Numbers by which vLLM's tower normalises pixels otherwise than the trainer's; no update brings them."""
+        if self.table.model.vision is None:
+            return
+        ours, theirs = input_norm(self.table.model), self._modules["visual.input_norm"]
+        for name, expected in ours.named_buffers():
+            held = theirs._buffers.get(name)
+            if held is None or not torch.equal(held.cpu(), expected.cpu()):
+                remedy = "Start the engine with mcore_rl's models (rollout/engine/picture_models.py)"
+                yield f"visual.input_norm.{name} is {held}, and {expected} normalises pixels by the model. {remedy}"
 
     def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
         """The unpacked shape: as the reload remembers it, or the current one of a tensor that it leaves alone."""
@@ -136,21 +185,24 @@ class LiveWeights:
 
     # Writing
 
-    def start(self) -> None:
+    def start(self, *, tower: bool = True) -> None:
         """Prepare the modules for writing; until ``finish`` none of them can run.
 
-        Drops the packed copies of weights: the new weights take their memory.
+        Drops the packed copies of weights: the new weights take their memory.  tower: False leaves the vision tower as
+        it is, whose tensors must not be written then.
         """
-        for module in {*(place.module for place in self.places.values()), *self._heads}:
+        due = {name: place for name, place in self.places.items() if tower or not name.startswith(TOWER)}
+        for module in {*(place.module for place in due.values()), *self._heads}:
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = None
+        self._reloaded = self.model if tower else self.model.language_model
         with self._vllm():
-            initialize_layerwise_reload(self.model)
+            initialize_layerwise_reload(self._reloaded)
             for module in self._modules.values():
                 if _cpu_experts(module) is not None:
                     module.quant_method.moe_kernel = None  # see above
         self._forget()
-        for name, place in self.places.items():
+        for name, place in due.items():
             self._left[place.module] = self._left.get(place.module, 0) + self.elements(name)
 
     def elements(self, name: str) -> int:
@@ -180,6 +232,20 @@ class LiveWeights:
             _layerwise_process(module, get_layerwise_info(module))
         for block in self._lent.pop(module, []):
             self.blocks.take_back(block)
+
+    def in_order(self, complete: Generator[nn.Module]) -> Generator[nn.Module]:
+        """The modules of ``complete`` in the order in which all ranks process them, if the scheme asks for one."""
+        if self.quantization not in SCHEMES_OVER_RANKS:
+            yield from complete
+            return
+        due = iter(dict.fromkeys(module for module in self._modules.values() if module in self._left))
+        arrived = set[nn.Module]()
+        following = next(due, None)
+        for module in complete:
+            arrived.add(module)
+            while following in arrived:
+                yield following
+                following = next(due, None)
 
     def num_bytes(self, module: nn.Module) -> int:
         """Bytes of the blocks that a module holds until it is processed."""
@@ -232,7 +298,7 @@ class LiveWeights:
         """Finish the reload: the model can run again."""
         self._forget()
         with self._vllm(), self.vllm_config.device_config.device:
-            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+            finalize_layerwise_reload(self._reloaded, self.vllm_config.model_config)
             for head in self._heads:
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)  # see above
@@ -270,9 +336,12 @@ class LiveWeights:
         """(name, slot, parts as (start, values)) of every weight that the model executes with, unpacked.
 
         A stacked tensor has an entry per slot.  An embedding that also makes the logits has an entry
-        ``lm_head.weight``.
+        ``HEAD``.
         """
         for name, place in self.places.items():
+            if self._quantises(place.stored):
+                yield from self._quantised_parts(name, place)
+                continue
             experts = _cpu_experts(place.module) if place.attribute in PACKED else None
             tensor = getattr(place.module, place.attribute).data
             if place.stored.rule.stacked:
@@ -292,7 +361,30 @@ class LiveWeights:
                 yield name, None, iter([((0,) * tensor.dim(), tensor)])
         for head in self._heads:
             if hasattr(head, "cpu_linear"):
-                yield "lm_head.weight", None, _by_identity(head, head.weight.shape[1], head.weight.data)
+                yield HEAD, None, _by_identity(head, head.weight.shape[1], head.weight.data)
+
+    def _quantised_parts(
+        self, name: str, place: _StoredAt
+    ) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
+        """The bytes of a quantised tensor, uint8, and its scales, as an entry of their own."""
+        held, scales = (
+            getattr(place.module, attribute).data for attribute in (place.attribute, self._scales_of(place.attribute))
+        )
+        *slots, rows, columns = self.table.shape(place.stored)
+        of_scales = num_scales(self.quantization, (rows, columns))
+        if not slots and self.quantization in SCHEMES_OVER_RANKS:
+            held = held.t()  # as its kernels want it
+        wanted = (prod(slots) * prod(of_scales), (*slots, rows, columns))
+        if held.dtype is not FP8 or (scales.numel(), tuple(held.shape)) != wanted:
+            kernel = type(vars(place.module.quant_method).get("fp8_linear", place.module.quant_method)).__name__
+            problem = (
+                f"{name} is {held.dtype} {tuple(held.shape)} with {scales.numel()} scales: vLLM's {kernel} packs it"
+            )
+            raise SyncError(f"{problem}, so that it cannot be compared. Write another rollout.quantization")
+        for slot in range(slots[0]) if slots else [None]:
+            one, its_scales = (held, scales) if slot is None else (held[slot], scales[slot])
+            yield name, slot, iter([((0, 0), one.view(torch.uint8))])
+            yield name + SCALES, slot, iter([((0, 0), its_scales.reshape(of_scales))])
 
     @staticmethod
     def _is_product(module: nn.Module) -> bool:
@@ -302,7 +394,8 @@ class LiveWeights:
     @property
     def names_of_heads(self) -> Mapping[str, str]:
         """Name of a copy in ``executed`` -> the stored tensor."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self._heads else {}
+        language = "" if self.table.model.vision is None else "language_model."
+        return {HEAD: f"{language}model.embed_tokens.weight"} if self._heads else {}
 
 
 def _plain(name: str) -> str:

@@ -11,14 +11,17 @@ import pytest
 
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import MoeBackend, RolloutConfig
+from mcore_rl.config.rollout import MoeBackend, Quantization, RolloutConfig
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine import engine_node
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import (
-    TEXT_PART_FORMAT,
-    TEXT_PART_WORKER,
+    MULTIMODAL_FORMAT,
+    MULTIMODAL_WORKER,
+    NOT_QUANTISED,
+    ONLINE,
     core_shares,
     engine_arguments,
     engine_environment,
@@ -134,6 +137,19 @@ def test_experts_have_a_kernel_that_updates_may_write_for(tmp_path: Path) -> Non
     assert backend(ROCM, "updates", models.dense()) is None
 
 
+@pytest.mark.parametrize("quantization", [each for each in Quantization if each is not Quantization.none], ids=str)
+def test_quantised_engines_are_vllm_s_own_with_kernels_that_keep_the_scales(
+    tmp_path: Path, quantization: Quantization
+) -> None:
+    plain, config = RolloutConfig(), RolloutConfig(quantization=quantization)
+    arguments = engine_arguments(tmp_path, config, models.moe(), ROCM, "updates", awaits_weights=True)
+    without = engine_arguments(tmp_path, plain, models.moe(), ROCM, "updates", awaits_weights=True)
+    ours = {"quantization": ONLINE[quantization], "quantization_config": {"ignore": NOT_QUANTISED}}
+    assert arguments == without | ours
+    assert engine_environment(ROCM, config, (0,))["VLLM_USE_DEEP_GEMM"] == "0"
+    assert "VLLM_USE_DEEP_GEMM" not in engine_environment(ROCM, plain, (0,))
+
+
 def test_deepseek_gets_what_its_config_and_the_cpu_lack(tmp_path: Path) -> None:
     arguments = engine_arguments(tmp_path, RolloutConfig(), models.deepseek_v3(), CPU, None)
     bias = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -201,7 +217,20 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_run_by_itself(tmp_path: Pat
     assert (given["architectures"], given["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
     assert given["hidden_size"] == config["text_config"]["hidden_size"]
     assert not {"vision_config", "text_config", "quantization_config"} & given.keys()
-    assert read["load_format"] == TEXT_PART_FORMAT and read["worker_extension_cls"] == TEXT_PART_WORKER
+    assert read["load_format"] == MULTIMODAL_FORMAT and read["worker_extension_cls"] == MULTIMODAL_WORKER
     updated = engine_arguments(tmp_path, RolloutConfig(), models.dense(), ROCM, "a.Class", awaits_weights=True)
     assert (updated["load_format"], updated["worker_extension_cls"]) == ("dummy", "a.Class")
-    assert "hf_config_path" in updated
+    assert "hf_config_path" in updated and "limit_mm_per_prompt" not in updated
+
+
+def test_the_whole_of_a_multimodal_checkpoint_is_run_where_prompts_have_pictures(tmp_path: Path) -> None:
+    config = text_parts.config("Qwen3VLForConditionalGeneration")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, model = model_of(config, pictures=True)
+    read = engine_arguments(tmp_path, RolloutConfig(), model, ROCM, None)
+    assert "hf_config_path" not in read, "vLLM reads the checkpoint's own"
+    assert read["hf_overrides"] == {"quantization_config": None}, "fp8 is dequantised by the loader"
+    assert (read["load_format"], read["worker_extension_cls"]) == (MULTIMODAL_FORMAT, MULTIMODAL_WORKER)
+    assert read["limit_mm_per_prompt"].keys() == {"image"} and read["mm_processor_cache_gb"] == 0
+    updated = engine_arguments(tmp_path, RolloutConfig(), model, ROCM, "a.Class", awaits_weights=True)
+    assert (updated["load_format"], updated["worker_extension_cls"]) == ("dummy", "a.Class")
