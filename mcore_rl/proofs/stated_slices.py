@@ -145,6 +145,21 @@ def delta_projection(qkvz: str, ba: str, out: str, a_log: str, norm: str) -> Sta
     return held
 
 
+def flat_delta_projection(qkv: str, z: str, b: str, a: str) -> StatedParameter:
+    """``delta_projection`` of four tensors, of which the first has all queries, all keys, all values.
+
+    There are as many gates as values, and as many keys as queries.
+    """
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        values = len(read(z))
+        key = (len(read(qkv)) - values) // 2
+        parts = [*np.split(read(qkv), [key, 2 * key]), read(z), read(b), read(a)]
+        return np.concatenate([np.split(part, rank.num_tp)[rank.tp] for part in parts])
+
+    return held
+
+
 def delta_channels(name: str, out: str) -> StatedParameter:
     """The convolution: a rank's channels of queries, keys and values (``conv_dim_local_tp``); all of each in a row."""
 

@@ -85,6 +85,9 @@ def reduced_config(
     }
     if config.get("partial_rotary_factor") != 1:
         changes["partial_rotary_factor"] = 0.5
+    rope = config.get("rope_parameters") or {}
+    if "partial_rotary_factor" in rope:
+        changes["rope_parameters"] = rope | {"partial_rotary_factor": 0.5}
     narrowest = 2 if head_dim < WHOLE_EXPERTS or "swiglu_limit" not in config else WHOLE_EXPERTS
     changes |= dict.fromkeys(EXPERT_WIDTHS, narrowest * both * parallel.etp)
     changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}

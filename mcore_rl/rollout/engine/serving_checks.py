@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.engine import Device, Precision
-from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
+from mcore_rl.config.model import LinearAttentionConfig, ModelConfig, RouterScore
 from mcore_rl.config.resources import RESOURCES
 from mcore_rl.config.rollout import (
     BYTES,
@@ -100,6 +100,11 @@ def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platf
         violations.append(
             Violation("rollout.tp", config.tp, problem, "Write a rollout.tp that leaves a multiple of 32")
         )
+    # MiniMax-M2's; vLLM gives other experts of sigmoids groups, if only one (fused_moe/router/cpu_router.py).
+    ungrouped = moe is not None and moe.score is RouterScore.sigmoid and model.joint_qk_norm
+    if ungrouped and not platform.is_accelerator:
+        problem = "vLLM's CPU kernels have no router of sigmoids without groups"
+        violations.append(Violation("model.moe.score", "sigmoid", problem, "Run the engines on a GPU"))
     if model.linear_attention is not None and not platform.is_accelerator:
         violations += _cpu_delta_rule_violations(model.linear_attention, config)
     return violations
