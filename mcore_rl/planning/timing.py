@@ -14,7 +14,14 @@ from math import ceil, log2
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import BYTES, UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout, state_bytes
+from mcore_rl.config.rollout import (
+    BYTES,
+    UPDATE_BUCKET_BYTES,
+    Quantization,
+    RolloutConfig,
+    RolloutLayout,
+    state_bytes,
+)
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
@@ -157,7 +164,7 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
 def optimizer_s(role: RolePlan, rates: Rates) -> float:
     """Seconds of one optimizer step: reduce-scatter of gradients, memory traffic of the update, gather of weights."""
     layout = role.layout
-    worst = max((role.state(stage) for stage in range(layout.pp)), key=lambda state: state.total)
+    worst = role.heaviest
     seconds = (worst.gradients + 2 * worst.optimizer) / rates.memory
     seconds += rates.ring(worst.gradients, layout.dp * layout.cp, layout.tp)
     return seconds + rates.ring(worst.weights, layout.dp * layout.cp, layout.tp)
@@ -169,28 +176,15 @@ def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: fl
     return passed + num_updates * optimizer_s(role, rates)
 
 
-def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
-    """Seconds to compute log-probs or values of ``num_sequences``."""
-    return pass_s(role, rates, num_sequences, train=False)
-
-
-def generate_s(
-    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
-    mean_response: float,
-) -> float:  # fmt: skip
-    """Seconds to generate all responses: prefill at the rate of matrix products, then decode at the rate of memory.
-
-    The cache and ``max_num_seqs`` limit how many sequences run together; decode takes at least as many steps as the
-    longest response has tokens.  Of an engine on several nodes, the reductions between them are counted besides.
-    """
-    return sum(generation_s(model, config, room, rates, num_prompts, mean_prompt, mean_response))
-
-
 def generation_s(
     model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
     mean_response: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """The seconds of ``generate_s``: (without what goes between nodes, for what goes between nodes)."""
+    """Seconds to generate all responses: (of the engines, of the reductions of an engine on several nodes).
+
+    Prefill is at the rate of matrix products, decode at the rate of memory.  The cache and ``max_num_seqs`` limit how
+    many sequences run together; decode takes at least as many steps as the longest response has tokens.
+    """
     layout, size = config.layout, BYTES[config.dtype]
     num_engines = layout.num_engines
     replicas = max(1, num_engines * layout.engine_dp)
@@ -239,13 +233,15 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
 
 def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
     """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
-    return rollout_weight_bytes(model, config.layout, size) - idle_expert_bytes(model, config, size, active)
+    held = rollout_weight_bytes(model, config.layout, size, quantization=config.quantization)
+    return held - idle_expert_bytes(model, config, size, active)
 
 
 def idle_expert_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
-    """Bytes of a rank's experts that none of ``active`` sequences chose in a decode step."""
+    """Bytes of a rank's experts that none of ``active`` sequences chose in a decode step, without scales."""
     if model.moe is None:
         return 0.0
+    size = size if config.quantization is Quantization.none else 1
     moe, layout = model.moe, config.layout
     sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
     over = layout.tp if layout.ep == 1 else layout.ep

@@ -69,7 +69,7 @@ def lora_of(engine: EngineConfig) -> LoraConfig | None:
 def engine_lora(run: RunConfig, model: ModelConfig) -> LoraConfig | None:
     """The adapters of the policy ``model`` that the rollout engines of ``run`` apply; None: they hold whole weights."""
     lora = run.actor.lora
-    form = published_form(lora, run.rollout.lora, Table(family_for(model), model))
+    form = published_form(lora, run.rollout.published_lora, Table(family_for(model), model))
     return lora if lora.rank and form is PublishedLora.adapter else None
 
 
@@ -150,6 +150,11 @@ class RolePlan:
         """The state of the rank of ``stage`` that holds most."""
         state = self.states.of_stage(stage)
         return state if self.trains else replace(state, gradients=0, optimizer=0)
+
+    @property
+    def heaviest(self) -> StateBytes:
+        """The state of the stage that has the most bytes."""
+        return max((self.state(stage) for stage in range(self.layout.pp)), key=lambda state: state.total)
 
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
         """(name, bytes, exact) of the weights of ``frozen`` and ``beside``, on the rank of ``stage`` that has most."""

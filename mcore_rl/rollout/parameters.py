@@ -388,6 +388,6 @@ def _import_architecture(source: Path) -> None:
     if unknown or not names:
         raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")
     for name in names:
-        if "vision_config" in read_config(source):
+        if "vision_config" in read_config(source) or name in torchvision_names.BESIDE_A_TOWER:
             torchvision_names.stand_in()
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

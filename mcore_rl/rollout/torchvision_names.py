@@ -7,6 +7,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+# Language models that vLLM has in one file with a vision tower: architecture, its class's name, too -> vLLM's module.
+BESIDE_A_TOWER = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
 _NAMED = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.errors import SyncError
 from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
@@ -77,6 +77,7 @@ class Opening:
     frozen; None: they are as the first.
     adapters: that the engine applies; the first update of the channel brings the weights and these, each later one
     these alone.  None: every update brings the weights.
+    quantization: in which the engine holds its matrices; weights are sent plain.
     transport, fields: the name of the transport, of which ``sync.receiver`` makes the receiving end, and it as JSON.
     """
 
@@ -93,6 +94,7 @@ class Opening:
     plan: str
     language_plan: str | None = None
     adapters: SentAdapters | None = None
+    quantization: Quantization = Quantization.none
     transport: str
     fields: msgspec.Raw
 

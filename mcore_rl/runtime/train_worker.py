@@ -30,7 +30,7 @@ from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora, is_the_base
 from mcore_rl.config.role import Head, Moves
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.config.stages import is_field
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -295,11 +295,17 @@ class TrainWorker(Answering):
             save_peft(self.engine.models, self.adapters, self.rank, target / ADAPTERS, str(source))
 
     def connect(
-        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+        self,
+        transport: Transport,
+        layout: RolloutLayout,
+        dtype: Precision,
+        bucket_bytes: int,
+        form: PublishedLora,
+        quantization: Quantization,
     ) -> None:
         """Makes this rank a member of the weight channel to the rollout ranks.
 
-        dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.
+        dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.  quantization: of the engines.
         """
         family, model = self.table.family, self.table.model
         if self._publisher is not None:  # engines joined or left
@@ -313,6 +319,7 @@ class TrainWorker(Answering):
             dtype=getattr(torch, dtype.value),
             bucket_bytes=bucket_bytes,
             adapters=self.adapters if form is PublishedLora.adapter else None,
+            quantization=quantization,
             frozen_tower=self.spec.pictures and not self.spec.train_tower,
         )
 

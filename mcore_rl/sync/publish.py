@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.export import BUCKET_BYTES
+from mcore_rl.config.rollout import Quantization
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening, SentAdapters
@@ -60,6 +61,7 @@ class Publisher(PlannedSend):
     in any process; see ``message_bytes``.
     adapters: the engines apply these themselves, so the first update of a channel sends the weights without them, and
     each update the adapters; None: adapters are merged into the weights.
+    quantization: in which the engines hold their matrices.
     frozen_tower: the vision tower is not trained, so only the first update of a channel sends it.
     """
 
@@ -74,6 +76,7 @@ class Publisher(PlannedSend):
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         adapters: AdapterTable | None = None,
+        quantization: Quantization = Quantization.none,
         frozen_tower: bool = False,
     ) -> None:
         self.transport, self.bucket_bytes = transport, bucket_bytes
@@ -81,13 +84,15 @@ class Publisher(PlannedSend):
         tensors = _bound(chunks, table, rank)
         shown = PublishedTensors(tensors) if adapters is None else StoredTensors(tensors)
         super().__init__(
-            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size
+            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+            quantization=quantization,
         )  # fmt: skip
         self.language: PlannedSend | None = None
         if frozen_tower and adapters is None:
             self.language = PlannedSend(
-                table, _without_tower(rollout), rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size
-            )
+                table, _without_tower(rollout), rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+                quantization=quantization,
+            )  # fmt: skip
         self.adapters: PlannedSend | None = None
         if adapters is not None:
             tensors = _bound(chunks, adapters, rank)
@@ -102,8 +107,9 @@ class Publisher(PlannedSend):
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
         return opening_of(
-            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.language
-        ).packed()
+            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.language,
+            self.quantization,
+        ).packed()  # fmt: skip
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -193,6 +199,7 @@ def opening_of(
     first_rank: int = 0,
     adapters: PlannedSend | None = None,
     language: PlannedSend | None = None,
+    quantization: Quantization = Quantization.none,
 ) -> Opening:
     """The opening for the workers of an engine.
 
@@ -219,6 +226,7 @@ def opening_of(
         plan=made,
         language_plan=None if language is None else language.id,
         adapters=None if adapters is None else sent_adapters(adapters),
+        quantization=quantization,
         transport=transport.name,
         fields=msgspec.Raw(msgspec.json.encode(transport)),
     )

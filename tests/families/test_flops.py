@@ -19,6 +19,7 @@ from tests.support.published import TINY, class_config
 
 LENGTH, BATCH = 40, 2
 MODELS = TINY | {"deepseek_v3 without a latent of queries": TINY["deepseek_v3"] | {"q_lora_rank": None}}
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Eager attention multiplies queries and keys in batches; all weights are plain matrices, experts one at a time.
 BATCHED = {"bmm", "baddbmm"}
 # Counted beside attention: the angles of the rotation, a batched product of one frequency with one position, once.
@@ -49,13 +50,16 @@ def seen(model: ModelConfig, layer: int) -> int:
     return sum(key <= query and query - key < window for query in range(LENGTH) for key in range(LENGTH))
 
 
-def test_linear_attention_by_its_weights_and_its_rule() -> None:
+@pytest.mark.parametrize("name", HYBRID)
+def test_linear_attention_by_its_weights_and_its_rule(name: str) -> None:
     """torch counts the chunks of transformers' rule, and a convolution's padding; the definition has neither."""
-    _, model = model_of(TINY["qwen3_next"])
+    _, model = model_of(TINY[name])
     linear, moe = model.linear_attention, model.moe
-    assert linear is not None and moe is not None
-    theirs = AutoModelForCausalLM.from_config(class_config(TINY["qwen3_next"]))
-    shares = {"embed_tokens": 0.0, ".mlp.experts.": moe.top_k / moe.num_experts}
+    assert linear is not None
+    theirs = AutoModelForCausalLM.from_config(class_config(TINY[name]))
+    shares = {"embed_tokens": float(model.tie_output)}
+    if moe is not None:
+        shares[".mlp.experts."] = moe.top_k / moe.num_experts
     multiplying = sum(
         parameter.numel() * next((share for part, share in shares.items() if part in name), 1.0)
         for name, parameter in theirs.named_parameters()
@@ -69,7 +73,7 @@ def test_linear_attention_by_its_weights_and_its_rule() -> None:
     assert forward_flops(model, [LENGTH]) == LENGTH * (2 * multiplying + rule) + attention
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_next"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in HYBRID])
 def test_every_family_as_torch_counts_it(name: str) -> None:
     _, model = model_of(MODELS[name])
     lengths, operations = [LENGTH] * BATCH, counted(name)

@@ -75,7 +75,7 @@ def test_a_microbatch_holds_neither_too_many_tokens_nor_too_many_patches(layout:
     """The six sequences would fit into one microbatch by their tokens, and need two by their patches."""
     whole = batch()
     assert whole.patches_S == [32, 0, 136, 8, 16, 8]
-    groups = ranks_of(layout)[0]
+    groups = next(iter(ranks_of(layout)))
     options = {"tokens": 200, "sequences": None, "equal_over_experts": False}
     assert len(build_microbatches(whole, groups, **options)) == 1  # type: ignore[arg-type]
     parts = build_microbatches(whole, groups, patches=136, **options)  # type: ignore[arg-type]

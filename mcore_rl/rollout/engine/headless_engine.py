@@ -61,8 +61,7 @@ class HeadlessEngine:
             awaits_weights=awaits_weights, adapters=adapters, node=node,
         )  # fmt: skip
         try:
-            if model.vision is not None:
-                picture_models.use(directory)
+            picture_models.use(directory, pictures=model.vision is not None)
             settings = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
             if settings.parallel_config.node_rank_within_dp > 0:  # the first node of its replica has the core
                 executor = MultiprocExecutor(settings)

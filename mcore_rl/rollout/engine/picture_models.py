@@ -8,6 +8,8 @@ They also normalise pixels by the numbers of the family's tower (``VisionConfig`
 are read from the processor's file, are absent without it, and are random in an engine that starts on random weights
 (model_loader/dummy_loader.py).
 
+Language models that vLLM has in one file with a tower (Qwen3.5) are here for torchvision's sake alone.
+
 vLLM's registry asks for a class by the name that ``install`` gives it.  Each process of an engine calls that before it
 resolves a model: the engine's own, the core (by the class of its executor), workers (by their extension).
 """
@@ -30,9 +32,11 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.text_part import text_config
 from mcore_rl.rollout import torchvision_names
 from mcore_rl.rollout.engine.environment import picture_folder
 from mcore_rl.rollout.engine.patch_files import NAME_BYTES, patches_of_names
+from mcore_rl.rollout.torchvision_names import BESIDE_A_TOWER
 
 RESCALE = 1 / 255
 # Architecture, which is the name of vLLM's class, too -> vLLM's module of it.
@@ -55,20 +59,34 @@ def executor_of(settings: Any) -> type[Executor]:
 
 def install() -> None:
     """Tells vLLM's registry of the models, in this process; none is imported before it is asked for."""
-    for architecture in MODULES:
+    for architecture in (*MODULES, *BESIDE_A_TOWER):
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
 
 
-def use(directory: Path) -> None:
-    """Imports the model of a checkpoint in this process: else vLLM would start one to look at it, for seconds."""
-    for architecture in read_config(directory)["architectures"]:
-        ModelRegistry.register_model(architecture, seeing(architecture))
+def use(directory: Path, *, pictures: bool) -> None:
+    """Imports a model from here in this process: else vLLM would start one to look at it, for seconds.
+
+    pictures: of a multimodal checkpoint the whole; else its language model.
+    """
+    config = read_config(directory)
+    for architecture in (config if pictures else text_config(config))["architectures"]:
+        if architecture in MODULES or architecture in BESIDE_A_TOWER:
+            ModelRegistry.register_model(architecture, _model(architecture))
+
+
+def _model(architecture: str) -> type:
+    if architecture in MODULES:
+        return seeing(architecture)
+    torchvision_names.stand_in()
+    module = importlib.import_module(f"vllm.model_executor.models.{BESIDE_A_TOWER[architecture]}")
+    theirs: type = getattr(module, architecture)
+    return theirs
 
 
 def __getattr__(name: str) -> Any:
     """The model of an architecture, which vLLM's registry looks up here."""
-    if name in MODULES:
-        return seeing(name)
+    if name in MODULES or name in BESIDE_A_TOWER:
+        return _model(name)
     raise AttributeError(name)
 
 

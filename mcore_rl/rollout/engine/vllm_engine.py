@@ -106,8 +106,7 @@ class VllmEngine:
             awaits_weights=awaits_weights, adapters=adapters, node=node,
         )  # fmt: skip
         try:
-            if model.vision is not None:
-                picture_models.use(directory)
+            picture_models.use(directory, pictures=model.vision is not None)
             settings = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
             # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only

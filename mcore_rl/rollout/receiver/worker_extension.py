@@ -96,7 +96,7 @@ class _Updates:
         if opening.language_plan is not None:
             language = RolloutTable(family, opening.model, opening.rollout, latent_attention=latent, tower=False)
             self.language_plan = _Plan(opening, table, language, self.rank, opening.language_plan)
-        self.live = LiveWeights(runner.get_model(), vllm_config, rollout, self.rank)
+        self.live = LiveWeights(runner.get_model(), vllm_config, rollout, self.rank, opening.quantization)
         self.adapters: LiveAdapters | None = None
         if opening.adapters is not None:
             trained = AdapterTable(table, opening.adapters.lora)
