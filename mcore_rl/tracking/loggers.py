@@ -146,7 +146,7 @@ class ServiceSink(Sink, ABC):
 
     @abstractmethod
     def _show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Sends samples."""
+        """Sends samples: prompts, responses and scores."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the step's metrics under their own names."""
