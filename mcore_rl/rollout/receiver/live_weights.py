@@ -23,7 +23,7 @@ product with the identity is what they execute, exactly: every sum has one term 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -367,7 +367,8 @@ class LiveWeights:
                 f"{name} is {held.dtype} {tuple(held.shape)} with {scales.numel()} scales: vLLM's {kernel} packs it"
             )
             raise SyncError(f"{problem}, so that it cannot be compared. Write another rollout.quantization")
-        for slot in range(slots[0]) if slots else [None]:
+        numbers: Iterable[int | None] = range(slots[0]) if slots else [None]
+        for slot in numbers:
             one, its_scales = (held, scales) if slot is None else (held[slot], scales[slot])
             yield name, slot, iter([((0, 0), one.view(torch.uint8))])
             yield name + SCALES, slot, iter([((0, 0), its_scales.reshape(of_scales))])
