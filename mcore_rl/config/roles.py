@@ -127,7 +127,7 @@ class SeeingConfig(AdaptedConfig):
 
     @property
     def trains_tower(self) -> bool:
-        """``vision``, resolved."""
+        """Whether the tower learns: ``vision``, or what it means where it is not written."""
         return not self.lora.rank if self.vision is None else self.vision is TowerTraining.trained
 
     def rules(self, key: str) -> list[CrossCheck[Any]]:

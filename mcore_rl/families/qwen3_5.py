@@ -36,7 +36,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``Qwen3_5TextConfig``."""
+    """Reads the fields of ``Qwen3_5TextConfig``."""
     return read_text(fields, DEFAULTS)
 
 

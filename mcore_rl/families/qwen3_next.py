@@ -57,7 +57,7 @@ PARTIAL_ROTARY_FACTOR, INTERVAL = 0.25, 4  # the class's defaults
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``Qwen3NextConfig``."""
+    """Reads the fields of ``Qwen3NextConfig``."""
     model = read_hybrid(fields, DEFAULTS)
     fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
     model.moe = read_experts(fields, num_experts=512, top_k=10)

@@ -30,7 +30,8 @@ from mcore_rl.families.rules import (
 )
 
 T = TypeVar("T")
-UNJUDGED, WRONG_KEY = "unjudged", "decoder.layers.{l}.self_attention.wrong.weight"
+UNJUDGED = "unjudged"
+WRONG_KEY = "decoder.layers.{l}.self_attention.wrong.weight"
 TABLES = ("weights", "rollout", "rollout_without_latent")
 
 

@@ -23,8 +23,7 @@ from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
 from mcore_rl.rollout.worker_methods import WeightReceiverMethods
-from mcore_rl.runtime.engine_watch import EngineWatch
-from mcore_rl.runtime.hung_engine import EnginePlace
+from mcore_rl.runtime.engine_watch import EnginePlace, EngineWatch
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.tracking.lanes import Lane, State
 

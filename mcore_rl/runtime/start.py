@@ -30,7 +30,6 @@ from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
-from mcore_rl.runtime.worker_group import WorkerGroup
 
 
 async def start_trainers(
@@ -54,7 +53,7 @@ async def start_trainers(
         for rank, place in enumerate(places.train)
     ]
     layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog, trainer.timeout_s)
-    group = TrainGroup(WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog))
+    group = TrainGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog)
     try:
         await group.join(store, spec, trainer.timeout_s)
     except BaseException:

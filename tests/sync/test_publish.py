@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import messages_to
-from mcore_rl.weights.quantised import SCALES, is_quantised, quantise, reaches_over_ranks
+from mcore_rl.weights.quantised import SCALES, is_quantised, quantise
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
@@ -222,7 +223,6 @@ def test_fingerprints_add_up_to_those_of_what_is_stored(tmp_path: Path, name: st
 def test_fingerprints_are_of_the_bytes_and_scales_that_ranks_have_quantised(
     tmp_path: Path, name: str, scheme: Quantization
 ) -> None:
-    """Ranks that share scales quantise as if they had the whole tensor, which is cut afterwards; others their own."""
     made = world(tmp_path, name, "tp=1", "tp=2", torch.bfloat16, world_size=1, quantization=scheme)
     prints = expected_weights(made.publishers[0], 2).values
     assert prints.keys() == made.publishers[0].fingerprints().keys()
@@ -230,17 +230,11 @@ def test_fingerprints_are_of_the_bytes_and_scales_that_ranks_have_quantised(
     stored = [tensor for tensor in made.rollout.tensors(0) if is_quantised(tensor.rule)]
     assert len(stored) == 4 * made.rollout.model.num_layers
     for tensor in stored:
-        shared = reaches_over_ranks(scheme, tensor.rule)
-        for slot in [*range(len(tensor.experts))] or [-1]:
-            shards = [each[tensor.name].bfloat16() for each in held]
-            shards = shards if slot < 0 else [each[slot] for each in shards]
-            whole, scales = quantise(torch.cat(shards, tensor.rule.dim), scheme)
-            cut = [each.view(torch.float8_e4m3fn) for each in whole.view(torch.uint8).chunk(2, tensor.rule.dim)]
-            together = [(each, scales) for each in cut]
-            of_ranks = together if shared else [quantise(each, scheme) for each in shards]
-            for rank, (its_bytes, its_scales) in enumerate(of_ranks):
-                assert prints[rank, tensor.name, slot] == fingerprint(its_bytes.view(torch.uint8), (0, 0))
-                assert prints[rank, tensor.name + SCALES, slot] == fingerprint(its_scales, (0, 0))
+        for slot, rank in product([*range(len(tensor.experts))] or [-1], range(2)):
+            shard = held[rank][tensor.name].bfloat16()
+            its_bytes, its_scales = quantise(shard if slot < 0 else shard[slot], scheme)
+            assert prints[rank, tensor.name, slot] == fingerprint(its_bytes.view(torch.uint8), (0, 0))
+            assert prints[rank, tensor.name + SCALES, slot] == fingerprint(its_scales, (0, 0))
 
 
 def test_a_failure_is_told_and_the_channel_is_closed(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ ONLINE = {
     Quantization.fp8_tensor: "fp8_per_tensor",
     Quantization.mxfp8: "mxfp8",
 }
-NOT_QUANTISED = ["*.gate", "*.shared_expert_gate", "*.linear_attn.*", "*visual*", "*vision*"]
+NOT_QUANTISED = ["*.gate", "*.shared_expert_gate", "*.linear_attn.*"]
 # The load format of ``receiver/multimodal_loader.py``, and the extension of a worker that needs no other.
 MULTIMODAL_FORMAT = "mcore_rl_multimodal"
 MULTIMODAL_WORKER = "mcore_rl.rollout.receiver.multimodal_loader.MultimodalWorker"

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.data.media.placed import Grid
 from mcore_rl.rollout.protocol import PromptPicture
 
 NAME_BYTES = 32  # of a sha256; no patch is so small
@@ -79,10 +78,9 @@ def patches_of_names(folder: Path, names: Tensor, grids: Tensor) -> Tensor:
     names: [pictures, ``NAME_BYTES``].  grids: [pictures, 3], in patches.
     """
     patches = []
-    for name, grid in zip(names.cpu(), grids.tolist(), strict=True):
-        shape = Grid(*grid, merge=1)
-        read = np.fromfile(_path(folder, name_of(bytes(name.tolist()).hex(), shape.h, shape.w)), dtype=np.uint8)
-        patches.append(torch.from_numpy(read).view(shape.patches, -1))
+    for name, (frames, height, width) in zip(names.cpu(), grids.tolist(), strict=True):
+        read = np.fromfile(_path(folder, name_of(bytes(name.tolist()).hex(), height, width)), dtype=np.uint8)
+        patches.append(torch.from_numpy(read).view(frames * height * width, -1))
     return torch.cat(patches)
 
 

@@ -113,9 +113,8 @@ def _prompt_problem(request: Request, sampling: Sampling, limits: Limits) -> str
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
         problem = f"has token {wrong}, and the model's vocabulary has {limits.vocab_size}"
         return f"{problem}. Encode it with the tokenizer of this model"
-    problem = _picture_problem(request.prompt, limits.tower)
-    if problem:
-        return problem
+    if wrong_picture := _picture_problem(request.prompt, limits.tower):
+        return wrong_picture
     if request.num_done >= sampling.max_tokens:
         return f"goes on from {request.num_done} tokens, and max_tokens={sampling.max_tokens} leaves none. Raise it"
     return None

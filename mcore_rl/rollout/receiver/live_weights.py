@@ -14,8 +14,8 @@ We also do what vLLM 0.32 forgets on the CPU:
 And we skip what is not needed: vLLM packs an embedding for products even if the model only looks up rows.
 
 Quantised engines (``rollout.quantization``): vLLM quantises a module whenever it is processed, so after each update.
-The scales are parameters that it makes then; the table has none.  Schemes whose scales reach over ranks compare these
-ranks' weights while a module is processed, so all ranks process their modules in one order: ``in_order``.
+The scales are parameters that it makes then; the table has none.  No rank waits for another meanwhile, since ranks
+complete their modules in orders of their own: scales over several ranks are refused (``weights/quantised_shards.py``).
 
 Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
 product with the identity is what they execute, exactly: every sum has one term that is not zero.
@@ -23,7 +23,7 @@ product with the identity is what they execute, exactly: every sum has one term 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -56,7 +56,7 @@ from mcore_rl.families.towers import TOWER
 from mcore_rl.rollout.engine.picture_models import input_norm
 from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
-from mcore_rl.weights.quantised import FP8, SCALES, SCHEMES_OVER_RANKS, is_quantised, num_scales
+from mcore_rl.weights.quantised import FP8, SCALES, STORED_BY_COLUMNS, is_quantised, num_scales
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
@@ -233,20 +233,6 @@ class LiveWeights:
         for block in self._lent.pop(module, []):
             self.blocks.take_back(block)
 
-    def in_order(self, complete: Generator[nn.Module]) -> Generator[nn.Module]:
-        """The modules of ``complete`` in the order in which all ranks process them, if the scheme asks for one."""
-        if self.quantization not in SCHEMES_OVER_RANKS:
-            yield from complete
-            return
-        due = iter(dict.fromkeys(module for module in self._modules.values() if module in self._left))
-        arrived = set[nn.Module]()
-        following = next(due, None)
-        for module in complete:
-            arrived.add(module)
-            while following in arrived:
-                yield following
-                following = next(due, None)
-
     def num_bytes(self, module: nn.Module) -> int:
         """Bytes of the blocks that a module holds until it is processed."""
         return sum(block.nbytes for block in self._lent.get(module, []))
@@ -372,8 +358,8 @@ class LiveWeights:
         )
         *slots, rows, columns = self.table.shape(place.stored)
         of_scales = num_scales(self.quantization, (rows, columns))
-        if not slots and self.quantization in SCHEMES_OVER_RANKS:
-            held = held.t()  # as its kernels want it
+        if not slots and self.quantization in STORED_BY_COLUMNS:
+            held = held.t()
         wanted = (prod(slots) * prod(of_scales), (*slots, rows, columns))
         if held.dtype is not FP8 or (scales.numel(), tuple(held.shape)) != wanted:
             kernel = type(vars(place.module.quant_method).get("fp8_linear", place.module.quant_method)).__name__

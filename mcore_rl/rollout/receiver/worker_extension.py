@@ -119,7 +119,7 @@ class _Updates:
 
     def _receive_slices(self, plan: _Plan, *, tower: bool) -> None:
         self.live.start(tower=tower)
-        complete = self.live.in_order(self._unpacked(plan))
+        complete = self._unpacked(plan)
         if self.live.on_cpu:
             complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
         with closing(complete):  # after a failure, end the other thread before telling the other members

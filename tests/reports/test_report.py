@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from mcore_rl.reports.logprobs.report import (
+from mcore_rl.reports.report import (
     MEGATRON,
     PAIRS,
     TRANSFORMERS,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mcore_rl.reports.logprobs.question import VllmSamples, recorded_routing
+from mcore_rl.reports.question import VllmSamples, recorded_routing
 from mcore_rl.rollout.protocol import FinishReason, Prompt, Sample
 
 LAYERS, TOP_K = 2, 2

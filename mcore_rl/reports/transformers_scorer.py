@@ -17,8 +17,8 @@ from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
-from mcore_rl.reports.logprobs.question import TIE, Answers, Question, VllmSamples, floats
-from mcore_rl.reports.logprobs.transformers_config import effective_config
+from mcore_rl.reports.question import TIE, Answers, Question, VllmSamples, floats
+from mcore_rl.reports.transformers_config import effective_config
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 
 EVERYTHING = "the whole distribution at temperature 1"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.reports.logprobs.question import VllmSamples
-from mcore_rl.reports.logprobs.transformers_scorer import EVERYTHING, TRUNCATED, _transformers_pass, _truncated
+from mcore_rl.reports.question import VllmSamples
+from mcore_rl.reports.transformers_scorer import EVERYTHING, TRUNCATED, _transformers_pass, _truncated
 from mcore_rl.rollout.protocol import FinishReason, Prompt, Sample, Sampling
 from tests.support.published import TINY, class_config
 

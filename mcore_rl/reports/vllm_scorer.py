@@ -11,7 +11,7 @@ from mcore_rl.config.rollout import RolloutConfig, sequence_bytes
 from mcore_rl.parallel.device import detect
 from mcore_rl.proofs.differences import worst
 from mcore_rl.proofs.effective_config import joined
-from mcore_rl.reports.logprobs.question import Question, VllmSamples
+from mcore_rl.reports.question import Question, VllmSamples
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods

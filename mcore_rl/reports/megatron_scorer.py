@@ -17,7 +17,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.proofs.differences import module_differences
-from mcore_rl.reports.logprobs.question import TIE, Answers, Question, VllmSamples, batch_of, floats
+from mcore_rl.reports.question import TIE, Answers, Question, VllmSamples, batch_of, floats
 from mcore_rl.training.checkpoint import load_megatron
 from mcore_rl.training.effective_config import effective_config
 from mcore_rl.training.engine import Engine

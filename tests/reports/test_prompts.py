@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.reports.logprobs.prompts import load_tokenizer, read_prompts
+from mcore_rl.reports.prompts import load_tokenizer, read_prompts
 
 WORDS = {word: number for number, word in enumerate(("?", "user", "assistant", "two", "and", "three", "five"))}
 TEMPLATE = (

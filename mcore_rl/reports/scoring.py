@@ -22,7 +22,7 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.differences import worst
 from mcore_rl.proofs.effective_config import joined
-from mcore_rl.reports.logprobs.question import (
+from mcore_rl.reports.question import (
     Answers,
     Question,
     VllmSamples,
@@ -30,7 +30,7 @@ from mcore_rl.reports.logprobs.question import (
     recorded_routing,
     settings_of,
 )
-from mcore_rl.reports.logprobs.report import (
+from mcore_rl.reports.report import (
     LIMITS,
     MEGATRON,
     PAIRS,
@@ -49,7 +49,7 @@ from mcore_rl.reports.logprobs.report import (
     statistics,
     verdict,
 )
-from mcore_rl.reports.logprobs.vllm_scorer import draw
+from mcore_rl.reports.vllm_scorer import draw
 from mcore_rl.rollout.protocol import Prompt, Sample
 
 CONTEXT_BEFORE, CONTEXT_AFTER = 12, 4  # tokens shown around a worst token
@@ -216,7 +216,7 @@ def _joined(
 
 
 def _transformers(rank: Rank, question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
-    from mcore_rl.reports.logprobs import transformers_scorer  # here, so that the parent does not import transformers
+    from mcore_rl.reports import transformers_scorer  # here, so that the parent does not import transformers
 
     return transformers_scorer.score(question, drawn)
 
@@ -225,6 +225,6 @@ def _megatron(
     rank: Rank, question: Question, drawn: VllmSamples, routings: dict[str, Tensor]
 ) -> dict[Precision, Answers]:
     warnings.simplefilter("ignore")  # Megatron warns of optional packages
-    from mcore_rl.reports.logprobs import megatron_scorer  # here, so that the parent does not import Megatron
+    from mcore_rl.reports import megatron_scorer  # here, so that the parent does not import Megatron
 
     return megatron_scorer.score(rank, question, drawn, routings)

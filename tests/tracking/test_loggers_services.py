@@ -57,6 +57,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.tier("full")
+@pytest.mark.filterwarnings("ignore")  # of classes that the process which reports them cannot import
 def test_mlflow_keeps_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     tell(tmp_path / "run", Logger.mlflow, 0, 1)
     tell(tmp_path / "run", Logger.mlflow, 2, resumed=1)
