@@ -46,6 +46,10 @@ NEAREST = {
     "MiMoForCausalLM": ("Qwen2ForCausalLM", "layers of multi-token prediction"),
     "MiniCPMForCausalLM": ("LlamaForCausalLM", "scaled embeddings, residuals and logits"),
     "MllamaForConditionalGeneration": ("LlamaForCausalLM", "images"),
+    "NemotronHForCausalLM": (
+        "Qwen3NextForCausalLM",
+        "layers of a Mamba-2 state space, attention without positions, and MLPs of squared ReLU without a gate",
+    ),
     "OlmoForCausalLM": ("LlamaForCausalLM", "LayerNorm without weights"),
     "Olmo2ForCausalLM": ("LlamaForCausalLM", "norms behind each block and over whole queries and keys"),
     "Olmo3ForCausalLM": (
