@@ -54,8 +54,6 @@ NEAREST = {
     ),
     "PhimoeForCausalLM": ("MixtralForCausalLM", "another routing, LayerNorm and biases"),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }
@@ -83,7 +81,7 @@ LINEAR, LATENT, EXPERTS, WINDOWS = "linear attention", "latent attention", "expe
 # What an architecture can be nearest in -> the supported one that has it; the first that applies is named.
 _NEAREST_BY = (
     ({LINEAR, EXPERTS}, "Qwen3NextForCausalLM"),
-    ({LINEAR}, "Qwen3NextForCausalLM"),
+    ({LINEAR}, "Qwen3_5ForCausalLM"),
     ({LATENT, EXPERTS}, "DeepseekV3ForCausalLM"),
     ({LATENT}, "DeepseekV3ForCausalLM"),
     ({EXPERTS}, "MixtralForCausalLM"),

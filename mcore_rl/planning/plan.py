@@ -99,7 +99,6 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         wrong for name, each in configs.items() for wrong in _too_narrow(each, run.data.max_response_length, name)
     ]
     notes = tuple(note for name, each in configs.items() for note in _notes(each, roles[0].work, name) if not narrow)
-    notes += tuple(_form_notes(run, model))
     if between:
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
@@ -119,6 +118,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         concurrency=room.concurrency,
         tokens=tokens,
         notes=notes,
+        form=_form(run, model),
     )
 
 
@@ -398,12 +398,12 @@ def _notes(engine: EngineConfig, work: Work, role: str) -> tuple[str, ...]:
     return ()
 
 
-def _form_notes(run: RunConfig, model: ModelConfig) -> Iterator[str]:
-    """What quantised engines hold in which form."""
+def _form(run: RunConfig, model: ModelConfig) -> str:
     quantization = run.rollout.quantization
-    if quantization is not Quantization.none:
-        quantised, plain = tensors_by_form(family_for(model), model)
-        yield f"engines hold {', '.join(quantised)} in {quantization.value}; {', '.join(plain)} stay plain"
+    if quantization is Quantization.none:
+        return ""
+    quantised, plain = tensors_by_form(family_for(model), model)
+    return f"engines hold {', '.join(quantised)} in {quantization.value}; {', '.join(plain)} stay plain"
 
 
 def _too_narrow(engine: EngineConfig, longest_response: int, role: str) -> list[Violation]:

@@ -384,6 +384,8 @@ class Engine:
         if batch.images_S is not None:
             assert self.model.vision is not None, "pictures, of which the model sees none"
             assert self.model.mrope is None or batch.positions_T3 is not None, "pictures without their positions"
+        if self.pictures is not None:
+            batch.demand_patches()
         with phase("microbatches"):
             gathers_experts = self.config.moe.dispatcher is Dispatcher.allgather
             return build_microbatches(
@@ -393,6 +395,7 @@ class Engine:
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=gathers_experts and self.groups.experts.size() > 1,
                 fill=self.fills_microbatches,
+                patches=self.config.microbatch_patches,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
@@ -56,7 +58,7 @@ class Microbatch:
     packed: PackedSequences | None
     pictures: tuple[Picture, ...] = ()
     feature_N: Tensor | None = None
-    patches: Mapping[str, Tensor] = field(default_factory=dict)
+    patches: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def at_targets(self, field_T: Tensor | None) -> Tensor | None:
         """A per-token field of the batch in predictor order; zero (False) for rows without a target."""
@@ -110,6 +112,7 @@ def build_microbatches(
     sequences: int | None,
     equal_over_experts: bool,
     fill: bool = False,
+    patches: int | None = None,
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
 
@@ -117,15 +120,18 @@ def build_microbatches(
     each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
     fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
-    Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
-    data-parallel ranks.
+    patches: the most of a packed microbatch's pictures.
+    Raises ConfigError when a sequence or a pair has more than ``tokens``, ``sequences`` or ``patches``.  Collective
+    over the data-parallel ranks.
     """
     budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
-    refuse_if_any(_unit_violations(batch, units, groups, tokens, sequences))
+    refuse_if_any(
+        [*_unit_violations(batch, units, groups, tokens, sequences), *_patch_violations(batch, units, patches)]
+    )
     assert tokens is not None or batch.positions_T3 is None, "an engine of a model that sees pictures packs"
     if tokens is not None:
         budget = tokens // split_multiple(groups) * split_multiple(groups)
-    plan = _plan(batch.lengths_S, units, groups, budget, sequences)
+    plan = _plan(batch, units, groups, budget, sequences, patches)
     shapes = [
         _padded_shape([batch.lengths_S[i] for i in members], groups, packed=tokens is not None) for members in plan
     ]
@@ -161,24 +167,47 @@ def _unit_violations(
     return budget_violations([padded_length(cost, multiple) for cost in costs], tokens, unit=unit)
 
 
+def _patch_violations(batch: TrainBatch, units: Sequence[Sequence[int]], patches: int | None) -> list[Violation]:
+    """Violations of sequences and pairs whose pictures exceed a microbatch even alone."""
+    if patches is None:
+        return []
+    patches_S = batch.patches_S
+    costs = [sum(patches_S[index] for index in members) for members in units]
+    return budget_violations(costs, patches, "microbatch_patches", what="patches")
+
+
+def _costs(batch: TrainBatch, groups: ProcessGroups, budget: int | None, patches: int | None) -> list[int]:
+    """What each sequence takes of a microbatch's ``budget`` of tokens.
+
+    Of one with pictures as large a share as it has of the tokens or of the ``patches``, whichever is the larger: a
+    microbatch within the budget then holds neither too many tokens nor too many patches.
+    """
+    costs = list(padded_lengths(batch.lengths_S, groups.layout.cp))
+    if budget is None or patches is None:
+        return costs
+    shares = [-(-count * budget // patches) for count in batch.patches_S]
+    return [max(pair) for pair in zip(costs, shares, strict=True)]
+
+
 def _plan(
-    lengths: Sequence[int],
+    batch: TrainBatch,
     units: Sequence[Sequence[int]],
     groups: ProcessGroups,
     budget: int | None,
     sequences: int | None,
+    patches: int | None,
 ) -> list[list[int]]:
     """Which sequences go into which microbatch; some may be empty.
 
     All data-parallel ranks run equally many, because experts and gradient reduction are collective over them; with an
     interleaved pipeline, a multiple of pp.
     """
-    costs = padded_lengths(lengths, groups.layout.cp)
+    costs = _costs(batch, groups, budget, patches)
     if budget is not None:
         plan = placed_whole(costs, units, partial(pack, budget=budget))
     else:
         assert sequences is not None
-        plan = placed_whole([1] * len(lengths), units, partial(chunk_fixed, size=sequences))
+        plan = placed_whole([1] * len(batch.lengths_S), units, partial(chunk_fixed, size=sequences))
     count = torch.tensor(len(plan), device=groups.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.dp)
     num_microbatches = int(count)

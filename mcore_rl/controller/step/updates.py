@@ -6,7 +6,7 @@ the losses' sums are counted here, over the whole minibatch, before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from mcore_rl.algorithms.selection import Moments, SequencesInStep, num_selected
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.roles import ActorConfig, TrainedConfig
-from mcore_rl.config.stages import TOKENS, Pass, is_field
+from mcore_rl.config.stages import INPUTS, TOKENS, Pass, is_field
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
@@ -29,13 +29,24 @@ from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
-from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.shared_batch import PatchesRef, SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages
 from mcore_rl.types import HIDDEN, Denominators, SequenceScores, StepResult, TrainBatch
 
 # The fields from which the keys of selection are computed.
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
+
+
+@dataclass(frozen=True)
+class StepPictures:
+    """The pictures of a step.
+
+    patches: a reference to those of each picture, by its key.  patch_cost: what a patch costs, in tokens of text.
+    """
+
+    patches: Mapping[str, PatchesRef]
+    patch_cost: float
 
 
 @dataclass
@@ -62,21 +73,33 @@ class Updated:
         return UpdateSums([result.metrics for result in self.results], self.trained, maxima)
 
 
-def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
+def send(
+    group: TrainGroup,
+    batch: TrainBatch,
+    minibatches: Sequence[Sequence[int]],
+    pictures: StepPictures | None = None,
+) -> SharedBatch:
     """Puts ``batch`` into Ray's store, and assigns each sequence to the rank that trains it first in ``minibatches``.
 
     minibatches: those of ``group``.  Every sequence appears once in the first epoch; repeats are later epochs.
+    pictures: those of ``batch``, where models are given some.
     """
+    costs_S: Sequence[float] = batch.lengths_S
+    if pictures is not None:
+        of_pictures = [patches * pictures.patch_cost for patches in batch.patches_S]
+        costs_S = [tokens + more for tokens, more in zip(batch.lengths_S, of_pictures, strict=True)]
     assignment: list[list[int]] = [[] for _ in range(group.layout.dp)]
     seen: set[int] = set()
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            for sequences, shard in zip(assignment, _shards(batch, members, group.layout.dp), strict=True):
+            of_ranks = _shards(costs_S, batch.pairs_S, members, group.layout.dp)
+            for sequences, shard in zip(assignment, of_ranks, strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
     shards = _together(assignment, group.neighbours)
-    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S)
+    patches = {} if pictures is None else pictures.patches
+    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
@@ -107,7 +130,7 @@ async def run_pass(
         return None
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
-        ranks = balance(shared.lengths_S, dp)
+        ranks = balance(shared.costs_S, dp)
     lengths: list[Sequence[int] | None] = [None] * dp
     if into is not None:
         lengths = [[into.lengths_S[sequence] for sequence in members] for members in ranks]
@@ -153,7 +176,7 @@ async def update(
         await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
+    shards = [_shards(shared.costs_S, shared.pairs_S, members, group.layout.dp) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     if isinstance(loss, ActorLoss):
@@ -206,7 +229,7 @@ async def _select_tokens(
 
 
 async def update_alone(
-    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = TOKENS
+    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = INPUTS
 ) -> StepResult:
     """Takes one optimizer step on all of a batch that was sent whole.
 
@@ -219,21 +242,23 @@ async def update_alone(
     return (await group.train(inputs, loss, [counts])).results[0]
 
 
-def send_whole(group: TrainGroup, batch: TrainBatch) -> SharedBatch:
+def send_whole(group: TrainGroup, batch: TrainBatch, pictures: StepPictures | None = None) -> SharedBatch:
     """Puts ``batch`` into Ray's store, for one optimizer step on all of it."""
-    return send(group, batch, [range(len(batch.lengths_S))])
+    return send(group, batch, [range(len(batch.lengths_S))], pictures)
 
 
-def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
-    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank, and in order."""
-    if batch.pairs_S is not None:
+def _shards(
+    costs_S: Sequence[float], pairs_S: Sequence[int | None] | None, members: Sequence[int], dp: int
+) -> list[list[int]]:
+    """Divides ``members`` over the data-parallel ranks, balanced by cost; a pair stays on one rank, and in order."""
+    if pairs_S is not None:
         members = sorted(members)  # the preferred one of a pair is the first of the batch
-    lengths = [batch.lengths_S[index] for index in members]
-    if batch.pairs_S is None:
-        shards = balance(lengths, dp)
+    costs = [costs_S[index] for index in members]
+    if pairs_S is None:
+        shards = balance(costs, dp)
     else:
-        units = units_of([batch.pairs_S[index] for index in members])
-        shards = placed_whole(lengths, units, partial(balance, num_ranks=dp))
+        units = units_of([pairs_S[index] for index in members])
+        shards = placed_whole(costs, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from mcore_rl.checkpoints.convert import open_hf
-from mcore_rl.checkpoints.merged import MergedWeights
+from mcore_rl.checkpoints.convert import MergedWeights, open_hf
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import tiny_models
 from tests.support.adapters import PEFT

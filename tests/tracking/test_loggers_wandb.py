@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import struct
+import types
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.tracking import wandb_sink
+from mcore_rl.tracking import loggers
 from mcore_rl.tracking.sinks import Tracker
-from mcore_rl.tracking.wandb_sink import _run_id
 
 TRAINER = TrainerConfig(project_name="words", experiment_name="first", logger=[Logger.wandb], log_val_generations=2)
 
@@ -81,13 +81,22 @@ def test_an_offline_run_holds_metrics_config_and_the_first_samples(
     assert run.run_id == (tmp_path / "logs/wandb_id").read_text().strip()
 
 
-def test_a_resumed_run_goes_on_as_the_same_run_of_wandb(tmp_path: Path) -> None:
-    path = tmp_path / "wandb_id"
-    first = _run_id(path, resumed=False)
-    assert not path.exists(), "a start that fails leaves the id that was there"
-    path.write_text(first + "\n")
-    assert _run_id(path, resumed=True) == first
-    assert _run_id(path, resumed=False) != first
+def test_a_resumed_run_goes_on_as_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[str]()
+
+    def init(**given: Any) -> Any:
+        begun.append(given["id"])
+        return types.SimpleNamespace(log=lambda metrics, step: None, finish=lambda: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    path = tmp_path / "logs" / "wandb_id"
+    for step, resumed_step in ((0, None), (1, 0), (0, None)):
+        kept = path.read_text() if path.exists() else None
+        with Tracker.open(tmp_path, TRAINER, {}, 2, resumed_step=resumed_step) as tracker:
+            assert (path.read_text() if path.exists() else None) == kept, "a start that fails leaves the id"
+            tracker.log(step, {})
+        assert path.read_text().strip() == begun[-1]
+    assert begun[1] == begun[0] != begun[2]
 
 
 def test_wandbs_own_refusal_is_shown_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +113,7 @@ def test_a_server_that_does_not_answer_lets_the_run_go_on_offline(
     capsys: pytest.CaptureFixture[str],
     processes: None,
 ) -> None:
-    monkeypatch.setattr(wandb_sink, "INIT_S", 2.0)
+    monkeypatch.setattr(loggers, "INIT_S", 2.0)
     for name, value in (("MODE", "online"), ("SILENT", "true"), ("API_KEY", "0" * 40)):
         monkeypatch.setenv(f"WANDB_{name}", value)
     with socket.socket() as server:

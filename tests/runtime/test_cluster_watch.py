@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from mcore_rl.runtime.ray_watch import VITAL
+from mcore_rl.runtime.cluster import VITAL
 from tests.support.run_task import still_alive
 
 PROGRAM = """

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from mcore_rl.checkpoints.owners import owned_parts
+from mcore_rl.checkpoints.export import owned_parts
 from mcore_rl.errors import WeightMapError
 from mcore_rl.families.rules import Range, Rule, ShardRanges
 from mcore_rl.weights.views import view_of

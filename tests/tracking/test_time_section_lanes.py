@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mcore_rl.tracking.lane_section import COLOURS, STEPS_SHOWN, lane_section
 from mcore_rl.tracking.lanes import LANES, State, read_lanes
 from mcore_rl.tracking.run_files import read_run
+from mcore_rl.tracking.time_section import COLOURS, STEPS_SHOWN, lane_section
 from tests.tracking.pages import of_class, words
 from tests.tracking.recorded_run import record
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.checkpoints.convert import open_run, to_hf
+from mcore_rl.checkpoints.convert import open_run, role_directory, to_hf
 from mcore_rl.checkpoints.manifest import MANIFEST
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES, state_file
-from mcore_rl.checkpoints.run_weights import role_directory
 from mcore_rl.errors import CheckpointError
 from tests.support import checkpoints, rank_files
 from tests.support.engines import same_bits
