@@ -45,6 +45,13 @@ class LayerSpec(Enum):
     transformer_engine = "transformer_engine"
 
 
+class SharePrompts(Enum):
+    """``auto``: the samples of a prompt are packed with it once, where that is exact (``config/shared_prompts.py``)."""
+
+    auto = "auto"
+    off = "off"
+
+
 class Recompute(Enum):
     """Activation recompute (arXiv:2205.05198): ``selective`` core attention only, ``full`` every layer."""
 
@@ -154,6 +161,7 @@ class EngineConfig:
 
     microbatch_tokens: pack whole sequences into microbatches of at most this many tokens per context-parallel group.
     microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
+    share_prompts: what several sequences of a microbatch begin with is computed once.
     max_nonfinite_steps: the run stops after this many steps in a row that were skipped for non-finite gradients.
     seed: of initial weights that are not loaded from a checkpoint.
     overlap_grad_reduce: gradients are summed over data-parallel ranks, bucket by bucket, while the backward pass of the
@@ -174,6 +182,7 @@ class EngineConfig:
     recompute: Recompute = Recompute.none
     microbatch_tokens: PositiveInt | None = None
     microbatch_sequences: PositiveInt | None = None
+    share_prompts: SharePrompts = SharePrompts.off
     max_nonfinite_steps: PositiveInt = 3
     seed: Seed = 1234
     overlap_grad_reduce: bool | None = None

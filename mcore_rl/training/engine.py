@@ -35,6 +35,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups
@@ -65,6 +66,7 @@ from mcore_rl.weights.adapter_table import AdapterTable
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[LossInputs], LossSums]
+SHARED_TOKENS = "perf/shared_tokens"  # of a step's metrics: prompt tokens that were not computed again
 BUCKET_ELEMENTS: int | None = None  # of ``overlap_grad_reduce``; None is Megatron's, planning/states.py has its rule
 
 
@@ -108,6 +110,9 @@ class Engine:
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.head, self.layer_spec = head, layer_spec
         self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
+        transformer_engine = layer_spec is LayerSpec.transformer_engine
+        not_shared = why_not_shared(config, model, parallel, transformer_engine=transformer_engine)
+        self.shares_prompts = not_shared is None
         with phase("build", role=role):
             if fusions.gradient_accumulation_fusion:
                 take_apexs_place()
@@ -265,6 +270,10 @@ class Engine:
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
             self._watch.loss(total, index)
+            if self.shares_prompts:
+                saved = 0 if microbatch.shared is None else microbatch.shared.saved
+                told = {SHARED_TOKENS: torch.tensor(float(saved), device=self.groups.device)}
+                loss_sums = replace(loss_sums, metrics=loss_sums.metrics | told)
             sums.add(total, loss_sums)
             return total
 
@@ -393,6 +402,7 @@ class Engine:
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=gathers_experts and self.groups.experts.size() > 1,
                 fill=self.fills_microbatches,
+                share_prompts=self.shares_prompts,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:
