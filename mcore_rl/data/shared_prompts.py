@@ -59,6 +59,15 @@ def stems_of(
     return [Stem(tuple(each), prompts[key] - 1 if len(each) > 1 else 0) for key, each in members.items()]
 
 
+def within(stems: Iterable[Stem], members: Iterable[int]) -> list[Stem]:
+    """What ``members`` have of ``stems``; a sequence that is left alone shares nothing."""
+    wanted, parts = set(members), list[Stem]()
+    for stem in stems:
+        if left := tuple(index for index in stem.members if index in wanted):
+            parts.append(Stem(left, stem.shared if len(left) > 1 else 0))
+    return parts
+
+
 def within_budget(stem: Stem, lengths: Sequence[int], budget: int) -> list[Stem]:
     """``stem`` in few parts of at most ``budget`` tokens, each with a trunk of its own.  lengths: none above it."""
     if stem.tokens(lengths) <= budget:

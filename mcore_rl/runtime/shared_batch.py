@@ -15,6 +15,7 @@ import torch
 from ray import ObjectRef
 from torch import Tensor
 
+from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.runtime.shard import Pick, Portion, Shard
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class SharedBatch:
     """The fields of a step's batch, as references; empty at first.
 
     lengths_S: tokens of each sequence.  assignment: ``assignment[r]`` lists the sequences that data-parallel rank r
-    trains.  pairs_S, extra_S: see ``TrainBatch``.
+    trains.  pairs_S, extra_S: see ``TrainBatch``.  stems: of all sequences, where prompts are shared; empty elsewhere.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class SharedBatch:
         assignment: Sequence[Sequence[int]],
         pairs_S: tuple[int | None, ...] | None = None,
         extra_S: Mapping[str, Tensor] | None = None,
+        stems: Sequence[Stem] = (),
     ) -> None:
+        self.stems = tuple(stems)
         self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
         self.pairs_S = pairs_S
         self.extra_S = {name: x_S.numpy() for name, x_S in (extra_S or {}).items()}

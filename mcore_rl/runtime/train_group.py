@@ -91,6 +91,10 @@ class TrainGroup:
         """Builds the engines, with the weights of the role's Hugging Face checkpoint."""
         await self.workers.all(TrainWorker.build)
 
+    async def shares_prompts(self) -> bool:
+        """Whether the engines compute a prompt once for all of its samples."""
+        return await self.workers.one(0, TrainWorker.shares_prompts)
+
     async def score(
         self,
         inputs: Sequence[ShardRefs[None]],

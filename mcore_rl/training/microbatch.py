@@ -144,7 +144,8 @@ def build_microbatches(
     each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
     fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
-    share_prompts: compute the prompt of several sequences once for those in one microbatch; needs ``tokens`` and cp=1.
+    share_prompts: compute a prompt once for those of its samples that are in one microbatch; needs ``tokens``, cp=1 and
+    no pairs.
     Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
     data-parallel ranks.
     """
@@ -155,7 +156,8 @@ def build_microbatches(
         budget = tokens // split_multiple(groups) * split_multiple(groups)
     if share_prompts:
         assert budget is not None and groups.layout.cp == 1, "a trunk is packed whole before its branches"
-        of_units = _shared_units(batch, units, budget)
+        assert batch.pairs_S is None, "a pair stays together, whatever its prompts"
+        of_units = _shared_units(batch, budget)
     else:
         of_units = [[Stem((index,)) for index in unit] for unit in units]
     plan = _plan(batch.lengths_S, of_units, groups, budget, sequences)
@@ -192,8 +194,8 @@ def _unit_violations(
     return budget_violations([padded_length(cost, multiple) for cost in costs], tokens, unit=unit)
 
 
-def _shared_units(batch: TrainBatch, units: Sequence[Sequence[int]], budget: int) -> list[list[Stem]]:
-    """What a microbatch holds whole: stems within the budget, or pairs, which share a trunk if they have one prompt.
+def _shared_units(batch: TrainBatch, budget: int) -> list[list[Stem]]:
+    """Stems within the budget.
 
     The host waits for the device twice at most: for the tokens, and for choices of experts to replay, which part
     sequences as tokens do.
@@ -201,15 +203,7 @@ def _shared_units(batch: TrainBatch, units: Sequence[Sequence[int]], budget: int
     stems = stems_of(batch.tokens_T.cpu().numpy(), batch.mask_T.cpu().numpy(), batch.lengths_S)
     if batch.routing_TLK is not None:
         stems = _routed_alike(batch, stems)
-    if batch.pairs_S is None:
-        return [[part] for stem in stems for part in within_budget(stem, batch.lengths_S, budget)]
-    stem_of = {index: stem for stem in stems for index in stem.members}
-    shared: list[list[Stem]] = []
-    for unit in units:
-        common = {stem_of[index] for index in unit}
-        together = len(unit) == MEMBERS and len(common) == 1
-        shared.append([Stem(tuple(unit), common.pop().shared)] if together else [Stem((index,)) for index in unit])
-    return shared
+    return [[part] for stem in stems for part in within_budget(stem, batch.lengths_S, budget)]
 
 
 def _routed_alike(batch: TrainBatch, stems: Sequence[Stem]) -> list[Stem]:

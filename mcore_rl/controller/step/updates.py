@@ -27,6 +27,7 @@ from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
+from mcore_rl.data.shared_prompts import Stem, dealt, stems_of, within
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
@@ -45,7 +46,8 @@ class Updated:
     results: one per minibatch.
     memories: the memory use of each rank.
     trained: the trained tokens of each minibatch.
-    imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch.
+    imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch; those computed.
+    shared: of the minibatches' tokens, the share that was not computed because a prompt was computed once.
     own: of the sequences of the first minibatch, in the order of the batch, if the update scored them.
     """
 
@@ -53,6 +55,7 @@ class Updated:
     memories: list[Memory] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     imbalance: float = 1.0
+    shared: float = 0.0
     own: OwnScores | None = None
 
     @property
@@ -62,22 +65,29 @@ class Updated:
         return UpdateSums([result.metrics for result in self.results], self.trained, maxima)
 
 
-def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
+def send(
+    group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, share_prompts: bool = False
+) -> SharedBatch:
     """Puts ``batch`` into Ray's store, and assigns each sequence to the rank that trains it first in ``minibatches``.
 
     minibatches: those of ``group``.  Every sequence appears once in the first epoch; repeats are later epochs.
+    share_prompts: samples of a prompt go to one rank where that leaves the busiest less to compute.
     """
+    stems: list[Stem] = []
+    if share_prompts and batch.pairs_S is None:
+        stems = stems_of(batch.tokens_T.numpy(), batch.mask_T.numpy(), batch.lengths_S)
     assignment: list[list[int]] = [[] for _ in range(group.layout.dp)]
     seen: set[int] = set()
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            for sequences, shard in zip(assignment, _shards(batch, members, group.layout.dp), strict=True):
+            shards = _shards(batch, members, group.layout.dp, stems)
+            for sequences, shard in zip(assignment, shards, strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    shards = _together(assignment, group.neighbours)
-    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S)
-    shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
+    neighbours = _together(assignment, group.neighbours)
+    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, stems)
+    shared.add(neighbours, group.put(shards_of(batch, neighbours)), [name for name, _ in batch.token_fields()])
     return shared
 
 
@@ -105,7 +115,7 @@ async def run_pass(
         return None
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
-        ranks = balance(shared.lengths_S, dp)
+        ranks = dealt(shared.stems, shared.lengths_S, dp) if shared.stems else balance(shared.lengths_S, dp)
     inputs = shared.shard_refs([[members] for members in ranks], stage.reads, [None] * dp)
     sums, shards = await group.score(inputs, stage.makes, temperature=temperature, snapshots=[stage.weights])
     shared.add(ranks, shards, [name for name in stage.makes if is_field(name)])
@@ -148,7 +158,7 @@ async def update(
         await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
+    shards = [_shards(shared, members, group.layout.dp, shared.stems) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     if isinstance(loss, ActorLoss):
@@ -176,7 +186,8 @@ async def update(
         results=done.results,
         memories=done.memories,
         trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
-        imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
+        imbalance=max(_imbalance(shared, each) for each in shards),
+        shared=sum(result.saved_tokens for result in done.results) / sum(each.tokens for each in counts),
         own=shared.in_order(shards[0], done.scores) if with_scores else None,
     )
 
@@ -219,8 +230,15 @@ def send_whole(group: TrainGroup, batch: TrainBatch) -> SharedBatch:
     return send(group, batch, [range(len(batch.lengths_S))])
 
 
-def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
-    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank, and in order."""
+def _shards(
+    batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int, stems: Sequence[Stem] = ()
+) -> list[list[int]]:
+    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank, and in order.
+
+    stems: of the batch, where prompts are shared.
+    """
+    if stems:
+        return dealt(within(stems, members), batch.lengths_S, dp)
     if batch.pairs_S is not None:
         members = sorted(members)  # the preferred one of a pair is the first of the batch
     lengths = [batch.lengths_S[index] for index in members]
@@ -230,6 +248,14 @@ def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) ->
         units = units_of([batch.pairs_S[index] for index in members])
         shards = placed_whole(lengths, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
+
+
+def _imbalance(shared: SharedBatch, shards: Sequence[Sequence[int]]) -> float:
+    """Tokens that the busiest rank computes over the mean."""
+    if not shared.stems:
+        return imbalance(shared.lengths_S, shards)
+    computed = [sum(stem.tokens(shared.lengths_S) for stem in within(shared.stems, shard)) for shard in shards]
+    return imbalance(computed, [[rank] for rank in range(len(shards))])
 
 
 def _counts(lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: TrainedConfig) -> Denominators:
