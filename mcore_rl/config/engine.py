@@ -46,7 +46,7 @@ class LayerSpec(Enum):
 
 
 class SharePrompts(Enum):
-    """``auto``: the samples of a prompt are packed with it once, where that is exact (``config/shared_prompts.py``)."""
+    """``auto``: where that is exact, and a plan says where it is not.  ``off``: each sample computes its prompt."""
 
     auto = "auto"
     off = "off"
@@ -161,7 +161,7 @@ class EngineConfig:
 
     microbatch_tokens: pack whole sequences into microbatches of at most this many tokens per context-parallel group.
     microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
-    share_prompts: what several sequences of a microbatch begin with is computed once.
+    share_prompts: a prompt is computed once for those of its samples that are in one microbatch.
     max_nonfinite_steps: the run stops after this many steps in a row that were skipped for non-finite gradients.
     seed: of initial weights that are not loaded from a checkpoint.
     overlap_grad_reduce: gradients are summed over data-parallel ranks, bucket by bucket, while the backward pass of the
