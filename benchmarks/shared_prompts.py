@@ -3,7 +3,7 @@
     python benchmarks/shared_prompts.py [--samples 8] [--rounds 3] [--json results.json]
 
 One process on the CPU in float32, a dense model of 4 layers; a step has the samples of two prompts, in one microbatch.
-Both ways take turns with the same weights and tokens; the ratio is the median over the rounds, of processor time, so that
+Both ways take turns with the same weights and tokens; the ratio is the median over the rounds, of processor time, which
 a busy machine disturbs less.  The limit is the ratio of the operations that the model needs (``families/flops.py``).
 """
 

@@ -48,7 +48,10 @@ class Run(TrainingRun[RunConfig, Prepared]):
     """One run of ``mcore-rl train``; made by ``open_run``, or by ``open_replay`` without engines.
 
     losses: of each role that is trained.  collector, weights: None where there are no engines.
+    sharing: the roles whose engines share prompts, once they were asked.
     """
+
+    sharing: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -73,7 +76,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
         self.losses: dict[str, RoleLoss] = {role.name: config.loss_of(role) for role in config.trained_rows}
-        self.sharing = frozenset[str]()
         self._plans = {trains: step_plan(config, trains_policy=trains) for trains in (True, False)}
 
     async def ask_who_shares(self) -> None:

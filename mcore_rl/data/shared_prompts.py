@@ -56,7 +56,15 @@ def stems_of(
         members.setdefault(key, []).append(index)
         prompts[key] = prompt
         start += length
-    return [Stem(tuple(each), prompts[key] - 1 if len(each) > 1 else 0) for key, each in members.items()]
+    stems = [Stem(tuple(each), prompts[key] - 1) for key, each in members.items()]
+    return sorted((part for stem in stems for part in parted(stem)), key=lambda stem: stem.members[0])
+
+
+def parted(stem: Stem) -> list[Stem]:
+    """``stem``, or its sequences by themselves if they share nothing."""
+    if stem.shared and len(stem.members) > 1:
+        return [stem]
+    return [Stem((index,)) for index in stem.members]
 
 
 def within(stems: Iterable[Stem], members: Iterable[int]) -> list[Stem]:
@@ -74,7 +82,7 @@ def within_budget(stem: Stem, lengths: Sequence[int], budget: int) -> list[Stem]
         return [stem]
     branches = pack([lengths[index] - stem.shared for index in stem.members], budget - stem.shared)
     parts = [tuple(stem.members[place] for place in places) for places in branches]
-    return [Stem(part, stem.shared if len(part) > 1 else 0) for part in parts]
+    return [shorter for part in parts for shorter in parted(Stem(part, stem.shared))]
 
 
 def dealt(stems: Sequence[Stem], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -103,4 +111,4 @@ def dealt(stems: Sequence[Stem], lengths: Sequence[int], num_ranks: int) -> list
 
 def _divided(stem: Stem, count: int) -> Iterable[Stem]:
     parts = [stem.members[first::count] for first in range(min(count, len(stem.members)))]
-    return [Stem(part, stem.shared if len(part) > 1 else 0) for part in parts]
+    return [shorter for part in parts for shorter in parted(Stem(part, stem.shared))]

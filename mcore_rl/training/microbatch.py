@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
 from mcore_rl.data.pairs import MEMBERS, units_of
-from mcore_rl.data.shared_prompts import Stem, stems_of, within_budget
+from mcore_rl.data.shared_prompts import Stem, parted, stems_of, within_budget
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, rows_multiple, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
@@ -221,7 +221,8 @@ def _routed_alike(batch: TrainBatch, stems: Sequence[Stem]) -> list[Stem]:
     if not alike:
         return list(stems)
     shared = iter(torch.stack(alike).tolist())
-    return [Stem(stem.members, min((next(shared) for _ in stem.members[1:]), default=0)) for stem in stems]
+    routed = [Stem(stem.members, min((next(shared) for _ in stem.members[1:]), default=0)) for stem in stems]
+    return [part for stem in routed for part in parted(stem)]
 
 
 def _plan(

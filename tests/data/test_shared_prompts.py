@@ -21,7 +21,9 @@ def test_samples_of_a_prompt_share_all_of_it_but_its_last_token() -> None:
     first, second, third = [7, 8, 9], [7, 8], [5, 6, 7]
     stems = batch(([*first, 1, 2], 3), ([*second, 9, 1], 2), ([*first, 4], 3), (third, 3), (third, 3), ([*third, 2], 3))
     assert stems == [Stem((0, 2), 2), Stem((1,), 0), Stem((3, 4, 5), 2)]
-    assert batch(([3, 1], 1), ([3, 2], 1)) == [Stem((0, 1), 0)], "the only token of a prompt predicts what differs"
+    assert batch(([3, 1], 1), ([3, 2], 1)) == [Stem((0,)), Stem((1,))], (
+        "the only token of a prompt predicts what differs"
+    )
 
 
 def test_a_token_that_is_trained_is_never_shared() -> None:
