@@ -76,6 +76,19 @@ def within(stems: Iterable[Stem], members: Iterable[int]) -> list[Stem]:
     return parts
 
 
+def loads(stems: Iterable[Stem], lengths: Sequence[int], shards: Iterable[Sequence[int]]) -> list[int]:
+    """The tokens that each of ``shards``, lists of sequences, computes."""
+    stem_of = {index: (number, stem.shared) for number, stem in enumerate(stems) for index in stem.members}
+    computed = list[int]()
+    for shard in shards:
+        computed.append(sum(lengths[index] for index in shard))
+        met = set[int]()
+        for number, shared in (stem_of[index] for index in shard):
+            computed[-1] -= shared * (number in met)
+            met.add(number)
+    return computed
+
+
 def within_budget(stem: Stem, lengths: Sequence[int], budget: int) -> list[Stem]:
     """``stem`` in few parts of at most ``budget`` tokens, each with a trunk of its own.  lengths: none above it."""
     if stem.tokens(lengths) <= budget:

@@ -84,7 +84,7 @@ class Plan:
     violations: why the run does not fit; empty if it fits.
     concurrency: how many sequences of the greatest length a rollout engine's cache holds; None without rollout.
     tokens: of a step, by kind.
-    notes: remarks for the user that are no violations.
+    notes: remarks for the user that are no violations.  gains: what settings save.
     """
 
     title: str
@@ -99,6 +99,7 @@ class Plan:
     concurrency: float | None = None
     tokens: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    gains: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:

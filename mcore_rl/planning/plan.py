@@ -110,7 +110,8 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
         notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
-    notes += tuple(_sharing_notes(run, roles, others, cluster))
+    gains, without = _sharing(run, roles, others, cluster)
+    notes += without
     if colocated and device_bytes is not None and engines < world:
         notes += (_idle(run, seconds),)
     return Plan(
@@ -126,6 +127,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         concurrency=room.concurrency,
         tokens=tokens,
         notes=notes,
+        gains=gains,
     )
 
 
@@ -192,22 +194,24 @@ def _not_shared(role: Role, model: ModelConfig, run: RunConfig, cluster: Cluster
     return why_not_shared(config, model, config.parallel, transformer_engine=kernels.fused)
 
 
-def _sharing_notes(
+def _sharing(
     run: RunConfig, roles: Sequence[RolePlan], others: Mapping[str, ModelConfig], cluster: ClusterConfig
-) -> Iterator[str]:
-    """What sharing prompts saves, or why roles do not share them, each reason once."""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(what sharing prompts saves, why roles that are to share them do not), each once for all roles."""
     by_reason: dict[str | None, list[RolePlan]] = {}
     for role, planned in zip(run.group_rows, roles, strict=True):
         if planned.engine.share_prompts is not SharePrompts.off:
             reason = _not_shared(role, others.get(role.name, roles[0].model), run, cluster)
             by_reason.setdefault(reason, []).append(planned)
+    gains, without = list[str](), list[str]()
     for reason, those in by_reason.items():
         names, work = ", ".join(each.name for each in those), those[0].work
         if reason is None:
             saved = 1 - work.computed / work.mean
-            yield f"{names}: prompts computed once for {work.samples} samples save {saved:.0%} of the tokens"
+            gains.append(f"{names}: prompts computed once for {work.samples} samples save {saved:.0%} of the tokens")
         else:
-            yield f"{names}: share_prompts=auto changes nothing, because {reason}"
+            without.append(f"{names}: share_prompts=auto changes nothing, because {reason}")
+    return tuple(gains), tuple(without)
 
 
 def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: ClusterConfig) -> RolePlan:

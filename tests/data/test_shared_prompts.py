@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.data.shared_prompts import Stem, dealt, stems_of, within, within_budget
+from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within, within_budget
 
 LENGTHS = [6, 5, 5, 3, 4, 4]
 
@@ -77,5 +77,7 @@ def test_the_busiest_rank_never_has_more_than_without_sharing(num_ranks: int) ->
         ranks = dealt(stems, lengths, num_ranks)
         assert sorted(index for rank in ranks for index in rank) == [*range(len(lengths))]
         apart = dealt([Stem((index,)) for index in range(len(lengths))], lengths, num_ranks)
-        busiest = max(sum(part.tokens(lengths) for part in within(stems, rank)) for rank in ranks)
+        computed = [sum(part.tokens(lengths) for part in within(stems, rank)) for rank in ranks]
+        assert loads(stems, lengths, ranks) == computed
+        busiest = max(computed)
         assert all(ranks) and busiest <= max(sum(lengths[index] for index in rank) for rank in apart)

@@ -403,9 +403,11 @@ def test_a_plan_says_what_shared_prompts_save_or_why_they_save_nothing() -> None
     run.actor.share_prompts = SharePrompts.auto
     shared = plan(run, QWEN, H100)
     saved = (round(prompt) - 1) * 7 / 8 / (prompt + 100)
-    assert shared.notes == (f"actor: prompts computed once for 8 samples save {saved:.0%} of the tokens",)
+    assert shared.gains == (f"actor: prompts computed once for 8 samples save {saved:.0%} of the tokens",)
     assert 1 - saved - 0.02 < shared.seconds["update_actor"] / apart.seconds["update_actor"] < 1 - 0.8 * saved
-    assert shared.seconds["generate"] == apart.seconds["generate"] and not apart.notes
+    assert shared.seconds["generate"] == apart.seconds["generate"] and not apart.gains
+    assert not shared.notes and not apart.notes
     run.actor.layer_spec = LayerSpec.auto
     (said,) = plan(run, QWEN, H100).notes
+    assert not plan(run, QWEN, H100).gains
     assert "share_prompts=auto changes nothing, because Transformer Engine" in said

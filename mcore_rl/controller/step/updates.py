@@ -27,7 +27,7 @@ from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
-from mcore_rl.data.shared_prompts import Stem, dealt, stems_of, within
+from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
@@ -254,8 +254,7 @@ def _imbalance(shared: SharedBatch, shards: Sequence[Sequence[int]]) -> float:
     """Tokens that the busiest rank computes over the mean."""
     if not shared.stems:
         return imbalance(shared.lengths_S, shards)
-    computed = [sum(stem.tokens(shared.lengths_S) for stem in within(shared.stems, shard)) for shard in shards]
-    return imbalance(computed, [[rank] for rank in range(len(shards))])
+    return imbalance(loads(shared.stems, shared.lengths_S, shards), [[rank] for rank in range(len(shards))])
 
 
 def _counts(lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: TrainedConfig) -> Denominators:
