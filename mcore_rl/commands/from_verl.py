@@ -73,8 +73,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([Violation("--version", options.version, "is no version of verl that is known", remedy)])
     verl, aside = read(options.source, options.words, options.version)
     refuse_images(verl)
-    paths = [verl.written.get(key) for key in ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")]
-    translation = translate(verl, model_facts(next((str(path) for path in paths if path), "")))
+    translation = translate(verl, model_facts(verl.model_path))
     head = f"Made by mcore-rl from-verl of verl {verl.version}, {verl.config}."
     text = redacted(yaml_of(translation.program, translation.algorithm, translation.settings, head))
     if options.out:

@@ -127,7 +127,7 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
     run, _, _ = load_words(arguments.words)
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     config = changes_asked(arguments).apply(run_config_json(run))
-    form = run.rollout.lora if isinstance(run, RunConfig) else PublishedLora.merged
+    form = run.rollout.published_lora if isinstance(run, RunConfig) else PublishedLora.merged
     family, model = model_of(config)
     lora = published_form(run.actor.lora, form, Table(family, model)) if run.actor.lora.rank else None
     return Asked(config, run.actor.parallel, run.trainer.world_size, rollout, lora)

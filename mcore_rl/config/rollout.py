@@ -107,6 +107,20 @@ class MoeBackend(Enum):
     aiter = "aiter"
 
 
+class Quantization(Enum):
+    """The form that vLLM's online quantisation gives the matrices of engines (vllm/config/quantization.py, 0.32).
+
+    fp8_block: float8_e4m3 with a scale for each 128 by 128 elements.  fp8_channel: with one for each row.
+    fp8_tensor: with one for each tensor.  mxfp8: with a power of two for each 32 elements of a row.
+    """
+
+    none = "none"
+    fp8_block = "fp8_block"
+    fp8_channel = "fp8_channel"
+    fp8_tensor = "fp8_tensor"
+    mxfp8 = "mxfp8"
+
+
 KEEPS_WEIGHTS = (MoeBackend.auto, MoeBackend.triton, MoeBackend.batched_triton)
 
 
@@ -188,6 +202,8 @@ class RolloutConfig(ServingConfig):
         in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
     over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
     lora: whether the engines of a run with adapters hold merged weights or apply the adapters, see ``PublishedLora``.
+    quantization: the form of the engines' matrices, see ``Quantization``; an update quantises where it arrives.
+    allow_uncorrected: quantised engines draw for a trainer that does not weigh the difference.
     val_kwargs: how validation samples.  agent: agent loops, tools, and what ends an episode.
     """
 
@@ -205,8 +221,16 @@ class RolloutConfig(ServingConfig):
     partial: bool = False
     over_sampling: PositiveFloat = 0.5
     lora: PublishedLora = PublishedLora.auto
+    quantization: Quantization = Quantization.none
+    allow_uncorrected: bool = False
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+
+    @property
+    def published_lora(self) -> PublishedLora:
+        """``lora``, where quantised engines hold merged weights."""
+        is_plain = self.quantization is Quantization.none
+        return self.lora if is_plain or self.lora is not PublishedLora.auto else PublishedLora.merged
 
     @property
     def max_model_len(self) -> int:
@@ -244,6 +268,7 @@ def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
     rules = (
         _engine_violations,
         _backend_violations,
+        _quantization_violations,
         _greedy_violations,
         _draws_violations,
     )
@@ -259,6 +284,18 @@ def _backend_violations(rollout: RolloutConfig) -> list[Violation]:
         return []
     problem = "rearranges the experts' weights in place, and an update writes them as they are in the checkpoint"
     return [Violation("rollout.moe_backend", rollout.moe_backend.value, problem, "Write rollout.moe_backend=auto")]
+
+
+def _quantization_violations(rollout: RolloutConfig) -> Iterator[Violation]:
+    if rollout.quantization is Quantization.none:
+        return
+    if rollout.dtype is not Precision.bfloat16:
+        problem = f"is what vLLM quantises to {rollout.quantization.value}, and it takes bfloat16 alone"
+        remedy = "Write rollout.dtype=bfloat16, or rollout.quantization=none"
+        yield Violation("rollout.dtype", rollout.dtype.value, problem, remedy)
+    if rollout.lora is PublishedLora.adapter:
+        problem = f"adds adapters to weights in {rollout.quantization.value}, whose rounding they were not trained with"
+        yield Violation("rollout.lora", rollout.lora.value, problem, "Write rollout.lora=merged")
 
 
 def _greedy_violations(rollout: RolloutConfig) -> list[Violation]:

@@ -37,7 +37,13 @@ from mcore_rl.config.role import Every, Head, Role
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.role_table import ROLES, role_table
 from mcore_rl.config.roles import ActorConfig, RoleConfig, RouterReplay, TeacherConfig
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.rollout import (
+    Quantization,
+    RolloutConfig,
+    ServingConfig,
+    rollout_config_violations,
+    routing_violations,
+)
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
@@ -254,6 +260,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _group_violations,
         pair_violations,
         _distribution_violations,
+        _uncorrected_violations,
         _kl_in_reward_violations,
         _teacher_violations,
         _warmup_violations,
@@ -347,6 +354,19 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
         violations.append(Violation(f"algorithm.{reads_sampler[0]}", reads_sampler[1], problem, remedy))
     return violations
+
+
+def _uncorrected_violations(run: RunConfig) -> Iterator[Violation]:
+    """Refuses to train on samples of quantised engines as if the trainer's weights had drawn them."""
+    quantization, off_policy = run.rollout.quantization, run.algorithm.off_policy
+    if quantization is Quantization.none or off_policy is not OffPolicy.recompute or run.rollout.allow_uncorrected:
+        return
+    problem = "engines draw from rounded weights, and algorithm.off_policy=recompute trains as if the trainer had drawn"
+    remedy = (
+        "Write algorithm.off_policy=decoupled, which weighs each token by their ratio, cut off at "
+        "algorithm.rollout_correction.upper; or insist: rollout.allow_uncorrected=true"
+    )
+    yield Violation("rollout.quantization", quantization.value, problem, remedy)
 
 
 def _warmup_violations(run: RunConfig) -> Iterator[Violation]:

@@ -26,12 +26,16 @@ ADVANTAGES = "step_advantages"  # what ``Estimate`` makes for the updates
 class Pass:
     """A forward pass over the whole batch, without gradient.
 
-    role: the row whose scores it makes.  group: the role whose processes compute it.
+    role: the row whose scores it makes, or a name of its own for its metrics.
+    group: the role whose processes compute it.
     weights: the name of frozen weights in these processes; None: the live ones.
     makes: first log-probs, values or hidden states; ``entropy_S`` adds entropies, ``routing_TLK`` the chosen experts.
     reads: the fields that it is given.
     sampled: whether its log-probs are at the temperature of the sampling; else at 1.
     rests: whether the processes have nothing more to do in the step.
+    context: ``(Episode, all episodes of its prompt, RunConfig) -> messages`` or its ``module:name``: the model is told
+    these in the prompt's place, and what it makes is of the response behind them.  None instead of messages keeps the
+    prompt.
     """
 
     role: str
@@ -42,6 +46,7 @@ class Pass:
     reads: tuple[str, ...] = TOKENS
     sampled: bool = True
     rests: bool = False
+    context: Function | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

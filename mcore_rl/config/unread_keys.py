@@ -31,6 +31,7 @@ from mcore_rl.config.pairs import needs_answers
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig, LossAggregation
+from mcore_rl.config.rollout import Quantization
 from mcore_rl.config.trainer import ASYNC, Placement
 from mcore_rl.errors import Violation
 
@@ -147,6 +148,12 @@ SWITCHES = (
         lambda run: run.actor.lora.rank > 0,
         "there are no adapters",
         "actor.lora.rank=32",
+    ),
+    Switch(
+        ("rollout.allow_uncorrected",),
+        lambda run: run.rollout.quantization is not Quantization.none,
+        "engines hold plain weights",
+        "rollout.quantization=fp8_block",
     ),
     Switch(
         ("algorithm.whiten_advantages",),

@@ -38,6 +38,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "enforce_eager": ("enforce_eager",),
     "enable_sleep_mode": ("enable_sleep_mode", "enable_cumem_allocator"),
     "moe_backend": ("moe_backend",),
+    "quantization": ("quantization", "quantization_config"),
     "return_routed_experts": ("enable_return_routed_experts",),
 }  # fmt: skip
 
@@ -48,7 +49,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "model_impl",
     ),
     "changes how weights are loaded or held, and updates write them as the checkpoint has them": (
-        "load_format", "model_loader_extra_config", "quantization", "quantization_config", "linear_backend",
+        "load_format", "model_loader_extra_config", "linear_backend",
         "allow_deprecated_quantization", "pt_load_map_location", "weight_transfer_config", "enable_ep_weight_filter",
         "offload_backend", "cpu_offload_gb", "cpu_offload_params", "offload_group_size", "offload_num_in_group",
         "offload_prefetch_step", "offload_params", "sleep_preserve_parameter_names", "sleep_mode_offload_cudagraph",

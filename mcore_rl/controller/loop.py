@@ -54,7 +54,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock(config.policy.phase):
         sharing = config.policy.name in run.sharing
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name], share_prompts=sharing)
-    state = StepState(step=step, shared=shared, groups=groups, minibatches=parts)
+    state = StepState(step=step, shared=shared, groups=groups, minibatches=parts, episodes=trained.episodes)
     for stage in run.plan(step):
         metrics |= await run_stage(run, stage, state)
 
@@ -69,7 +69,9 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     if sharing:
         metrics["perf/shared_prompts"] = of_policy.shared
     counts = {name: len(each.results) for name, each in updated.items()}
-    passes = step_passes(config, run.plan(step), run.prepared.models, counts, run.sharing)
+    passes = step_passes(
+        config, run.plan(step), run.prepared.models, counts, in_context=state.in_context, sharing=run.sharing
+    )
     metrics |= tflop(shared.lengths_S, passes, shared.stems)
 
     with clock("generate"):

@@ -1,4 +1,4 @@
-"""verl's own keys, with their defaults by version, as ``tools/record_verl_keys.py`` recorded them."""
+"""verl's own keys, with their defaults by version, as ``tools/record_verl.py`` recorded them."""
 
 from __future__ import annotations
 

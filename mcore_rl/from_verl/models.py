@@ -20,10 +20,9 @@ SEES = re.compile(r"(?<![a-z])(vl|vlm|vision|omni|llava|pixtral|internvl|minicpm
 
 def refuse_images(verl: Verl) -> None:
     """Raises ConfigError if a run trains on images, videos or sounds."""
-    path = str(verl.written.get("actor_rollout_ref.model.path") or verl.written.get("model.path") or "")
     key = next((each for each in COLUMNS if verl.written.get(each)), "")
-    value = verl.written.get(key, path)
-    if not key and not SEES.search(Path(path).name.replace("_", "-")):
+    value = verl.written.get(key, verl.model_path)
+    if not key and not SEES.search(Path(verl.model_path).name.replace("_", "-")):
         return
     problem = "asks for images, videos or sounds, and text alone is trained: of this script there is no recipe"
     remedy = "Leave that column out and name a model of text, if you mean a run on text alone"

@@ -117,7 +117,7 @@ def listed(value: Any) -> Any:
 def or_never(value: Any) -> Any:
     """A frequency: -1 is 0 here."""
     if not isinstance(value, int | float | None) and not str(value).lstrip("-").isdigit():
-        raise NotHereError("a number of steps")
+        raise NotHereError("write a number of steps; an epoch has rows / data.train_batch_size")
     return 0 if value is None else max(0, int(value))
 
 

@@ -116,7 +116,7 @@ def engine(verl: str) -> list[KeyRow]:
         gone(f"{verl}.{{use_remove_padding,pad_bshd_to_minibatch_max,pad_to_length,pad_to_length_bucket}}", PACKED),
         absent(f"{verl}.dynamic_context_parallel", "one context-parallel size for the whole run"),
         gone(f"{verl}.max_seqlen_per_dp_cp_rank", "read with dynamic_context_parallel alone"),
-        absent(f"{verl}.use_megatron_fsdp", "not yet"),
+        gone(f"{verl}.use_megatron_fsdp", FSDP),
         *quantisation(verl),
         *router_replay(verl),
         gone(f"{verl}.{{entropy_from_logits_chunk_size,entropy_from_logits_with_chunking}}", ENTROPY),

@@ -56,7 +56,7 @@ ROLLOUT_ROWS = [
     ),
     to(f"{ROLLOUT}.enforce_eager", "rollout.enforce_eager", keeps=True),
     to(f"{ROLLOUT}.enable_prefix_caching", "rollout.enable_prefix_caching"),
-    to(f"{ROLLOUT}.free_cache_engine", "rollout.enable_sleep_mode"),
+    to(f"{ROLLOUT}.{{free_cache_engine,enable_sleep_mode}}", "rollout.enable_sleep_mode"),
     to(f"{ROLLOUT}.dtype", "rollout.dtype", DTYPE, "left out: actor.precision", keeps=True),
     gone(f"{ROLLOUT}.{{prompt_length,response_length}}", "follow from data"),
     gone(f"{ROLLOUT}.max_model_len", LENGTHS),
@@ -79,7 +79,14 @@ ROLLOUT_ROWS = [
         MICROBATCHES,
     ),
     gone(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from actor.router_replay=r3"),
-    absent(f"{ROLLOUT}.{{quantization,quantization_config_file}}", "not yet: engines compute in rollout.dtype"),
+    part(
+        f"{ROLLOUT}.quantization",
+        "rollout.quantization rollout.allow_uncorrected",
+        "quantisation",
+        "`fp8` is `fp8_block`, of 128 by 128 as verl's; without `rollout_is` or `bypass_mode` here it takes "
+        "`allow_uncorrected`",
+    ),
+    absent(f"{ROLLOUT}.quantization_config_file", "quantised checkpoints of TorchAO are not read"),
     gone(f"{ROLLOUT}.{{qat,mtp}}", "follow from the model's group"),
     absent(f"{ROLLOUT}.over_sample_rate", "nothing unfinished is thrown away; `rollout.partial=true` keeps it"),
     absent(f"{ROLLOUT}.use_fire_sampling", "not here"),
@@ -175,11 +182,11 @@ def serving(verl: str) -> list[KeyRow]:
     """The rows of a reward model's engines.  verl: the group ``rollout`` of it."""
     return [
         to(f"{verl}.tensor_model_parallel_size", "reward_model.tp"),
-        to(
+        part(
             f"{verl}.gpu_memory_utilization",
-            "reward_model.gpu_memory_utilization",
-            keeps=True,
-            note="beside rollout.gpu_memory_utilization, both on one device",
+            "reward_model.gpu_memory_utilization rollout.gpu_memory_utilization",
+            "shares",
+            "beside rollout.gpu_memory_utilization: both engines are awake on one device; verl wakes one at a time",
         ),
         to(f"{verl}.enforce_eager", "reward_model.enforce_eager", keeps=True),
         to(f"{verl}.max_num_seqs", "reward_model.max_num_seqs", keeps=True),

@@ -55,6 +55,9 @@ REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_m
 }
 
 
+AWAKE = 0.9  # of a device, for engines that are awake at once
+
+
 def microbatches(verl: Verl, answer: Answer, role: str) -> None:
     """One budget of tokens: that of verl's dynamic batches, or of its micro batches of the longest sequences."""
     base = verl.places[role].role
@@ -327,6 +330,40 @@ def sampling(verl: Verl, answer: Answer) -> None:
             answer.set(ours, 0 if greedy else verl[temperature], draws, temperature)
 
 
+def shares(verl: Verl, answer: Answer) -> None:
+    """Memory shares of two engines that are awake at once; verl wakes one at a time, so its shares may exceed 1."""
+    drawn, *judges = (
+        f"{group}.gpu_memory_utilization"
+        for group in ("actor_rollout_ref.rollout", "reward.reward_model.rollout", "reward_model.rollout")
+    )
+    judged = next((each for each in judges if each in verl.written), judges[0])
+    if verl[judged] is None:  # before 0.7.0 no engine served a reward model
+        return
+    wanted = float(verl[drawn]) + float(verl[judged])
+    fits = wanted <= 1 or "trainer.placement" in answer.settings
+    for key, ours in ((drawn, "rollout"), (judged, "reward_model")):
+        share = verl[key] if fits else round(verl[key] * AWAKE / wanted, 2)
+        answer.set(f"{ours}.gpu_memory_utilization", share, key)
+        if not fits:
+            text = f"verl wakes one engine at a time; here both are awake, and share {AWAKE:g} of a device"
+            answer.tell(Difference.changed, key, text, f"{ours}.gpu_memory_utilization={share:g}")
+
+
+def quantisation(verl: Verl, answer: Answer) -> None:
+    """Engines in fp8.  A run here weighs what they draw, unless it is told not to."""
+    key, ours = "actor_rollout_ref.rollout.quantization", "rollout.quantization"
+    if verl[key] in (None, "null", ""):
+        return
+    if verl[key] != "fp8":
+        answer.tell(Difference.absent, key, "there is fp8; docs/fp8.md has the others that are here")
+        return
+    answer.set(ours, "fp8_block", key)
+    if not answer.settings.keys() & {"algorithm.off_policy"}:
+        answer.set("rollout.allow_uncorrected", True, key)
+        text = "verl's documentation has an obvious drop without rollout_is: write algorithm.off_policy=decoupled"
+        answer.tell(Difference.changed, key, text, "rollout.allow_uncorrected=true")
+
+
 def filtered(verl: Verl, answer: Answer) -> None:
     """Prompts that are sampled at a time, where groups are filtered."""
     key = "data.gen_batch_size"
@@ -423,6 +460,8 @@ RULES: dict[str, Callable[[Verl, Answer], None]] = {
         distillation,
         correction,
         sampling,
+        shares,
+        quantisation,
         filtered,
         replicas,
         generating_replicas,

@@ -20,7 +20,7 @@ from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, Tra
 from mcore_rl.from_verl.row import KeyRow, NotHereError, same
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for, rows_of
-from mcore_rl.from_verl.written import Verl
+from mcore_rl.from_verl.written import MODEL_PATHS, Verl
 from mcore_rl.from_verl.yaml_text import shown
 
 EMPTY = (None, False, 0, "", "null", "None")
@@ -88,7 +88,7 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
                 per_role(verl, answer, role)
     _tell_of_rules(answer)
     if answer.model.refused:
-        for key in ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain"):
+        for key in MODEL_PATHS:
             answer.tell(Difference.absent, key, answer.model.refused)
     if answer.model.checkpoint and verl.program == "train":
         answer.settings["recipe.checkpoint"] = TranslatedSetting(answer.model.checkpoint, (), written=True)

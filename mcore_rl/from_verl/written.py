@@ -15,6 +15,7 @@ from mcore_rl.from_verl.shell import OUTPUT
 from mcore_rl.from_verl.table import config_of
 
 MAX_BYTES = 1 << 20  # of a file of verl's
+MODEL_PATHS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")  # of the model that is trained
 # main_generation_server has the keys of a trainer, and its defaults -> those of main_generation.
 SERVER = {
     "data.train_files": "data.path",
@@ -78,6 +79,11 @@ class Verl:
     def defaults(self) -> Mapping[str, Any]:
         """verl's own value of each key that it has."""
         return {**defaults(self.config, self.version), **MODE_DEFAULTS[self.mode], **self.others}
+
+    @property
+    def model_path(self) -> str:
+        """The model that is trained; "": none was written."""
+        return next((str(path) for key in MODEL_PATHS if (path := self.written.get(key))), "")
 
     @property
     def keys(self) -> set[str]:
@@ -200,10 +206,9 @@ def value_of(word: str, text: str) -> Any:
         value = OverridesParser.create().parse_override(word).value()
     except HydraException:
         return text
-    if type(value).__name__ != "QuotedString":
-        return value
-    inside = str(value)  # a list may be in quotes that a script did not mean for hydra
-    return value_of(f"key={inside}", inside) if inside.startswith("[") else inside
+    if isinstance(value, str) and value.startswith("["):  # a list in quotes that a script did not mean for hydra
+        return value_of(f"key={value}", value)
+    return value
 
 
 def read_tree(path: Path) -> dict[str, Any]:

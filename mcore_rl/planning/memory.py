@@ -257,16 +257,19 @@ def _sync(roles: Sequence[RolePlan], room: Serving, site: Site, *, highest: int)
     highest: the most bytes of any other phase.  The policy's optimizer state may leave during the update (LEAVING) as
     long as the run does not need more than that.
     """
-    buckets: Part = ("weight buckets", 2 * UPDATE_BUCKET_BYTES, False)
+    arriving: list[Part] = [
+        ("weight buckets", 2 * UPDATE_BUCKET_BYTES, False),
+        ("engine, a tensor that is quantised", room.converting, True),
+    ]
     if not site.colocated:
-        return _peak(Phase.sync, Place.device, "a rollout rank", [*_awake(room, site), buckets], site.device_bytes)
+        return _peak(Phase.sync, Place.device, "a rollout rank", [*_awake(room, site), *arriving], site.device_bytes)
     actor = roles[0]
     awake = [part for part in _awake(room, site) if part[0] in AWAKE_AT_UPDATES]
 
     def peak(stage: int, leaving: bool) -> Peak:
         state = actor.state(stage)
         weights: Part = ("actor weights", state.weights, True)
-        parts = [*awake, weights, (LEAVING, state.optimizer * leaving, True), buckets, *_trainers(roles, site)]
+        parts = [*awake, weights, (LEAVING, state.optimizer * leaving, True), *arriving, *_trainers(roles, site)]
         return _peak(Phase.sync, Place.device, f"actor, {_where(actor, stage)}", parts, site.device_bytes)
 
     def worst(leaving: bool) -> Peak:
@@ -366,6 +369,7 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
         ("engine adapters", ranks * room.adapters, True),
+        ("engine, a tensor that is quantised", ranks * room.converting, True),
         # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/receiver/receive_memory.py).
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),

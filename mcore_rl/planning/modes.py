@@ -23,7 +23,7 @@ from mcore_rl.planning.overheads import (
 )
 from mcore_rl.planning.plan import role_plan
 from mcore_rl.planning.search import NONE, Candidate, Others, fastest_by_rollout
-from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes, serving
+from mcore_rl.planning.serving import Serving, cache_bytes_per_token, serving
 from mcore_rl.planning.simulated_engine import EngineCosts
 from mcore_rl.planning.simulation import (
     ONE_STEP_OFF,
@@ -40,9 +40,9 @@ from mcore_rl.planning.timing import (
     Rates,
     compute_flops_rate,
     decode_latency_s,
-    idle_expert_bytes,
     nodes_reduction_s,
     optimizer_s,
+    streamed_bytes,
 )
 from mcore_rl.planning.training import engine_lora
 
@@ -282,9 +282,8 @@ def engine_costs(
 def _stream_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> Iterator[float]:
     """By the number of running sequences, the seconds in which the weights that they touch are read."""
     size = BYTES[config.dtype]
-    weights = rollout_weight_bytes(model, config.layout, size)
     for active in range(config.max_num_seqs + 1):
-        yield (weights - idle_expert_bytes(model, config, size, active)) / rates.memory
+        yield streamed_bytes(model, config, size, active) / rates.memory
 
 
 def trainer_costs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig) -> TrainerCosts:

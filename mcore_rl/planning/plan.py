@@ -20,7 +20,7 @@ from mcore_rl.config.pairs import sequences_per_prompt, trains_pairs
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
 from mcore_rl.config.role import Role
-from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
+from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, Quantization, rollout_violations
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.shared_prompts import why_not_shared
@@ -36,10 +36,11 @@ from mcore_rl.planning.memory import Part, Site, checkpoint_bytes, peaks, route_
 from mcore_rl.planning.overheads import GIB, MEAN_RESPONSE_SHARE, SWITCH_S, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
-from mcore_rl.planning.states import StateBytes
+from mcore_rl.planning.states import StateBytes, family_for
 from mcore_rl.planning.step_range import role_calibration
 from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work, engine_lora
+from mcore_rl.weights.quantised_shards import shard_violations, tensors_by_form
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
 
@@ -106,6 +107,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         wrong for name, each in configs.items() for wrong in _too_narrow(each, run.data.max_response_length, name)
     ]
     notes = tuple(note for name, each in configs.items() for note in _notes(each, roles[0].work, name) if not narrow)
+    notes += tuple(_form_notes(run, model))
     if between:
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
@@ -342,6 +344,8 @@ def _misfits(
     world = run.trainer.world_size
     violations = [*model_violations(model), *_cluster_misfits(run.trainer, cluster)]
     violations += rollout_violations(model, run.rollout.layout)
+    if not violations:
+        violations += shard_violations(family_for(model), model, run.rollout)
     violations += replay_model_violations(run, model, None)
     for role in run.group_rows:
         parallel = run.role_config(role).parallel
@@ -434,6 +438,14 @@ def _notes(engine: EngineConfig, work: Work, role: str) -> tuple[str, ...]:
             f"{engine.microbatch_tokens}: a run whose data allow for one is refused before it starts",
         )
     return ()
+
+
+def _form_notes(run: RunConfig, model: ModelConfig) -> Iterator[str]:
+    """What quantised engines hold in which form."""
+    quantization = run.rollout.quantization
+    if quantization is not Quantization.none:
+        quantised, plain = tensors_by_form(family_for(model), model)
+        yield f"engines hold {', '.join(quantised)} in {quantization.value}; {', '.join(plain)} stay plain"
 
 
 def _too_narrow(engine: EngineConfig, longest_response: int, role: str) -> list[Violation]:

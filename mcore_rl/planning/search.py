@@ -38,8 +38,10 @@ from mcore_rl.planning.overheads import GIB, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
 from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan
 from mcore_rl.planning.serving import Serving, serving
+from mcore_rl.planning.states import family_for
 from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, engine_lora
+from mcore_rl.weights.quantised_shards import shard_violations
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # shares of a device to try for a colocated engine
 SEPARATE_SHARE = 0.9
@@ -287,6 +289,9 @@ def _rollouts(
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
+                if any(shard_violations(family_for(model), model, config)):
+                    refused[f"the shards are not whole blocks with tp={tp}, ep={ep}"] += 1
+                    continue
                 room = serving(model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster), lora=lora)
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
@@ -322,7 +327,7 @@ def _pairs(
                 refused["the weights of engine and actor exceed a device while they are sent"] += 1
                 continue
             met.add(layout)
-            sync = weights_s(actor, theirs.room.weights, theirs.config.layout, rates, separate=separate)
+            sync = weights_s(actor, theirs.room.update_bytes, theirs.config.layout, rates, separate=separate)
             yield _Option(seconds + theirs.seconds + sync.total, ours, _with(run, ours, theirs.config))
 
 

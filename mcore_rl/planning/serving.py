@@ -17,6 +17,8 @@ from mcore_rl.config.rollout import (
     BYTES,
     CPU_BATCHED_TOKENS,
     CPU_KV_CACHE_BYTES,
+    Quantization,
+    RolloutConfig,
     RolloutLayout,
     ServingConfig,
     kv_bytes_per_token,
@@ -27,6 +29,7 @@ from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.planning.overheads import GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.states import family_for
 from mcore_rl.weights.adapter_table import AdapterTable
+from mcore_rl.weights.quantised import bytes_of_scale, is_quantised, num_scales
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -39,7 +42,9 @@ class Serving:
     """The memory of one rollout rank, bytes.
 
     weights: exact.
-    adapters: vLLM's memory for adapters that it applies, exact; sent: those of its bytes that an update writes.
+    adapters: vLLM's memory for adapters that it applies, exact.
+    sent: what an update brings, if not all weights as they are held: adapters, or weights before they are quantised.
+    converting: the largest tensor while an update quantises it, as it arrives and as it becomes.
     working: of a forward pass over the longest batch.
     overhead: context, communicators, graphs.
     budget: what vLLM may use in all.
@@ -57,6 +62,7 @@ class Serving:
     packed: int = 0
     adapters: int = 0
     sent: int = 0
+    converting: int = 0
 
     @property
     def update_bytes(self) -> int:
@@ -71,7 +77,7 @@ class Serving:
     @property
     def awake(self) -> int:
         """What it uses while weights are sent: its cache still sleeps."""
-        return self.weights + self.adapters + self.overhead
+        return self.weights + self.adapters + self.converting + self.overhead
 
     @property
     def total(self) -> int:
@@ -95,7 +101,14 @@ def serving(
     """
     layout = config.layout
     adapters, sent = (0, 0) if lora is None else adapter_bytes(model, layout, lora, BYTES[config.dtype])
-    weights = rollout_weight_bytes(model, layout, BYTES[config.dtype], latent_attention=latent_attention)
+    size, quantization = BYTES[config.dtype], quantization_of(config)
+    weights = rollout_weight_bytes(
+        model, layout, size, latent_attention=latent_attention, quantization=quantization
+    )  # fmt: skip
+    converting = 0
+    if quantization is not Quantization.none:
+        sent = rollout_weight_bytes(model, layout, size, latent_attention=latent_attention)
+        converting = converting_bytes(model, layout, size, quantization)
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
     per_sequence = -(-config.max_model_len // 16) * 16 * per_token + state_bytes(model, config)  # blocks of 16 tokens
     working = _working_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS)
@@ -111,6 +124,7 @@ def serving(
             packed=rows * model.hidden_size * BYTES[config.dtype],
             adapters=adapters,
             sent=sent,
+            converting=converting,
         )
     overhead = processes.on_device(layout.world_size, 1)
     overhead += 0 if config.enforce_eager else GRAPH_BYTES
@@ -118,7 +132,7 @@ def serving(
     cache = config.kv_cache_memory_bytes or budget - weights - adapters - working - overhead
     return Serving(
         weights=weights, working=working, overhead=overhead, budget=budget, cache=cache, per_sequence=per_sequence,
-        adapters=adapters, sent=sent,
+        adapters=adapters, sent=sent, converting=converting,
     )  # fmt: skip
 
 
@@ -132,14 +146,38 @@ def cache_bytes_per_token(model: ModelConfig, config: ServingConfig, *, latent_a
     return size * 2 * model.head_dim * max(1, model.num_attention_heads // config.tp)
 
 
+def quantization_of(config: ServingConfig) -> Quantization:
+    """The form of the matrices of an engine; one that scores has them plain."""
+    return config.quantization if isinstance(config, RolloutConfig) else Quantization.none
+
+
 def rollout_weight_bytes(
-    model: ModelConfig, layout: RolloutLayout, itemsize: int, *, latent_attention: bool = True
+    model: ModelConfig,
+    layout: RolloutLayout,
+    itemsize: int,
+    *,
+    latent_attention: bool = True,
+    quantization: Quantization = Quantization.none,
 ) -> int:
-    """The bytes of weights that a rollout rank stores, padding included; all ranks store the same number."""
+    """The bytes of weights that a rollout rank stores, padding and scales included; all ranks store the same number."""
     family = family_for(model)
     latent = latent_attention or model.mla is None
     rules = family.rollout if latent else family.rollout_without_latent
-    return sum(_rule_bytes(rule, model, layout, itemsize) for rule in rules if rule.only(model))
+    return sum(
+        _rule_bytes(rule, model, layout, itemsize, quantization) * _num_layers(rule, model)
+        for rule in rules
+        if rule.only(model)
+    )
+
+
+def converting_bytes(model: ModelConfig, layout: RolloutLayout, itemsize: int, quantization: Quantization) -> int:
+    """The most bytes of a tensor of a rank together with what it is quantised to."""
+    rules = [rule for rule in family_for(model).rollout if rule.only(model) and is_quantised(rule)]
+    return max(
+        _rule_bytes(rule, model, layout, itemsize) + _rule_bytes(rule, model, layout, itemsize, quantization)
+        for rule in rules
+        if _num_layers(rule, model)
+    )
 
 
 def adapter_bytes(model: ModelConfig, layout: RolloutLayout, lora: LoraConfig, itemsize: int) -> tuple[int, int]:
@@ -149,21 +187,35 @@ def adapter_bytes(model: ModelConfig, layout: RolloutLayout, lora: LoraConfig, i
     return table.held_bytes * itemsize, int(table.bytes_stored(itemsize).max())
 
 
-def _rule_bytes(rule: Rule, model: ModelConfig, layout: RolloutLayout, itemsize: int) -> int:
+def _rule_bytes(
+    rule: Rule,
+    model: ModelConfig,
+    layout: RolloutLayout,
+    itemsize: int,
+    quantization: Quantization = Quantization.none,
+) -> int:
+    """Bytes of a rank's tensor of ``rule``, of one layer."""
     cut = {
         Axis.none: False,
         Axis.tensor: True,
         Axis.expert_tensor: layout.ep == 1,
         Axis.shared_expert: not layout.experts_span_replicas,
     }[rule.axis]
-    elements = prod(rule.local_shape(model, layout.tp if cut else 1))
+    shape, slots = rule.local_shape(model, layout.tp if cut else 1), 1
     if rule.stacked:
         assert model.moe is not None
-        elements *= model.moe.num_experts // layout.ep
-    layers = 1
-    if rule.stage is Stage.layer:
-        layers = sum(rule.applies_to(model, layer) for layer in range(model.num_layers))
-    return elements * layers * (4 if rule.dtype == "float32" else itemsize)
+        slots = model.moe.num_experts // layout.ep
+    if quantization is not Quantization.none and is_quantised(rule):
+        rows, columns = num_scales(quantization, (shape[0], shape[1]))
+        return slots * (prod(shape) + rows * columns * bytes_of_scale(quantization))
+    return slots * prod(shape) * (4 if rule.dtype == "float32" else itemsize)
+
+
+def _num_layers(rule: Rule, model: ModelConfig) -> int:
+    """How many tensors of ``rule`` there are, one for each layer that has it."""
+    if rule.stage is not Stage.layer:
+        return 1
+    return sum(rule.applies_to(model, layer) for layer in range(model.num_layers))
 
 
 def _working_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: int) -> int:

@@ -46,7 +46,7 @@ class Calibration:
             return f"calibrated on {self.run}: measured runs of this kind are within {WITHIN:.0%}"
         return (
             f"no measured run has this device, model kind and layers; nearest is {self.run}, "
-            f"and a step may take {UNKNOWN:g} times as long"
+            f"and a step may take {UNKNOWN:g} times as long{', or half' if self.low == 1 / UNKNOWN else ''}"
         )
 
 
@@ -71,7 +71,8 @@ def calibration_of(cluster: ClusterConfig, *, billions: float, experts: bool, fu
     local = [each.name for each in measured_updates() if (each.model.moe is not None) == experts]
     updates = local if not fused and family == ALIKE[0] else []
     name = updates[0] if updates else _nearest(kind, billions).name
-    return Calibration(run=name, alike=False, low=1 / (1 + WITHIN), high=UNKNOWN)
+    stale = experts and not fused  # LOCAL_EXPERT_EFFICIENCY is of experts that were launched one by one
+    return Calibration(run=name, alike=False, low=1 / UNKNOWN if stale else 1 / (1 + WITHIN), high=UNKNOWN)
 
 
 def family_of(device_name: str) -> tuple[str, ...]:

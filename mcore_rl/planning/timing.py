@@ -14,7 +14,14 @@ from math import ceil, log2
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import BYTES, UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout, state_bytes
+from mcore_rl.config.rollout import (
+    BYTES,
+    UPDATE_BUCKET_BYTES,
+    Quantization,
+    RolloutConfig,
+    RolloutLayout,
+    state_bytes,
+)
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
@@ -241,13 +248,15 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
 
 def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
     """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
-    return rollout_weight_bytes(model, config.layout, size) - idle_expert_bytes(model, config, size, active)
+    held = rollout_weight_bytes(model, config.layout, size, quantization=config.quantization)
+    return held - idle_expert_bytes(model, config, size, active)
 
 
 def idle_expert_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
-    """Bytes of a rank's experts that none of ``active`` sequences chose in a decode step."""
+    """Bytes of a rank's experts that none of ``active`` sequences chose in a decode step, without scales."""
     if model.moe is None:
         return 0.0
+    size = size if config.quantization is Quantization.none else 1
     moe, layout = model.moe, config.layout
     sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
     over = layout.tp if layout.ep == 1 else layout.ep

@@ -82,7 +82,7 @@ def lora_of(engine: EngineConfig) -> LoraConfig | None:
 def engine_lora(run: RunConfig, model: ModelConfig) -> LoraConfig | None:
     """The adapters of the policy ``model`` that the rollout engines of ``run`` apply; None: they hold whole weights."""
     lora = run.actor.lora
-    form = published_form(lora, run.rollout.lora, Table(family_for(model), model))
+    form = published_form(lora, run.rollout.published_lora, Table(family_for(model), model))
     return lora if lora.rank and form is PublishedLora.adapter else None
 
 

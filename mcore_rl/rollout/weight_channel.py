@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.errors import SyncError
 from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
@@ -75,6 +75,7 @@ class Opening:
     plan: ``messages.plan_id`` of the sender, or ``rounds.rounds_id``.
     adapters: that the engine applies; the first update of the channel brings the weights and these, each later one
     these alone.  None: every update brings the weights.
+    quantization: in which the engine holds its matrices; weights are sent plain.
     transport, fields: the name of the transport, of which ``sync.receiver`` makes the receiving end, and it as JSON.
     """
 
@@ -90,6 +91,7 @@ class Opening:
     bucket_bytes: int
     plan: str
     adapters: SentAdapters | None = None
+    quantization: Quantization = Quantization.none
     transport: str
     fields: msgspec.Raw
 

@@ -52,6 +52,15 @@ class Shard:
         """The sequences of all ``shards``, one shard after the other; all have the same fields."""
         return cls({name: [part for shard in shards for part in shard.fields[name]] for name in shards[0].fields})
 
+    def behind(self, lengths_S: Sequence[int]) -> Shard:
+        """The last tokens of each sequence, as those of sequences of ``lengths_S`` tokens; earlier ones are 0."""
+        return Shard(
+            {
+                name: [_behind(part, length) for part, length in zip(parts, lengths_S, strict=True)]
+                for name, parts in self.fields.items()
+            }
+        )
+
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
         """Pickles plain buffers, which Ray's pickler stores directly; for each array it would call back into Python.
 
@@ -60,6 +69,13 @@ class Shard:
         rows = {name: (parts[0].dtype.str, parts[0].shape[1:]) for name, parts in self.fields.items()}
         buffers = [[PickleBuffer(part.data) for part in parts] for parts in self.fields.values()]
         return _shard, (rows, buffers)
+
+
+def _behind(part: NDArray[Any], length: int) -> NDArray[Any]:
+    moved = np.zeros((length, *part.shape[1:]), part.dtype)
+    count = min(length, len(part))
+    moved[length - count :] = part[len(part) - count :]
+    return moved
 
 
 def _shard(rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memoryview]]) -> Shard:

@@ -17,7 +17,7 @@ from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
@@ -97,7 +97,7 @@ class TrainGroup:
 
     async def score(
         self,
-        inputs: Sequence[ShardRefs[None]],
+        inputs: Sequence[ShardRefs[Sequence[int] | None]],
         makes: Sequence[str],
         *,
         temperature: float,
@@ -106,7 +106,8 @@ class TrainGroup:
         """Computes the log-probs or values of every token, or the last hidden states of the trained tokens.
 
         inputs: for each data-parallel rank, a batch for each of ``snapshots``: the names of frozen weights to score it
-        with; None is the live weights.  makes: as in ``config.stages.Pass``.  temperature: of the log-probs.
+        with; None is the live weights.  Their payload: see ``TrainWorker.score``.  makes: as in ``config.stages.Pass``.
+        temperature: of the log-probs.
         Returns (sums over each sequence's trained tokens, if there is one batch of log-probs or values; references to
         shards, in the store, that hold the fields).
         """
@@ -218,13 +219,19 @@ class TrainGroup:
         await self.workers.all(TrainWorker.stop_profile, directory)
 
     async def connect(
-        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+        self,
+        transport: Transport,
+        layout: RolloutLayout,
+        dtype: Precision,
+        bucket_bytes: int,
+        form: PublishedLora,
+        quantization: Quantization,
     ) -> None:
         """Makes the ranks members of the weight channel to the rollout ranks of ``layout`` in ``dtype``.
 
-        form: in which engines get adapters, if there are any.
+        form: in which engines get adapters, if there are any.  quantization: in which they hold their matrices.
         """
-        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form)
+        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form, quantization)
 
     async def configuration(self) -> EffectiveConfig:
         """The configuration that the ranks compute with, of all layers."""

@@ -30,7 +30,7 @@ from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora, is_the_base
 from mcore_rl.config.role import Head, Moves
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.config.stages import is_field
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -123,10 +123,16 @@ class TrainWorker(Answering):
         return self.engine.shares_prompts
 
     def score(
-        self, given: WorkerInput[None], makes: Sequence[str], temperature: float, snapshots: Sequence[str | None]
+        self,
+        given: WorkerInput[Sequence[int] | None],
+        makes: Sequence[str],
+        temperature: float,
+        snapshots: Sequence[str | None],
     ) -> WorkerOutput[SequenceScores | None]:
         """Scores each batch, or makes its hidden states; the shard holds what ``makes`` names, of all batches.
 
+        given: of a single batch, the payload may be the lengths of other sequences that end with the same responses;
+        the fields are then theirs.
         makes: as in ``config.stages.Pass``.  snapshots: the name of frozen weights for each batch; None: the live ones.
         The value is sums over the trained tokens of a single batch.  Only the leader of each data-parallel coordinate
         returns them; its peers have the same.
@@ -137,8 +143,10 @@ class TrainWorker(Answering):
             self.rest()
         if not self._leads:
             return WorkerOutput(None)
-        sums = parts[0][0] if len(parts) == 1 else None
-        return WorkerOutput(sums, parts[0][1] if len(parts) == 1 else Shard.joined([shard for _, shard in parts]))
+        if len(parts) > 1:
+            return WorkerOutput(None, Shard.joined([shard for _, shard in parts]))
+        ((sums, shard),) = parts
+        return WorkerOutput(sums, shard if given.payload is None else shard.behind(given.payload))
 
     def _scored(
         self, batch: TrainBatch, snapshot: str | None, makes: Sequence[str], temperature: float
@@ -291,11 +299,17 @@ class TrainWorker(Answering):
             save_peft(self.engine.models, self.adapters, self.rank, target / ADAPTERS, str(source))
 
     def connect(
-        self, transport: Transport, layout: RolloutLayout, dtype: Precision, bucket_bytes: int, form: PublishedLora
+        self,
+        transport: Transport,
+        layout: RolloutLayout,
+        dtype: Precision,
+        bucket_bytes: int,
+        form: PublishedLora,
+        quantization: Quantization,
     ) -> None:
         """Makes this rank a member of the weight channel to the rollout ranks.
 
-        dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.
+        dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.  quantization: of the engines.
         """
         family, model = self.table.family, self.table.model
         if self._publisher is not None:  # engines joined or left
@@ -309,6 +323,7 @@ class TrainWorker(Answering):
             dtype=getattr(torch, dtype.value),
             bucket_bytes=bucket_bytes,
             adapters=self.adapters if form is PublishedLora.adapter else None,
+            quantization=quantization,
         )
 
     def configuration(self) -> EffectiveConfig:

@@ -1,9 +1,10 @@
 """Compares the rollout ranks' weights with the trainer's: every tensor, and every expert of a stacked one.
 
 Training ranks fingerprint the parts that they send, and sum the fingerprints; workers fingerprint the weights that they
-execute with (``rollout.receiver.live_weights``).  No weight is sent, so the check costs reading them once (about 3 s
-per GB and core).  It covers the elements, not the kernels that use them; where several training ranks hold a copy, it
-covers the copy that is sent.
+execute with (``rollout.receiver.live_weights``).  Where these quantise, the training ranks quantise what they hold by
+the reference quantiser (``weights.quantised``), and both sides fingerprint bytes and scales.  No weight is sent, so the
+check costs reading them once (about 3 s per GB and core).  It covers the elements, not the kernels that use them; where
+several training ranks hold a copy, it covers the copy that is sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from mcore_rl.sync.publish import Publisher
 from mcore_rl.weights.fingerprint import added
+from mcore_rl.weights.quantised import SCALES
 
 Key = tuple[int, str, int]  # rollout rank, tensor, slot of a stacked one or -1
 LOW = (1 << 32) - 1
@@ -76,8 +78,9 @@ def expected_weights(publisher: Publisher, version: int) -> Expected:
     experts: dict[Key, int] = {}
     for rollout, rank in product(tables, range(publisher.rollout.layout.world_size)):
         for tensor in rollout.tensors(rank):
-            keys += [(rank, tensor.name, slot) for slot in range(len(tensor.experts))] or [(rank, tensor.name, -1)]
-            experts |= {(rank, tensor.name, slot): expert for slot, expert in enumerate(tensor.experts)}
+            for name in (tensor.name, *([tensor.name + SCALES] if publisher.quantises(tensor) else [])):
+                keys += [(rank, name, slot) for slot in range(len(tensor.experts))] or [(rank, name, -1)]
+                experts |= {(rank, name, slot): expert for slot, expert in enumerate(tensor.experts)}
     mine = publisher.fingerprints() | ({} if publisher.adapters is None else publisher.adapters.fingerprints())
     # Sum 32-bit halves: the result must not depend on how a backend overflows 64-bit integers.
     halves = torch.tensor([[mine.get(key, 0) & LOW, mine.get(key, 0) >> 32 & LOW] for key in keys])

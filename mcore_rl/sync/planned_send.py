@@ -6,19 +6,24 @@ The plan is made once: in messages that are packed into shared memory, or in rou
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
+from math import prod
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.config.rollout import Quantization
 from mcore_rl.sync.transport import Outgoing, RoundOutgoing
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
 from mcore_rl.weights.published import PublishedView, StoredKey
-from mcore_rl.weights.reshard import plan_reshard
-from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.quantised import SCALES, QuantisedMatrix, is_quantised, reaches_over_ranks
+from mcore_rl.weights.reshard import Copy, plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.rounds import Round, Rounds, rounds_id
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
@@ -29,6 +34,7 @@ class PlannedSend:
     """The tensors of ``table`` that training rank ``rank`` sends to the ranks of ``rollout``.
 
     tensors: its live ones.  published: what is sent of them.  sites: of the transport.  dtype: of vLLM's tensors.
+    quantization: in which the rollout ranks hold what they are sent.
     message_bytes: the largest size of a message, or of what a rank sends or receives in a round.
     """
 
@@ -43,7 +49,9 @@ class PlannedSend:
         *,
         dtype: torch.dtype,
         message_bytes: int,
+        quantization: Quantization = Quantization.none,
     ) -> None:
+        self.quantization = quantization
         self.table, self.rollout, self.rank, self.dtype = table, rollout, rank, dtype
         self.tensors, self._published, self.message_bytes = tensors, published, message_bytes
         self.plan = plan_reshard(table, rollout, dtype.itemsize, sites)
@@ -88,19 +96,77 @@ class PlannedSend:
 
     @torch.no_grad()
     def fingerprints(self) -> dict[tuple[int, str, int], int]:
-        """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint."""
+        """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint.
+
+        Collective over the training ranks where the rollout ranks quantise: a scale may be of elements of several.
+        """
         sums: dict[tuple[int, str, int], int] = {}
+        quantised: dict[str, list[Copy]] = {name: [] for name in self._quantised_tensors()}
         dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
         try:
             for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
-                live = view_of(self._published[copy.chunk, copy.source], copy.source_slice)
+                if copy.target in quantised:
+                    quantised[copy.target].append(copy)
+                    continue
                 name = dtypes[copy.target]
-                sent = live.to(self.dtype if name is None else getattr(torch, name))
+                sent = self._elements(copy).to(self.dtype if name is None else getattr(torch, name))
                 key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
                 sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
+            for target, copies in quantised.items():
+                for key, value in self._quantised_sums(target, copies):
+                    sums[key] = sums.get(key, 0) + value
         finally:  # the weights may change before the next use
             self._published.forget()
         return sums
+
+    def _elements(self, copy: Copy) -> Tensor:
+        return view_of(self._published[copy.chunk, copy.source], copy.source_slice)
+
+    def quantises(self, tensor: RolloutTensor) -> bool:
+        """Whether the rollout ranks quantise ``tensor``."""
+        return self.quantization is not Quantization.none and is_quantised(tensor.rule)
+
+    def _quantised_tensors(self) -> dict[str, RolloutTensor]:
+        """The tensors that the rollout ranks quantise, as rank 0 holds them."""
+        return {tensor.name: tensor for tensor in self.rollout.tensors(0) if self.quantises(tensor)}
+
+    def _quantised_sums(self, target: str, copies: Sequence[Copy]) -> Iterator[tuple[tuple[int, str, int], int]]:
+        """(key, summand) of the bytes and the scales of tensor ``target``; ``copies``: what this rank sends of it."""
+        tensor = self._quantised_tensors()[target]
+        *slots, rows, columns = self.rollout.shape(tensor)
+        matrix = QuantisedMatrix(self.quantization, (rows, columns))
+        each = matrix.magnitudes(next(iter(self.tensors.values())).device)
+        ranks, count = self.rollout.layout.world_size, prod(slots)
+        magnitudes = each.expand(ranks, count, *each.shape).clone()
+        for copy in copies:
+            matrix.widen(magnitudes[copy.target_rank, copy.slot or 0], self._sent(copy), copy.target_slice.start)
+        if dist.is_initialized():
+            dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
+        if reaches_over_ranks(self.quantization, tensor.rule):
+            magnitudes = self._over_ranks(magnitudes, tensor)
+        scales = matrix.scales(magnitudes)
+        for copy in copies:
+            start, slot = copy.target_slice.start, -1 if copy.slot is None else copy.slot
+            held = matrix.quantise(self._sent(copy), start, scales[copy.target_rank, copy.slot or 0])
+            yield (copy.target_rank, target, slot), fingerprint(held.view(torch.uint8), start)
+        if self.rank == 0:  # they are sums over the training ranks
+            for rank, slot in product(range(ranks), range(count)):
+                key = (rank, target + SCALES, slot if slots else -1)
+                yield key, fingerprint(scales[rank, slot], (0, 0))
+
+    def _sent(self, copy: Copy) -> Tensor:
+        return self._elements(copy).to(self.dtype)
+
+    def _over_ranks(self, magnitudes: Tensor, tensor: RolloutTensor) -> Tensor:
+        """``magnitudes`` [ranks, slots, ...] with the greatest among the ranks that have shards of one tensor."""
+        if not tensor.rule.stacked:
+            return magnitudes.amax(0, keepdim=True).expand_as(magnitudes)
+        experts = [list(self.rollout.experts(rank)) for rank in range(len(magnitudes))]
+        of_expert: dict[int, Tensor] = {}
+        for rank, slot in product(range(len(magnitudes)), range(magnitudes.shape[1])):
+            expert, here = experts[rank][slot], magnitudes[rank, slot]
+            of_expert[expert] = torch.maximum(of_expert.get(expert, here), here)
+        return torch.stack([torch.stack([of_expert[expert] for expert in held]) for held in experts])
 
 
 class SendClock:

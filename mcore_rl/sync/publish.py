@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.export import BUCKET_BYTES
+from mcore_rl.config.rollout import Quantization
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening, SentAdapters
@@ -60,6 +61,7 @@ class Publisher(PlannedSend):
     in any process; see ``message_bytes``.
     adapters: the engines apply these themselves, so the first update of a channel sends the weights without them, and
     each update the adapters; None: adapters are merged into the weights.
+    quantization: in which the engines hold their matrices.
     """
 
     def __init__(
@@ -73,13 +75,15 @@ class Publisher(PlannedSend):
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         adapters: AdapterTable | None = None,
+        quantization: Quantization = Quantization.none,
     ) -> None:
         self.transport, self.bucket_bytes = transport, bucket_bytes
         size = message_bytes(table, bucket_bytes, transport.sites)
         tensors = _bound(chunks, table, rank)
         shown = PublishedTensors(tensors) if adapters is None else StoredTensors(tensors)
         super().__init__(
-            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size
+            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+            quantization=quantization,
         )  # fmt: skip
         self.adapters: PlannedSend | None = None
         if adapters is not None:
@@ -95,7 +99,7 @@ class Publisher(PlannedSend):
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
         return opening_of(
-            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters
+            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.quantization
         ).packed()
 
     def open(self, attempt: int = 1) -> None:
@@ -180,6 +184,7 @@ def opening_of(
     made: str,
     first_rank: int = 0,
     adapters: PlannedSend | None = None,
+    quantization: Quantization = Quantization.none,
 ) -> Opening:
     """The opening for the workers of an engine.
 
@@ -205,6 +210,7 @@ def opening_of(
         bucket_bytes=bucket_bytes,
         plan=made,
         adapters=None if adapters is None else sent_adapters(adapters),
+        quantization=quantization,
         transport=transport.name,
         fields=msgspec.Raw(msgspec.json.encode(transport)),
     )

@@ -111,6 +111,11 @@ class RunOwner:
         self._ended = threading.Event()
         self._descriptor = -1
 
+    @property
+    def job_began_again(self) -> bool:
+        """Whether this program belongs to a Slurm job that was queued again."""
+        return self._me.job_starts > 0
+
     def __enter__(self) -> Self:
         made = next((each for each in (*reversed(self._directory.parents), self._directory) if not each.exists()), None)
         try:

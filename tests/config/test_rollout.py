@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.model import RopeConfig, RopeType
 from mcore_rl.config.rollout import (
     MoeBackend,
+    Quantization,
     RolloutConfig,
     RolloutLayout,
     ValidationConfig,
@@ -99,12 +101,29 @@ def test_what_vllm_cannot_run_is_refused_with_a_remedy(model: object, layout: Ro
         (dict(stop=["", "x"]), "rollout.stop[0]=: is empty"),
         (dict(moe_backend=MoeBackend.aiter), "rollout.moe_backend=aiter: rearranges the experts' weights in place"),
         (dict(moe_backend=MoeBackend.flashinfer_trtllm), "Write rollout.moe_backend=auto"),
+        (
+            dict(quantization=Quantization.fp8_block, dtype=Precision.float32),
+            "rollout.dtype=float32: is what vLLM quantises to fp8_block, and it takes bfloat16 alone. "
+            "Write rollout.dtype=bfloat16, or rollout.quantization=none",
+        ),
+        (
+            dict(quantization=Quantization.mxfp8, lora=PublishedLora.adapter),
+            "rollout.lora=adapter: adds adapters to weights in mxfp8, whose rounding they were not trained with",
+        ),
         (dict(gpu_memory_utilization=1.5), "must lie in (0, 1]. Write 0.5"),
         (dict(val_kwargs=ValidationConfig(n=0, top_p=2.0)), "rollout.val_kwargs.top_p=2.0"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(changes: dict[str, object], said: str) -> None:
     assert said in "\n".join(map(str, rollout_config_violations(RolloutConfig(**changes))))  # type: ignore[arg-type]
+
+
+def test_quantised_engines_hold_merged_weights() -> None:
+    """The sum with the adapters is what is rounded, once."""
+    auto = RolloutConfig(lora=PublishedLora.auto)
+    assert auto.published_lora is PublishedLora.auto
+    assert replace(auto, quantization=Quantization.fp8_block).published_lora is PublishedLora.merged
+    assert rollout_config_violations(replace(auto, quantization=Quantization.fp8_block)) == []
 
 
 def test_the_defaults_are_sound_and_validation_is_greedy() -> None:

@@ -186,6 +186,11 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm.off_policy=bypass: with top_p or top_k",
         ),
         (
+            "rollout.quantization=fp8_block",
+            "rollout.quantization=fp8_block: engines draw from rounded weights, and algorithm.off_policy=recompute "
+            "trains as if the trainer had drawn. Write algorithm.off_policy=decoupled",
+        ),
+        (
             "algorithm=gpg algorithm.off_policy=bypass",
             "algorithm.off_policy=bypass: actor.loss_mode=gpg has no ratio",
         ),

@@ -49,6 +49,7 @@ CASES = {
     "algorithm=gspo actor.clip_ratio_c=9": ("actor.loss_mode=gspo has no use for it", "algorithm=dapo"),
     "algorithm=dapo actor.clip_ratio=0.1": ("are both there instead of it", "actor.clip_ratio_low=null"),
     "actor.shuffle=false": ("there is one pass over the samples", "actor.ppo_epochs=2"),
+    "rollout.allow_uncorrected=true": ("engines hold plain weights", "rollout.quantization=fp8_block"),
     "actor.allow_stale_updates=true": ("the loss has a ratio", "algorithm=gpg"),
     "async.max_staleness=2": ("trainer.mode itself says", "trainer.mode=async"),
     "trainer.mode=async trainer.placement=separate async.max_staleness=0 async.overdue=redraw": (

@@ -24,7 +24,7 @@ REASONS = ("a cluster", "a container", "a GPU", "the network", "an installation"
 COMMAND = re.compile(r"^(?:\$ )?(?:python3?|mcore-rl|make|pip|docker|ray|hf|sbatch|nsys) ", re.MULTILINE)
 QUICK, FULL = ([page for page in PAGES if any(tier in block.tiers for block in blocks(page) if block.note == "run")]
                for tier in ("quick", "full"))  # fmt: skip
-FIRST = "README.md"  # whose quick commands the tier `ci` runs
+FIRST = ("README.md", "docs/first_run.md")  # whose quick commands the tier `ci` runs
 LEARN = {"docs/first_run.md": "runs/arithmetic/grpo", "docs/own_data_and_reward.md": "runs/words"}
 SECONDS = re.compile(r"[\d.]+ s$", re.MULTILINE)
 
@@ -77,6 +77,14 @@ def test_a_model_of_a_command_can_be_had() -> None:
     assert [(place, model) for place, model in named if "/" not in model and not model.isupper()] == []
 
 
+def test_the_first_run_lists_what_make_train_runs() -> None:
+    made = subprocess.run(["make", "--dry-run", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line.removeprefix(".venv/bin/") for line in made.splitlines() if line.startswith(".venv/bin/mcore-rl ")]
+    first, second, *_ = (block for block in blocks("docs/first_run.md") if block.language == "bash")
+    assert first.text.startswith("make train\n") and len(lines) == 4
+    assert second.text.splitlines() == lines
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("stage")
@@ -123,7 +131,7 @@ def missing(block: Block, said: str) -> list[str]:
 @pytest.mark.tier("ci")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "page", [page if page == FIRST else pytest.param(page, marks=pytest.mark.tier("full")) for page in QUICK]
+    "page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.tier("full")) for page in QUICK]
 )
 def test_quick_commands_run(page: str, stage: Path) -> None:
     run_page(page, "quick", stage)

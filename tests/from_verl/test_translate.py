@@ -53,6 +53,7 @@ ARRIVES: dict[str, tuple[str, Any]] = {
     f"{A}.router_replay.mode=R3": ("actor.router_replay", "r3"),
     f"{M}.router_replay.mode=R2": ("actor.router_replay", "r2"),
     f"{A}.optim.betas=[0.9,0.95]": ("actor.optim.betas", [0.9, 0.95]),
+    f"{A}.optim.betas='[0.9,0.96]'": ("actor.optim.betas", [0.9, 0.96]),  # quotes that bash left
     f"+{A}.optim.override_optimizer_config.adam_beta2=0.98": ("actor.optim.betas", [0.9, 0.98]),
     f"+{A}.optim.override_optimizer_config.adam_eps=1e-9": ("actor.optim.eps", 1e-9),
     f"{A}.loss_agg_mode=seq-mean-token-sum-norm": ("actor.loss_agg_mode", "sum_over_constant"),
@@ -78,6 +79,7 @@ ARRIVES: dict[str, tuple[str, Any]] = {
     f"{R}.expert_parallel_size=2": ("rollout.ep", 2),
     f"{R}.gpu_memory_utilization=0.85": ("rollout.gpu_memory_utilization", 0.85),
     f"{R}.free_cache_engine=False": ("rollout.enable_sleep_mode", False),
+    f"+{R}.enable_sleep_mode=False": ("rollout.enable_sleep_mode", False),
     f"{R}.val_kwargs.n=4": ("rollout.val_kwargs.n", 4),
     f"{R}.val_kwargs.temperature=0.7": ("rollout.val_kwargs.temperature", 0.7),
     "data.train_files=/data/a.parquet": ("data.train_files", ["/data/a.parquet"]),
@@ -257,6 +259,24 @@ def test_what_changes_how_vllm_computes_is_passed_on() -> None:
     assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Difference.absent and not known.is_whole
 
 
+@pytest.mark.parametrize(
+    ("drawn", "judged", "ours"),
+    [(0.7, 0.8, (0.42, 0.48)), (0.6, 0.3, (0.6, 0.3)), (0.8, None, (0.55, 0.35))],  # verl's own share of a judge is 0.5
+)
+def test_engines_that_are_awake_at_once_share_a_device(
+    drawn: float, judged: float | None, ours: tuple[float, float]
+) -> None:
+    judge, key = "reward.reward_model", "rollout.gpu_memory_utilization"
+    words = [f"{judge}.enable=True", f"{judge}.model_path=m", f"{R}.gpu_memory_utilization={drawn}"]
+    words += [f"{judge}.{key}={judged}"] if judged else []
+    translation = translated(*words)
+    assert translation.violations == []
+    assert (at(translation.run, key), at(translation.run, f"reward_model.{key.rpartition('.')[2]}")) == ours
+    assert (listed(translation, f"{R}.gpu_memory_utilization") is Difference.changed) is (ours[0] != drawn)
+    alone = translated(f"{R}.gpu_memory_utilization={drawn}", f"{judge}.{key}=0.8")
+    assert at(alone.run, key) == drawn, "no reward model"
+
+
 def test_adapters_of_peft_are_ours() -> None:
     group = "actor_rollout_ref.model"
     words = (f"{group}.lora_rank=32", f"{group}.lora_alpha=64", f"{group}.target_modules=[q_proj,v_proj]")
@@ -274,9 +294,21 @@ def test_adapters_of_peft_are_ours() -> None:
     assert listed(pattern, f"{group}.target_modules") is Difference.absent
 
 
+def test_engines_in_fp8_keep_their_correction() -> None:
+    """verl's is blockwise; without weights of its own, ours must be told to train as it does."""
+    alone = translated(f"{R}.quantization=fp8")
+    assert alone.settings["rollout.quantization"].value == "fp8_block"
+    assert alone.settings["rollout.allow_uncorrected"].value is True
+    assert listed(alone, f"{R}.quantization") is Difference.changed
+    weighed = translated(f"{R}.quantization=fp8", "algorithm.rollout_correction.rollout_is=token")
+    assert weighed.settings["algorithm.off_policy"].value == "decoupled"
+    assert "rollout.allow_uncorrected" not in weighed.settings
+
+
 # What is not here -> said so, and left out; its harmless value is not.
 ABSENT = {
-    f"{R}.quantization": ("fp8", "null"),
+    f"{R}.quantization": ("torchao", "null"),
+    f"{R}.quantization_config_file": ("there.json", "null"),
     f"{R}.engine_kwargs.vllm.some_setting": ("1", "null"),
     f"{R}.pipeline_model_parallel_size": ("2", "1"),
     f"{A}.optim.optimizer": ("dist_muon", "adam"),
@@ -287,7 +319,6 @@ ABSENT = {
     f"{A}.kl_loss_type": ("abs", "kl"),
     f"{A}.loss_agg_mode": ("token-sum", "token-mean"),
     f"{M}.dtype": ("float16", "bfloat16"),
-    f"{M}.use_megatron_fsdp": ("True", "False"),
     f"{M}.router_replay.mode": ("record", "disabled"),
     f"{FIELDS}.hidden_dropout": ("0.1", "0.0"),
     f"{FIELDS}.fp8": ("hybrid", "null"),

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
+from mcore_rl.config.rollout import Quantization, RolloutConfig, parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GIB, GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.serving import cache_bytes_per_token, rollout_weight_bytes, serving
@@ -69,6 +69,23 @@ def test_the_cache_of_latent_attention_by_hand() -> None:
     model = model_of(published.FACTS["deepseek-ai/DeepSeek-V3"])[1]
     assert cache_bytes_per_token(model, config(tp=8)) == 61 * (512 + 64) * 2
     assert cache_bytes_per_token(model, config(tp=8), latent_attention=False) == 61 * 2 * 192 * 16 * 2
+
+
+def test_quantised_weights_leave_their_room_to_the_cache() -> None:
+    """By hand: 3 layers of 64 * 128 + 128 * 64 * 3 elements in one byte, and a scale for each block of 128 by 128."""
+    plain, in_blocks = (
+        serving(CACHED, config(quantization=each), device_bytes=GIB * 8, processes=ON_GPUS)
+        for each in (Quantization.none, Quantization.fp8_block)
+    )
+    matrices = 3 * ((128 + 2 * 64) * 64 + 64 * 128 + 3 * 64 * 128)
+    scales = 3 * (2 + 1 + 2 + 1)  # of [256, 64], [64, 128], [256, 64] and [64, 128]
+    assert plain.weights - in_blocks.weights == matrices - 4 * scales
+    assert in_blocks.cache - plain.cache == matrices - 4 * scales
+    assert in_blocks.update_bytes == plain.update_bytes == plain.weights, "weights arrive in bfloat16"
+    assert in_blocks.converting == 3 * 256 * 64 + 2 * 4 and plain.converting == 0
+    assert in_blocks.awake == in_blocks.weights + in_blocks.converting + in_blocks.overhead
+    in_rows = serving(CACHED, config(quantization=Quantization.fp8_channel), device_bytes=GIB * 8, processes=ON_GPUS)
+    assert in_rows.weights - in_blocks.weights == 3 * 4 * (256 + 64 + 256 + 64) - 4 * scales
 
 
 def test_vllm_s_share_of_a_device_is_divided() -> None:

@@ -11,7 +11,7 @@ from mcore_rl.config.engine import Device, EngineConfig, Precision, Recompute
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout
+from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, Quantization, RolloutConfig, RolloutLayout
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.planning import timing
 from mcore_rl.planning.overheads import (
@@ -253,6 +253,10 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     experts = 4 * 8 * 3 * 64 * 32 * 2
     assert timing.streamed_bytes(EXPERTS, config, 2, 1) == pytest.approx(whole - 0.75 * experts)
     assert timing.streamed_bytes(EXPERTS, config, 2, 100) == pytest.approx(whole)
+    quantised = replace(config, quantization=Quantization.fp8_tensor)
+    held = rollout_weight_bytes(EXPERTS, config.layout, 2, quantization=Quantization.fp8_tensor)
+    assert whole / 2 < held < 0.7 * whole
+    assert timing.streamed_bytes(EXPERTS, quantised, 2, 1) == pytest.approx(held - 0.75 * experts / 2)
 
 
 def test_weights_cross_the_slow_link_only_where_a_node_lacks_them() -> None:

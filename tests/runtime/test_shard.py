@@ -69,6 +69,12 @@ def test_a_shard_is_cut_without_copies_and_joined_into_memory_of_its_own() -> No
     assert batch.advantages_T[2] == 9
 
 
+def test_what_is_made_behind_other_prompts_is_moved_to_the_same_responses() -> None:
+    shard = Shard.of([4, 2, 3], told_logprobs_T=torch.arange(1.0, 10.0))
+    moved = shard.behind([3, 4, 3]).fields["told_logprobs_T"]
+    assert [part.tolist() for part in moved] == [[2, 3, 4], [0, 0, 5, 6], [7, 8, 9]]
+
+
 def test_shards_travel_out_of_band() -> None:
     shard, buffers = Shard.of([3, 1], old_logprobs_T=torch.arange(4.0), weights_T=None), list[pickle.PickleBuffer]()
     sent = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)

@@ -1,8 +1,9 @@
 """The code of the pages, and where its commands are run: README.md, CONTRIBUTING.md and docs/.
 
 A comment before a block of commands says whether a test runs it: ``<!-- run: quick -->`` with ``SHORTCUTS``, those
-of the README in the tier ``ci``; ``<!-- run: full -->`` in the tier ``full`` and without them; both words, both ways;
-or ``<!-- run: no, REASON -->``.  ``<!-- file: NAME -->`` before other code: the commands of the page find it as NAME.
+of the README and of the first run in the tier ``ci``; ``<!-- run: full -->`` in the tier ``full`` and without them;
+both words, both ways; or ``<!-- run: no, REASON -->``.
+``<!-- file: NAME -->`` before other code: the commands of the page find it as NAME.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def become_fresh(environ: Mapping[str, str]) -> None:
     os.environ |= environ
     for name in _environment_of_server() - environ.keys():
         os.environ.pop(name, None)
+    sys.path[1:1] = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
     tempfile.tempdir = None  # imports may have read TMPDIR
     if "OMP_NUM_THREADS" in environ:
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))

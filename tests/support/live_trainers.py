@@ -22,7 +22,7 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import LoraConfig, PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.config.rollout import Quantization, parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST, Rank
@@ -75,6 +75,7 @@ class _Rank:
         transport: Transport,
         lora: LoraConfig | None,
         form: PublishedLora,
+        quantization: Quantization,
     ) -> None:
         from mcore_rl.training.model import DTYPES
         from tests.support import engines
@@ -92,9 +93,10 @@ class _Rank:
             RolloutTable(FAMILIES[name], model, parse_rollout_layout(rollout), latent_attention=False),  # on the CPU
             self.rank.rank,
             transport,
-            dtype=DTYPES[precision_of(name)],
+            dtype=DTYPES[precision_of(name)] if quantization is Quantization.none else torch.bfloat16,
             bucket_bytes=BUCKET_BYTES,
             adapters=self.adapters if form is PublishedLora.adapter else None,
+            quantization=quantization,
         )
 
     def _loader(self, weights: Path) -> Any:
@@ -263,10 +265,11 @@ class LiveTrainers:
         over: Callable[[Address], Transport] = over_gloo,
         lora: LoraConfig | None = None,
         form: PublishedLora = PublishedLora.merged,
+        quantization: Quantization = Quantization.none,
     ) -> None:
         """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own.
 
-        lora, form: the adapters that they train, and in which form these are published.
+        lora, form: the adapters that they train, and in which form these are published.  quantization: of the rollout.
         """
         self.channel = f"channel{next(self._channels)}"
         address = Address(
@@ -275,7 +278,7 @@ class LiveTrainers:
             num_trainers=NUM_RANKS,
             num_rollout=parse_rollout_layout(rollout).world_size,
         )
-        await self.order("build", name, model, layout, weights, rollout, over(address), lora, form)
+        await self.order("build", name, model, layout, weights, rollout, over(address), lora, form, quantization)
 
     async def stumbling(self) -> None:
         """Return once a rank that was told to stumble does."""

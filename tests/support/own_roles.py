@@ -13,9 +13,13 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
+from mcore_rl.algorithms.losses.aggregation import sum_token_losses
+from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
+from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.role import Every, ExponentialAverage, Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, TrainedConfig, TrainedModelConfig
+from mcore_rl.types import LossInputs, LossSums
 
 EACH = "--each"  # commands come as json, and are run one after the other
 DECAY, EVERY = 0.5, 2
@@ -44,11 +48,6 @@ ROLES |= {
         moves=ExponentialAverage(DECAY),
     ),
 }
-
-from mcore_rl.algorithms.losses.aggregation import sum_token_losses  # noqa: E402  after the rows
-from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows  # noqa: E402
-from mcore_rl.algorithms.role_loss import RoleLoss  # noqa: E402
-from mcore_rl.types import LossInputs, LossSums  # noqa: E402
 
 
 @dataclass(frozen=True)

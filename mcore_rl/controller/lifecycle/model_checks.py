@@ -83,7 +83,7 @@ def engine_adapters(config: RunConfig) -> EngineAdapters | None:
         return None
     family, model = model_of(read_config(Path(config.model_directory)))
     table = Table(family, model)
-    if published_form(lora, rollout.lora, table) is PublishedLora.merged:
+    if published_form(lora, rollout.published_lora, table) is PublishedLora.merged:
         return None
     held = RolloutAdapterTable(RolloutTable(family, model, rollout.layout), AdapterTable(table, lora))
     return held.engine_adapters

@@ -131,9 +131,14 @@ def to_resume(
     return checkpoint, progress
 
 
+class FinishedError(ConfigError):
+    """The run in this directory has taken all its steps and exported its weights."""
+
+
 def demand_steps(trainer: TrainerConfig, prepared: PreparedRun) -> None:
     """Raises ConfigError where no step is left, and a start would only rewrite the record of those that were taken.
 
+    FinishedError, if the run that took them has ended well.
     A run that died between its last step and the export of its weights may go on, with the settings that it had.
     """
     key, directory, step = "trainer.default_local_dir", Path(trainer.default_local_dir), prepared.progress.step
@@ -145,7 +150,8 @@ def demand_steps(trainer: TrainerConfig, prepared: PreparedRun) -> None:
         return
     if prepared.checkpoint is None or step < prepared.num_steps:
         return
-    if finished_step(directory) is not None:
+    finished = finished_step(directory) is not None
+    if finished:
         problem = f"this run is finished: it was trained to step {step}, and no step is left"
     elif trainer.resume_mode is ResumeMode.auto and not prepared.identity.check(prepared.checkpoint):
         return
@@ -153,7 +159,7 @@ def demand_steps(trainer: TrainerConfig, prepared: PreparedRun) -> None:
         problem = f"{prepared.checkpoint.name} is trained, and of {prepared.num_steps} steps none is left"
     remedy = "Give another directory, or begin anew there with trainer.resume_mode=off. More steps go on from there: "
     remedy += "trainer.total_training_steps or trainer.total_epochs"
-    raise ConfigError([Violation(key, directory, problem, remedy)])
+    raise (FinishedError if finished else ConfigError)([Violation(key, directory, problem, remedy)])
 
 
 def weights_of_roles(config: RunConfig | OfflineConfig) -> dict[str, Path]:

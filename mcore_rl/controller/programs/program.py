@@ -15,7 +15,7 @@ from mcore_rl.config.trainer import PUSH
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.hub_pushes import BEST, FINAL, HubPushes
 from mcore_rl.controller.lifecycle.messages import note, outcome, warn
-from mcore_rl.controller.lifecycle.preparation import PreparedRun
+from mcore_rl.controller.lifecycle.preparation import FinishedError, PreparedRun
 from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.start_plan import doubts_of
 from mcore_rl.controller.step.preemption import REQUEUE, Preempted, Preemption
@@ -44,6 +44,7 @@ async def run_program(
 
     The run owns its directory until it has ended: another start there is refused.
     A run of which a training process dies begins again from its newest checkpoint, ``trainer.max_restarts`` times.
+    A finished run is refused, unless Slurm queued its job again: its node may die between the run's end and the job's.
     Ctrl-C ends the processes and says how to go on; it raises KeyboardInterrupt or a subclass.
 
     Args:
@@ -91,6 +92,11 @@ async def run_program(
         except Preempted as left:
             outcome(str(left))
             return REQUEUE
+        except FinishedError as finished:
+            if not owner.job_began_again:
+                raise
+            outcome(f"{directory}: {finished.violations[0].problem}")
+            return 0
         report = write_report(directory)
         if (learned := what_was_learned(directory)) is not None:
             Console().print(learned)

@@ -160,7 +160,8 @@ async def _connect(
     transport = weight_transport(config, platform, places, store, f"weights/{attempt}")
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
     form = PublishedLora.merged if engine_adapters(config) is None else PublishedLora.adapter
-    await actor.connect(transport, layout, config.rollout.dtype, UPDATE_BUCKET_BYTES, form)
+    rollout = config.rollout
+    await actor.connect(transport, layout, rollout.dtype, UPDATE_BUCKET_BYTES, form, rollout.quantization)
 
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:

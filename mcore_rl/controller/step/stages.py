@@ -20,10 +20,12 @@ from mcore_rl.config.stages import (
     is_field,
     load_function,
 )
-from mcore_rl.controller.step import updates
+from mcore_rl.controller.step import contexts, updates
 from mcore_rl.controller.step.advantages import StepAdvantages, estimate_step
+from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.metrics import score_metrics
 from mcore_rl.controller.step.updates import Updated
+from mcore_rl.episodes import Episode
 from mcore_rl.runtime.shared_batch import SharedBatch
 
 if TYPE_CHECKING:
@@ -36,16 +38,20 @@ class StepState:
 
     shared: the fields of the batch, in the store.  groups: what the controller knows of its sequences.
     minibatches: the sequences of each optimizer step, by trained role.
+    episodes: the sequences of the batch, in its order.
     values: what stages made on the controller, by name.
     updated: the updates so far, by role.
+    in_context: each pass so far behind other prompts, with the tokens of its sequences.
     """
 
     step: int
     shared: SharedBatch
     groups: StepBatch
     minibatches: Mapping[str, Sequence[Sequence[int]]]
+    episodes: Sequence[Episode] = ()
     values: dict[str, Any] = field(default_factory=dict)
     updated: dict[str, Updated] = field(default_factory=dict)
+    in_context: list[tuple[Pass, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.values.setdefault(OUTCOMES, self.groups.outcomes)
@@ -76,13 +82,20 @@ async def run_stage(run: Run, stage: StepStage, state: StepState) -> dict[str, f
 
 async def _score(run: Run, stage: Pass, state: StepState) -> dict[str, float]:
     group, config = run.groups[stage.group], run.config
+    shared, into, metrics = state.shared, None, dict[str, float]()
     with run.clock(stage.phase):
+        if stage.context is not None:
+            positions = run.prepared.models[stage.group].max_position_embeddings
+            told = contexts.told(state.episodes, stage.context, run.tokenizer, config, positions)
+            into, shared = shared, updates.send_whole(group, assemble(told.episodes).batch)
+            state.in_context.append((stage, shared.lengths_S))
+            metrics[f"{stage.role}/in_context"] = told.share
         scores = await updates.run_pass(
-            group, state.shared, stage, temperature=run.temperature(stage), teachers=config.teachers
+            group, shared, stage, temperature=run.temperature(stage), teachers=config.teachers, into=into
         )
         if stage.rests:
             await group.rest()
-    return score_metrics(stage.role, scores, state.groups.num_trained)
+    return metrics | score_metrics(stage.role, scores, state.groups.num_trained)
 
 
 async def _on_ranks(run: Run, stage: OnRanks, state: StepState) -> dict[str, float]:

@@ -27,7 +27,8 @@ async def score_by_teacher(
     dp = group.layout.dp
     taught = assignments(shared.lengths_S, teacher_S, dp)
     batches = [[of_ranks[rank] for of_ranks in taught.values()] for rank in range(dp)]
-    inputs = shared.shard_refs(batches, stage.reads, [None] * dp)
+    same: list[Sequence[int] | None] = [None] * dp  # the fields are of the sequences that are scored
+    inputs = shared.shard_refs(batches, stage.reads, same)
     snapshots = [snapshot_of(teacher) for teacher in taught]
     _, shards = await group.score(inputs, stage.makes, temperature=temperature, snapshots=snapshots)
     members = [[sequence for batch in of_rank for sequence in batch] for of_rank in batches]

@@ -103,10 +103,12 @@ async def run_pass(
     *,
     temperature: float = 1.0,
     teachers: Teachers | None = None,
+    into: SharedBatch | None = None,
 ) -> SequenceScores | None:
     """Runs a pass, which adds what it makes to ``shared``.
 
     group: the workers that it runs on.  temperature: of its log-probs.
+    into: another batch with the same responses behind other prompts, which gets what the pass makes of them.
     teachers: of the run; of several, each scores its own sequences.
     Returns sums per sequence; None where hidden states are made, or several teachers score.
     """
@@ -116,9 +118,12 @@ async def run_pass(
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
         ranks = dealt(shared.stems, shared.lengths_S, dp) if shared.stems else balance(shared.lengths_S, dp)
-    inputs = shared.shard_refs([[members] for members in ranks], stage.reads, [None] * dp)
+    lengths: list[Sequence[int] | None] = [None] * dp
+    if into is not None:
+        lengths = [[into.lengths_S[sequence] for sequence in members] for members in ranks]
+    inputs = shared.shard_refs([[members] for members in ranks], stage.reads, lengths)
     sums, shards = await group.score(inputs, stage.makes, temperature=temperature, snapshots=[stage.weights])
-    shared.add(ranks, shards, [name for name in stage.makes if is_field(name)])
+    (into or shared).add(ranks, shards, [name for name in stage.makes if is_field(name)])
     return shared.in_order(ranks, sums) if sums else None
 
 

@@ -26,6 +26,7 @@ class Passes:
     """How often one model scores and trains the sequences of a step; 0.5 if it does so with half of them.
 
     shares: whether it computes a prompt once for all of its samples.
+    lengths_S: tokens of its sequences, where these are others than the step's.
     """
 
     model: ModelConfig
@@ -33,6 +34,7 @@ class Passes:
     trained: float
     head: Head = Head.lm
     shares: bool = False
+    lengths_S: Sequence[int] | None = None
 
 
 def step_passes(
@@ -40,13 +42,15 @@ def step_passes(
     plan: Sequence[StepStage],
     models: Mapping[str, ModelConfig],
     num_updates: Mapping[str, int],
+    in_context: Sequence[tuple[Pass, Sequence[int]]] = (),
     sharing: Container[str] = (),
 ) -> list[Passes]:
     """The passes of each model in a step, to count FLOP.
 
     models: by role.  num_updates: the optimizer steps of each role.  sharing: the roles whose engines share prompts.
+    in_context: each pass behind other prompts, with the tokens of its sequences.
     """
-    scored = Counter(stage.group for stage in plan if isinstance(stage, Pass))
+    scored = Counter(stage.group for stage in plan if isinstance(stage, Pass) and stage.context is None)
     passes = list[Passes]()
     for role in run.group_rows:
         trained = 0.0
@@ -62,7 +66,8 @@ def step_passes(
                 shares=role.name in sharing,
             )
         )
-    return passes
+    others = [Passes(model=models[each.group], scored=1, trained=0, lengths_S=told_S) for each, told_S in in_context]
+    return passes + others
 
 
 def tflop(lengths_S: Sequence[int], passes: Sequence[Passes], stems: Sequence[Stem] = ()) -> dict[str, float]:
@@ -74,7 +79,7 @@ def tflop(lengths_S: Sequence[int], passes: Sequence[Passes], stems: Sequence[St
     again = [stem.shared for stem in stems for _ in stem.members[1:] if stem.shared]
 
     def needed(each: Passes, flops: Callable[..., int]) -> int:
-        all_apart = flops(each.model, lengths_S, head=each.head)
+        all_apart = flops(each.model, each.lengths_S or lengths_S, head=each.head)
         return all_apart - flops(each.model, again, head=each.head) if each.shares else all_apart
 
     scored = sum(each.scored * needed(each, forward_flops) for each in passes)

@@ -22,6 +22,7 @@ from mcore_rl.rollout.engine.serving_checks import (
     demand_tested_vllm,
     engine_violations,
     memory_violations,
+    quantization_violations,
     why_unrecorded,
 )
 
@@ -45,8 +46,10 @@ def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelCo
 def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform) -> ModelConfig:
     config = read_config(directory)
     refuse_if_any(rollout_config_violations(rollout))
-    _, model = model_of(config)
+    family, model = model_of(config)
     violations = engine_violations(model, rollout, platform) + context_violations(model, rollout)
+    if not violations:
+        violations += quantization_violations(family, model, rollout, platform)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"
         violations.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))

@@ -19,7 +19,14 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
-from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
+from mcore_rl.config.rollout import (
+    CPU_BATCHED_TOKENS,
+    CPU_KV_CACHE_BYTES,
+    MoeBackend,
+    Quantization,
+    RolloutConfig,
+    ServingConfig,
+)
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.cpu import UNCOMPILED
@@ -31,6 +38,16 @@ from mcore_rl.secrets import secret_names
 
 # Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
 AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")
+# Blocks' scales stay where and as they are made: DeepGEMM would have them rounded or laid out anew.
+UNPACKED_BLOCKS = {"VLLM_USE_DEEP_GEMM": "0"}
+# vLLM's names of its online quantisation, and the modules that it would quantise and ``weights.quantised`` does not.
+ONLINE = {
+    Quantization.fp8_block: "fp8_per_block",
+    Quantization.fp8_channel: "fp8_per_channel",
+    Quantization.fp8_tensor: "fp8_per_tensor",
+    Quantization.mxfp8: "mxfp8",
+}
+NOT_QUANTISED = ["*.gate", "*.shared_expert_gate", "*.linear_attn.*", "*visual*", "*vision*"]
 # The load format of ``receiver/text_part_loader.py``, and the extension of a worker that needs no other.
 TEXT_PART_FORMAT = "mcore_rl_text_part"
 TEXT_PART_WORKER = "mcore_rl.rollout.receiver.text_part_loader.TextPartWorker"
@@ -70,6 +87,8 @@ def engine_environment(
         environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     if platform.kind is Device.rocm:
         environment |= {name: environ.get(name, "0") for name in AITER_QUANTISES}
+    if isinstance(config, RolloutConfig) and config.quantization is not Quantization.none:
+        environment |= UNPACKED_BLOCKS
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)
@@ -140,6 +159,7 @@ def engine_arguments(
         arguments["enable_return_routed_experts"] = config.return_routed_experts
         # Log-probs of the distribution that tokens are drawn from, not of the raw logits as by vLLM's default.
         arguments["logprobs_mode"] = "processed_logprobs"
+        arguments |= _quantised(config.quantization)
     if isinstance(config, RewardModelConfig):
         # Explicit, because files of other tools in the directory (modules.json) may change it.  The raw score of the
         # last token: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
@@ -183,6 +203,13 @@ def _of_text_part(directory: Path, extension: str | None, *, awaits_weights: boo
     if not awaits_weights:
         arguments |= {"load_format": TEXT_PART_FORMAT, "worker_extension_cls": extension or TEXT_PART_WORKER}
     return arguments
+
+
+def _quantised(quantization: Quantization) -> dict[str, Any]:
+    """How vLLM quantises what it is given, on loading and on every update; ``weights/quantised.py`` says what."""
+    if quantization is Quantization.none:
+        return {}
+    return {"quantization": ONLINE[quantization], "quantization_config": {"ignore": NOT_QUANTISED}}
 
 
 def _of_adapters(adapters: EngineAdapters | None) -> dict[str, Any]:

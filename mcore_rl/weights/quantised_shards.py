@@ -1,0 +1,56 @@
+"""Whether the rollout ranks' shards of a model can be quantised, and what stays plain, from a family's table alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import Quantization, RolloutConfig
+from mcore_rl.errors import Violation
+from mcore_rl.families.family import Family
+from mcore_rl.weights.quantised import block_shape, is_quantised, partial_columns
+from mcore_rl.weights.rollout_table import RolloutTable
+
+KEY = "rollout.quantization"
+
+
+def shard_violations(family: Family, model: ModelConfig, rollout: RolloutConfig) -> Iterator[Violation]:
+    """Why the engines of ``rollout`` cannot hold ``model`` in ``rollout.quantization``.
+
+    Kernels multiply whole blocks of columns, and vLLM widens experts that are not whole blocks.  ``rollout``'s layout
+    must be one that vLLM can run.
+    """
+    quantization = rollout.quantization
+    if quantization is Quantization.none:
+        return
+    table = RolloutTable(family, model, rollout.layout)
+    for what, there in (
+        ("latent attention, which vLLM multiplies out after quantising,", model.mla is not None),
+        ("experts whose halves take turns", any(rule.turn[1] > 1 for rule in table.rules)),
+    ):
+        if there:
+            problem = f"updates of {what} are not quantised yet"
+            yield Violation(KEY, quantization.value, problem, f"Write {KEY}=none")
+            return
+    partial = {}
+    for rule in table.rules:
+        if is_quantised(rule) and table.layers(rule):
+            columns = partial_columns(quantization, rule, model, table.num_shards(rule))
+            if columns is not None:
+                partial[rule.name.rpartition("{l}.")[2]] = columns
+    if partial:
+        names = ", ".join(f"{name} has {columns} on a rank" for name, columns in partial.items())
+        size = block_shape(quantization, (1, 1))[1]
+        problem = f"scales {size} columns of a matrix at a time, and {names}"
+        remedy = f"Write a rollout.tp that leaves multiples of {size}, or {KEY}={Quantization.fp8_channel.value}"
+        yield Violation(KEY, quantization.value, problem, remedy)
+
+
+def tensors_by_form(family: Family, model: ModelConfig) -> tuple[list[str], list[str]]:
+    """(tensors that are quantised, matrices that stay plain) of a layer of each kind, and of the ends, by name."""
+    quantised: list[str] = []
+    plain: list[str] = []
+    for rule in family.rollout:
+        if rule.only(model) and rule.layers_of(model) and all(len(tensor.dims) > 1 for tensor in rule.hf):
+            (quantised if is_quantised(rule) else plain).append(rule.name.rpartition("{l}.")[2])
+    return quantised, plain
