@@ -70,7 +70,6 @@ from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
-from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.runtime.worker_values import TrainResults
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
@@ -154,7 +153,7 @@ class StandIn:
         return Answer(value=TrainResults([result] * len(batches), [memory(detect(Device.cpu))])), None
 
 
-class StandInGroup(WorkerGroup[TrainWorker]):
+class StandInGroup(TrainGroup):
     """Waits, uncounted, until the stand-in has done the work of all ranks."""
 
     ledger: Ledger
@@ -254,7 +253,7 @@ def simulated_run(
     def group_of(role: str) -> TrainGroup:
         group = StandInGroup(role, [stand_in] * num_ranks, layout, hosts, places, watchdog)
         group.ledger = ledger
-        return TrainGroup(group)
+        return group
 
     groups = {role.name: group_of(role.name) for role in config.group_rows}
     tokenizer = AutoTokenizer.from_pretrained(model)

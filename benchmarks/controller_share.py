@@ -161,7 +161,7 @@ async def live(steps: int) -> list[Result]:
                 await mark()
             finally:
                 loop.train_step = train_step
-            spans = [span for worker in await run.policy.workers.all(NotingTrainWorker.busy) for span in worker]
+            spans = [span for worker in await run.policy.all(NotingTrainWorker.busy) for span in worker]
             for engine in engines:
                 spans += await engine._worker.busy.remote()
     shares, walls, cpus = [], [], []

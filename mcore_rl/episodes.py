@@ -172,6 +172,16 @@ class Episode:
             assert count == self.num_tokens - 1, f"{self.prompt_id}: experts of {count} of {self.num_tokens} tokens"
 
     @property
+    def media(self) -> list[Placed]:
+        """The pictures of all segments, at their places in the whole."""
+        placed = list[Placed]()
+        end = 0
+        for segment in self.segments:
+            placed += [each.moved(end) for each in segment.media]
+            end += len(segment.tokens)
+        return placed
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Of the prompt, which ``data.max_prompt_length`` limits."""
         return len(self.segments[0].tokens)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 NOT_DRAWN = float("inf")  # as a sampler's log-prob: what no sampler says, not even one that breaks down
@@ -60,7 +61,7 @@ class TrainBatch:
     positions_T3: int32, the positions of each token in time, height and width, of a model with rotation by three axes.
     feature_T: int32, which of the features of its sequence's pictures, one behind another, takes a token's place; -1
         for a token of text.  images_S: the pictures of each sequence, in order.  patches: of each picture by its key,
-        uint8 [patches, numbers of a patch], in host memory; the first pipeline stage alone reads them.
+        uint8 [patches, numbers of a patch], in host memory; the first pipeline stage alone has them.
     unrouted_T: bool, tokens whose routers choose in spite of ``routing_TLK``, because nobody recorded them; None: none.
     extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
     extra_S: numbers of each sequence that a loss of whole sequences reads, float32, by name, one that ends in ``_S``.
@@ -86,7 +87,7 @@ class TrainBatch:
     positions_T3: Tensor | None = None
     feature_T: Tensor | None = None
     images_S: tuple[tuple[Picture, ...], ...] | None = None
-    patches: Mapping[str, Tensor] = field(default_factory=dict)
+    patches: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     teacher_scored_T: Tensor | None = None
     teacher_hidden_MH: Tensor | None = None
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)
@@ -115,9 +116,19 @@ class TrainBatch:
             wanted_T = torch.arange(sum(image.tokens for image in images), device=feature_T.device)
             placed = torch.equal(feature_T[feature_T >= 0].long(), wanted_T)
             assert placed, "each feature of a sequence's pictures takes the place of one token, in their order"
-            for image in images:
-                rows = len(self.patches[image.key]) if image.key in self.patches else 0
-                assert rows == image.height * image.width, f"picture {image.key} has {rows} patches"
+
+    def demand_patches(self) -> None:
+        """Asserts that all pictures have their patches."""
+        for image in (image for images in self.images_S or () for image in images):
+            rows = len(self.patches[image.key]) if image.key in self.patches else 0
+            assert rows == image.height * image.width, f"picture {image.key} has {rows} patches"
+
+    @property
+    def patches_S(self) -> list[int]:
+        """The patches of each sequence's pictures."""
+        if self.images_S is None:
+            return [0] * len(self.lengths_S)
+        return [sum(image.height * image.width for image in images) for images in self.images_S]
 
     @property
     def offsets_S(self) -> tuple[int, ...]:
@@ -146,7 +157,7 @@ class TrainBatch:
         pairs_S: tuple[int | None, ...] | None = None,
         extra_S: Mapping[str, Tensor] | None = None,
         images_S: tuple[tuple[Picture, ...], ...] | None = None,
-        patches: Mapping[str, Tensor] | None = None,
+        patches: Mapping[str, NDArray[np.uint8]] | None = None,
     ) -> TrainBatch:
         """From per-token fields by name, as ``token_fields`` has them, and what is of sequences."""
         known = {name: tensor for name, tensor in named.items() if name in (*_TOKEN_FIELDS, HIDDEN)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,12 +170,14 @@ def test_features_and_patches_are_those_of_the_pictures() -> None:
         mask_T=torch.tensor([False, False, True, False, True]),
         feature_T=torch.tensor([0, 1, -1, -1, -1], dtype=torch.int32),
         images_S=((image,), ()),
-        patches={"a": torch.zeros(8, 6, dtype=torch.uint8)},
+        patches={"a": np.zeros((8, 6), dtype=np.uint8)},
     )
     for feature_T in ([0, 1, 2, -1, -1], [0, -1, -1, -1, -1], [1, 0, -1, -1, -1], [0, 1, -1, 0, -1]):
         with pytest.raises(AssertionError, match="each feature"):
             replace(whole, feature_T=torch.tensor(feature_T, dtype=torch.int32))
     with pytest.raises(AssertionError, match="picture a has 0 patches"):
-        replace(whole, patches={})
+        replace(whole, patches={}).demand_patches()
     with pytest.raises(AssertionError, match="picture a has 7 patches"):
-        replace(whole, patches={"a": torch.zeros(7, 6, dtype=torch.uint8)})
+        replace(whole, patches={"a": np.zeros((7, 6), dtype=np.uint8)}).demand_patches()
+    whole.demand_patches()
+    assert whole.patches_S == [8, 0]

@@ -83,8 +83,9 @@ REFUSED = {
     "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs", "rollout.return_routed_experts"),
     "evaluate": ("reward.judge.path",),
 }
-REFUSED["prefer"] = (*REFUSED["sft"], "data.step_labels_key")
-REFUSED["reward"] = (*REFUSED["sft"], "data.end_of_turn")
+BLIND = ("actor.microbatch_patches",)  # of trainers that read text alone
+REFUSED["prefer"] = (*REFUSED["sft"], *BLIND, "data.step_labels_key")
+REFUSED["reward"] = (*REFUSED["sft"], *BLIND, "data.end_of_turn")
 PAGES = re.compile(r"\bdocs/(\w+)\.md\b")
 HEADS = ("key", "values", "default", "meaning", "read by")
 

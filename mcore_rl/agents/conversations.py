@@ -23,12 +23,11 @@ import numpy as np
 
 from mcore_rl.agents.openai_requests import ApiError, after, digested
 from mcore_rl.agents.rendering import TOOL
-from mcore_rl.agents.session import ABORTED, OPENING, RESPONSE_TOKENS, TURNS, DrawnTurn, SessionParts, read_turn
-from mcore_rl.agents.text_lengths import TextLengths
+from mcore_rl.agents.session import ABORTED, OPENING, RESPONSE_TOKENS, TURNS, DrawnTurn, SessionParts, drawn, read_turn
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment
 from mcore_rl.errors import DataError, DeadEngineError, WeightsIncompleteError
-from mcore_rl.rollout.protocol import Prompt, Request, Sample, SampleSource, Sampling
+from mcore_rl.rollout.protocol import Sample, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment
 
 FIRST, SEPARATE, BRANCH, REWRITTEN = "first", "separate", "branch", "rewritten"  # ``AgentCounts.begins``
@@ -92,9 +91,18 @@ class Context:
     key: bytes = b""
     text: str = ""
 
+    @property
+    def prompt_length(self) -> int:
+        """The tokens of the prompt of its conversation."""
+        prompt = self.before if self.parent is None else self.parent.prompt
+        assert prompt is not None
+        return len(prompt.tokens)
+
 
 class Conversations:
-    """Those of one run of a program.  Arguments as of ``Session``; max_prompt_tokens: of a conversation's prompt.
+    """The conversations of one run of a program.
+
+    Arguments: see ``Session``.  max_prompt_tokens: of a conversation's prompt.
 
     limit: the name of the last limit that refused a turn; "" if none did.
     failure: the engine's death, or an abort, which ends the run of the program; or that a request failed.
@@ -115,7 +123,7 @@ class Conversations:
         self._num_asked = self._num_drawing = self.num_calls = self.num_failed = 0
         self._since = self._drew_since = time.monotonic()
         self._drawing_s = 0.0
-        self._lengths = TextLengths(parts.tokenizer)
+        self._is_longer = parts.renderer.encoder.is_longer
         self.limit = self.problem = ""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure.add_done_callback(_read)
@@ -178,18 +186,16 @@ class Conversations:
         ApiError: the run of the program is at a limit, or over.
         """
         self._demand_turn()
-        name = self.prompt_id if self._num_asked == 0 else f"{self.prompt_id}/turn{self._num_asked}"
+        turn = self._num_asked
         self._num_asked += 1
         room = self._room(context)
         limit = min(room, self._parts.config.max_turn_tokens or room, max_tokens or room)
-        prompt = Prompt(id=name, tokens=context.tokens, opening=self.prompt_id)
-        request = Request(prompt=prompt, index=self.index)
-        sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *stop))
+        sampling = replace(self.sampling, max_tokens=limit)
         if self._num_drawing == 0:
             self._drew_since = time.monotonic()
         self._num_drawing += 1
         try:
-            (sample,) = [each async for each in self._source.generate([request], sampling)]
+            sample = await drawn(self._source, self.prompt_id, turn, context.tokens, self.index, sampling, stop)
         except (DeadEngineError, WeightsIncompleteError) as error:
             self._fail(error)
             raise ApiError(503, "the engines are gone, and the run of the program is over", code=OVER) from error
@@ -277,7 +283,7 @@ class Conversations:
         if any(each["role"] == "assistant" for each in messages):
             return None
         text = "\n".join(each["content"] for each in messages)
-        if self._lengths.is_longer(text, self.sampling.max_tokens):
+        if self._is_longer(text, self.sampling.max_tokens):
             raise self._full()
         try:
             added = self._parts.renderer.appended(messages, turn.last, called)
@@ -290,7 +296,7 @@ class Conversations:
         """The prompt that ``messages`` begin.  ApiError: it is too long, or the template refuses it."""
 
         def judge(text: str) -> None:
-            if self._lengths.is_longer(text, self._max_prompt_tokens):
+            if self._is_longer(text, self._max_prompt_tokens):
                 raise self._too_long()
 
         judge("".join(each["content"] for each in messages if each["role"] != "assistant"))  # rendering takes time, too
@@ -300,7 +306,7 @@ class Conversations:
             raise ApiError(400, "; ".join(error.problems), param="messages") from error
 
     def _after_text(self, text: str) -> Context:
-        if self._lengths.is_longer(text, self.max_tokens):
+        if self._is_longer(text, self.max_tokens):
             raise self._too_long()
         known = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
         turn = max(known, key=lambda each: len(each.text), default=None)
@@ -325,20 +331,16 @@ class Conversations:
 
     def _fitting(self, context: Context) -> Context:
         """``context``, after which there is room for a token.  ApiError: there is none."""
-        prompt = context.before if context.parent is None else context.parent.prompt
-        assert prompt is not None
-        if not len(prompt.tokens):
+        if not context.prompt_length:
             raise ApiError(400, "the prompt has no token. Write some text", param="prompt")
-        if len(prompt.tokens) > self._max_prompt_tokens:
-            raise self._too_long(len(prompt.tokens))
+        if context.prompt_length > self._max_prompt_tokens:
+            raise self._too_long(context.prompt_length)
         if self._room(context) < 1:
             raise self._full()
         return context
 
     def _room(self, context: Context) -> int:
-        prompt = context.before if context.parent is None else context.parent.prompt
-        assert prompt is not None
-        return self.sampling.max_tokens - (len(context.tokens) - len(prompt.tokens))
+        return self.sampling.max_tokens - (len(context.tokens) - context.prompt_length)
 
     def _demand_turn(self) -> None:
         """ApiError: the episode has had its turns."""
@@ -379,11 +381,11 @@ class Conversations:
         """room: that the conversation had."""
         cut = sample.finish is FinishReason.length
         said, last = read_turn(self._parts, self.sampling, sample, context.tokens[-OPENING:])
-        drawn = sample.tokens.tolist()
-        whole = str(self._parts.tokenizer.decode(drawn, skip_special_tokens=False))
+        tokens = sample.tokens.tolist()
+        whole = str(self._parts.tokenizer.decode(tokens, skip_special_tokens=False))
         return ModelTurn(
             parent=context.parent, before=context.before, segment=drawn_segment(sample),
-            tokens=(*context.tokens, *drawn), said=said, last=last,
+            tokens=(*context.tokens, *tokens), said=said, last=last,
             end=FinishReason.length if cut and len(sample.tokens) == room else FinishReason.stop, cut=cut,
             cached_tokens=sample.cached_tokens, begins=context.begins, messages=context.messages,
             text=context.text and context.text + whole,

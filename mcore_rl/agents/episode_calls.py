@@ -60,14 +60,14 @@ class EpisodeCalls:
         """The sum of what the tools that were called say of the whole episode; 0 of one that fails."""
         total = 0.0
         for name in self._created:
-            reward = await self._guarded(self._reward_of(name))
+            reward = await self._guarded(self._final_reward_of(name))
             total += 0.0 if isinstance(reward, ToolResult) else reward
         return total
 
     async def release(self) -> None:
         """Ends the tools' parts of the episode."""
         for name in self._begun:
-            await self._guarded(self._release(name))
+            await self._guarded(self._told(name, "release"))
         self._begun.clear()
         self._created.clear()
 
@@ -100,16 +100,18 @@ class EpisodeCalls:
             place = tool.place(self._name)
         async with place:
             with self._clock():
-                return await self._guarded(self._execute(name, arguments), self._limit_s(name))
+                return await self._guarded(self._told(name, "execute", arguments), self._limit_s(name))
 
-    async def _execute(self, name: str, arguments: dict[str, Any]) -> Any:
-        return await self._tools.tools[name].execute(self._name, arguments, **self._of(name, "execute"))
+    async def _told(self, name: str, verb: str, *arguments: Any) -> Any:
+        """Calls the method ``verb`` of a tool, with the row's arguments for it behind ``arguments``."""
+        of_row = (self._kwargs.get(name) or {}).get(f"{verb}_kwargs") or {}
+        return await getattr(self._tools.tools[name], verb)(self._name, *arguments, **of_row)
 
     async def _create(self, name: str) -> None:
         async with self._creating[name]:
             if name not in self._created:
                 self._begun[name] = None
-                await self._tools.tools[name].create(self._name, **self._of(name, "create"))
+                await self._told(name, "create")
                 self._created.append(name)
 
     @contextmanager
@@ -125,15 +127,12 @@ class EpisodeCalls:
                 self._seconds_before = self.seconds
             self._num_running -= 1
 
-    async def _reward_of(self, name: str) -> float:
-        reward = await self._tools.tools[name].calc_reward(self._name, **self._of(name, "calc_reward"))
+    async def _final_reward_of(self, name: str) -> float:
+        reward = await self._told(name, "calc_reward")
         return 0.0 if reward is None else finite(reward, f"the reward of {name}")
 
-    async def _release(self, name: str) -> None:
-        await self._tools.tools[name].release(self._name, **self._of(name, "release"))
-
     def _limit_s(self, name: str) -> float:
-        """Of a call of the tool ``name`` that begins now: of one that limits itself, what the episode has left."""
+        """The limit of a call that begins now: what the episode has left, or less if the tool does not limit itself."""
         tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - self.seconds)
         limits_itself = isinstance(tool, EpisodeTool) and tool.limits_itself
         return left_s if limits_itself else min(self._config.tool_timeout_s, left_s)
@@ -147,11 +146,6 @@ class EpisodeCalls:
             return _failure(f"the tool took longer than {limit_s:g} s")
         except Exception as error:  # noqa: BLE001  whatever a tool raises
             return _failure(f"{type(error).__name__}: {error}")
-
-    def _of(self, name: str, verb: str) -> dict[str, Any]:
-        """The row's arguments for ``verb`` of a tool."""
-        of_tool = self._kwargs.get(name) or {}
-        return dict(of_tool.get(f"{verb}_kwargs") or {})
 
 
 def cut(text: str, length: int, side: CutSide) -> str:

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
@@ -97,17 +98,14 @@ class _FunctionProcess:
     """A process that calls functions, one at a time."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = GuardedProgram(__name__, theirs, without_secrets())
-        self._ours = ours
+        self._process = GuardedProgram(__name__, without_secrets())
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._imported = set[str]()
 
     async def ready(self, place: str) -> None:
         """Opens the socket and imports the file of ``place``, once each; a call says what that raised.  As ``ask``."""
         if self._streams is None:
-            self._streams = await asyncio.open_connection(sock=self._ours, limit=LINE)
+            self._streams = await asyncio.open_connection(sock=self._process.socket, limit=LINE)
         if place not in self._imported:
             try:
                 await asyncio.wait_for(self.ask({"place": place, "imports": True}), START_S)
@@ -134,7 +132,7 @@ class _FunctionProcess:
         if self._streams is not None:
             with suppress(RuntimeError):  # the event loop has ended before
                 self._streams[1].close()
-        self._ours.close()
+        self._process.socket.close()
         return self._process.end()
 
 
@@ -143,11 +141,9 @@ def describe(place: str, key: str) -> dict[str, Any]:
 
     key: that names it.  ConfigError: there is no such file or function, or it has no type hints or docstring.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = GuardedProgram(__name__, theirs, without_secrets())
+    process = GuardedProgram(__name__, without_secrets())
     try:
-        with ours, ours.makefile("rwb") as file:
+        with process.socket as ours, ours.makefile("rwb") as file:
             ours.settimeout(START_S)
             file.write(json.dumps({"place": place}).encode() + b"\n")
             file.flush()
@@ -203,6 +199,12 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def absolute(place: str) -> str:
+    """``FILE.py:NAME`` with the whole path of the file."""
+    path, _, name = place.rpartition(":")
+    return f"{Path(path).expanduser().resolve()}:{name}"
 
 
 @cache

@@ -76,7 +76,7 @@ class Gateway:
     def __init__(self, host: str, port: int, parts: SessionParts, read_calls: ReadCallsOf) -> None:
         self._host, self._port, self._parts, self._read_calls = host, port, parts, read_calls
         self._open: dict[str, Access] = {}  # by the public half of the key
-        self._told = set[str]()
+        self._told = set[str | type[Exception]]()  # settings without effect, and kinds of our failures
         self.connections = Connections()
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -86,7 +86,7 @@ class Gateway:
         """Listens, if it does not yet; returns the URL.  ConfigError: it cannot listen there."""
         async with self._starting:
             if self._server is None:
-                app = web.Application(client_max_size=MAX_BODY, middlewares=[_json_errors()])
+                app = web.Application(client_max_size=MAX_BODY, middlewares=[self._refused])
                 app.router.add_post("/v1/chat/completions", self._for_all(self._chat))
                 app.router.add_post("/v1/completions", self._for_all(self._completion))
                 app.router.add_post("/v1/episode/reward", self._for_all(self._reward))
@@ -254,6 +254,29 @@ class Gateway:
         await stream.write_eof()
         return stream
 
+    @web.middleware
+    async def _refused(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """What ``handler`` answers, or its refusal in OpenAI's form."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            refusal = error
+        except web.HTTPException as error:
+            said = f"{request.method} {request.path[:80]}: {error.reason}"
+            refusal = ApiError(error.status, said, code="no_such_path")
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # noqa: BLE001  of whatever a request made us do; the program is told, and may go on
+            if type(error) not in self._told:
+                self._told.add(type(error))
+                logger.warning("the gateway failed: %r. Others of this kind are not told", error)
+            refusal = ApiError(500, f"{type(error).__name__}", code=OVER)
+        with suppress(ConnectionError):
+            return web.json_response(refusal.body, status=refusal.status)
+        raise ConnectionResetError
+
     def _tell(self, overridden: Sequence[str]) -> None:
         """Says once of each setting that it has no effect."""
         for each in overridden:
@@ -300,40 +323,3 @@ async def _kept_open(stream: web.StreamResponse, draws: Sequence[asyncio.Future[
         if not waiting or any(each.done() and each.exception() for each in draws):
             return
         await stream.write(b": drawing\n\n")
-
-
-def _json_errors() -> Any:
-    """The middleware that writes every refusal in OpenAI's form."""
-    told = set[type[Exception]]()
-
-    @web.middleware
-    async def answered(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        return await _refused(request, handler, told)
-
-    return answered
-
-
-async def _refused(
-    request: web.Request,
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    told: set[type[Exception]],
-) -> web.StreamResponse:
-    """What ``handler`` answers, or its refusal.  told: kinds of our failures that were logged."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        refusal = error
-    except web.HTTPException as error:
-        refusal = ApiError(error.status, f"{request.method} {request.path[:80]}: {error.reason}", code="no_such_path")
-    except (ConnectionError, asyncio.CancelledError):
-        raise
-    except Exception as error:  # noqa: BLE001  of whatever a request made us do; the program is told, and may go on
-        if type(error) not in told:
-            told.add(type(error))
-            logger.warning("the gateway failed: %r. Others of this kind are not told", error)
-        refusal = ApiError(500, f"{type(error).__name__}", code=OVER)
-    with suppress(ConnectionError):
-        return web.json_response(refusal.body, status=refusal.status)
-    raise ConnectionResetError

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mcore_rl.agents.limited import limited
-from mcore_rl.agents.tool_loading import imported_class
+from mcore_rl.agents.tool_loading import imported_class, lacking, listed_classes
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.rewards.gsm8k import gold_number, marked_answer
@@ -98,20 +94,11 @@ def load_interactions(config: AgentConfig) -> dict[str, Any]:
     ConfigError: with every one that cannot be made.
     """
     made: dict[str, Any] = {name: kind({}) for name, kind in BUILT_IN_INTERACTIONS.items()}
-    path = config.interaction_config_path
-    if path is None:
-        return made
-    try:
-        entries = yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))["interaction"]
-        classes = [(str(entry["class_name"]), entry) for entry in entries]
-    except (OSError, ValueError, yaml.YAMLError, TypeError, LookupError) as error:
-        problem = f"is no list of interactions ({type(error).__name__}: {error})"
-        raise ConfigError([Violation(KEY, path, problem, FORM)]) from error
     violations = list[Violation]()
-    for class_name, entry in classes:
+    for class_name, entry in listed_classes(config.interaction_config_path, "interaction", KEY, FORM):
         try:
             kind = imported_class(class_name, KEY)
-            if missing := [each for each in METHODS if not callable(vars_of(kind).get(each))]:
+            if missing := lacking(kind, METHODS):
                 raise ConfigError([Violation(KEY, class_name, f"has no {', '.join(missing)}", FORM)])
             made[str(entry.get("name") or class_name)] = kind(dict(entry.get("config") or {}))
         except ConfigError as error:
@@ -120,11 +107,6 @@ def load_interactions(config: AgentConfig) -> dict[str, Any]:
             violations.append(Violation(KEY, class_name, f"cannot be made: {type(error).__name__}: {error}", FORM))
     refuse_if_any(violations)
     return made
-
-
-def vars_of(kind: Any) -> dict[str, Any]:
-    """The attributes of a class and of those that it inherits from."""
-    return {name: value for each in reversed(kind.__mro__) for name, value in vars(each).items()}
 
 
 class EpisodeAnswers:

@@ -1,6 +1,7 @@
 """Agent loops: what happens between two turns of the model.  A row chooses its loop by the column ``agent_name``.
 
-A loop of one's own is a class with ``async def run(self, row, session) -> Episode``; ``rollout.agent.loops`` names it.
+A loop of one's own is a class with ``async def run(self, row, session) -> Episode``, which returns what
+``session.episode()`` gives at the end; ``rollout.agent.loops`` names it.  One object runs all episodes, side by side.
 A limit of the session ends a loop by an exception that it need not catch.  An episode that was interrupted is run again
 from its beginning, and gets the turns that it had; a class with ``replayable = False`` is given new ones.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_rl.agents.arithmetic import evaluated, written
 from mcore_rl.agents.interactions import EpisodeAnswers
@@ -26,19 +27,11 @@ OBSERVATION = "Observation:"
 _ACTION = re.compile(r"Action:(?P<name>[^\n]*)\nAction Input:(?P<input>.*)\Z", re.DOTALL)
 
 
-class AgentLoop(Protocol):
-    """Runs episodes; one object serves all of a run, at the same time."""
-
-    async def run(self, row: PromptRow, session: Session) -> Episode:
-        """The episode of ``row``, as ``session.episode()`` gives it at the end."""
-        ...
-
-
 class SingleTurn:
     """One answer to the prompt."""
 
     async def run(self, row: PromptRow, session: Session) -> Episode:
-        """See ``AgentLoop.run``; the loop is above."""
+        """The episode of ``row``; the loop is above."""
         await session.draw()
         return session.episode(ANSWERED)
 
@@ -53,7 +46,7 @@ class ToolAgent:
         self._has_tools = has_tools
 
     async def run(self, row: PromptRow, session: Session, answers: EpisodeAnswers | None = None) -> Episode:
-        """See ``AgentLoop.run``; the loop is above."""
+        """The episode of ``row``; the loop is above."""
         while True:
             turn = await session.draw()
             calls = session.calls_of(turn) if self._has_tools else []
@@ -72,7 +65,7 @@ class React:
     """
 
     async def run(self, row: PromptRow, session: Session) -> Episode:
-        """See ``AgentLoop.run``; the loop is above."""
+        """The episode of ``row``; the loop is above."""
         while True:
             turn = await session.draw(stop=(OBSERVATION,))
             call = react_call(turn.text, session.tools)
@@ -93,7 +86,7 @@ class MathExpression:
     """
 
     async def run(self, row: PromptRow, session: Session) -> Episode:
-        """See ``AgentLoop.run``; the loop is above."""
+        """The episode of ``row``; the loop is above."""
         while True:
             turn = await session.draw(stop=(">>",))
             if turn.stop != ">>":

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -67,7 +66,6 @@ class McpServer:
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         self.name, self._given = name, dict(given)
         self._process: GuardedProgram | None = None
-        self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
@@ -78,10 +76,8 @@ class McpServer:
     def tools(self) -> list[dict[str, Any]]:
         """Starts the server; the schemas of its tools.  GoneError: it cannot be started."""
         self.close()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = GuardedProgram("mcore_rl.agents.mcp_process", theirs, without_secrets())
-        self._socket = ours
+        self._process = GuardedProgram("mcore_rl.agents.mcp_process", without_secrets())
+        ours = self._process.socket
         ours.settimeout(START_S)
         try:
             ours.sendall(json.dumps({"server": self._given}).encode() + b"\n")
@@ -128,8 +124,8 @@ class McpServer:
                     raise
                 self._failure = ""
             if self._writer is None:
-                assert self._socket is not None
-                reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LINE)
+                assert self._process is not None
+                reader, self._writer = await asyncio.open_connection(sock=self._process.socket, limit=LINE)
                 self._reading = asyncio.create_task(self._read(reader))
 
     async def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -194,9 +190,8 @@ class McpServer:
                 writer.close()
         if reading is not None and reading is not _current_task() and not reading.get_loop().is_closed():
             reading.cancel()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if process is not None:
+            process.socket.close()
 
 
 def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Iterator[tuple[str, str, Any]]:

@@ -101,8 +101,7 @@ def chat_request(body: Mapping[str, Any], sampling: Sampling) -> ChatRequest:
         raise ApiError(400, "messages is empty. Write at least one", param="messages")
     tools = _of_type(body, "tools", list) or []
     for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if _function(tool) is None:
             raise ApiError(400, f"tools[{number}] is no function with a name", param=f"tools[{number}]")
     more, choice = [], body.get("tool_choice")
     if choice not in (None, "none", "auto"):
@@ -151,15 +150,10 @@ def _asked(
         raise ApiError(400, f"stop is no text and no list of up to {MAX_STOPS} texts", param="stop")
     if not all(len(each) <= MAX_STOP and _is_text(each) for each in stops):
         raise ApiError(400, f"stop has a text of more than {MAX_STOP} characters, or {HALF}", param="stop")
-    own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    own = {"temperature": (sampling.temperature,), "top_p": (sampling.top_p,), "top_k": (sampling.top_k,)}
     overridden = [
         f"{name}={_shown(body[name])}"
-        for name, value in own.items()
-        if body.get(name) is not None and body[name] != value
-    ]
-    overridden += [
-        f"{name}={_shown(body[name])}"
-        for name, values in NEUTRAL.items()
+        for name, values in (own | NEUTRAL).items()
         if body.get(name) is not None and body[name] not in values
     ]
     options = _of_type(body, "stream_options", dict) or {}
@@ -191,9 +185,15 @@ def read_message(message: Any, where: str = "message") -> dict[str, Any]:
     return read
 
 
+def _function(given: Any) -> dict[str, Any] | None:
+    """The function of a tool or a call; None: there is none with a name."""
+    function = given.get("function") if isinstance(given, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
+
+
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = _function(call)
+    if function is None:
         raise ApiError(400, f"{where} is no call of a function with a name", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):

@@ -17,11 +17,11 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents import program_function
 from mcore_rl.agents.conversations import Conversations
+from mcore_rl.agents.function_process import absolute
 from mcore_rl.agents.session import (
     ABORTED,
     ANSWERED,
@@ -167,9 +167,7 @@ class Programs:
         config = self._config
         command = list(config.command)
         if config.function is not None:
-            path, _, name = config.function.rpartition(":")
-            place = f"{Path(path).expanduser().resolve()}:{name}"
-            command = [sys.executable, "-P", program_function.__file__, place]
+            command = [sys.executable, "-P", program_function.__file__, absolute(config.function)]
         process = _Process(await _start(command, environment(config, url, access.key)))
         self._running.add(process)
         try:

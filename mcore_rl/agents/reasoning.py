@@ -31,7 +31,7 @@ class Reasoning:
     opened: bool
 
     def answer(self, raw: str, after: str = "") -> str:
-        """What of a turn is no thought.  An unfinished thought goes to the end.
+        """The part of a turn that is no thought.  An unfinished thought goes to the end.
 
         after: the end of what it was drawn after.  DeepSeek's template opens a thought behind a question, and none
         behind results of tools.

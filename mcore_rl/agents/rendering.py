@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.agents.marks import Marks
-from mcore_rl.agents.text_encoding import TextEncoder, TextRun, encodable
+from mcore_rl.agents.text_encoding import Marks, TextEncoder, TextRun, encodable
 from mcore_rl.data.chat_template import readable
 from mcore_rl.errors import DataError
 

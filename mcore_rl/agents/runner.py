@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.conversations import Conversations
 from mcore_rl.agents.engine_waits import EngineWaits
-from mcore_rl.agents.function_process import FunctionProcesses, imported
-from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions, vars_of
+from mcore_rl.agents.function_process import FunctionProcesses, absolute, imported
+from mcore_rl.agents.interactions import EpisodeAnswers, load_interactions
 from mcore_rl.agents.loops import MathExpression, React, SingleTurn, ToolAgent
 from mcore_rl.agents.mcp_servers import McpServer
 from mcore_rl.agents.programs import Programs
 from mcore_rl.agents.reasoning import reasoning_of
 from mcore_rl.agents.rendering import TOOL, USER, TurnRenderer
 from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts, interaction_kwargs
-from mcore_rl.agents.tool_loading import load_tools
+from mcore_rl.agents.tool_loading import lacking, load_tools
 from mcore_rl.config.agent import AgentConfig, ProgramReward
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.data.prompts import PromptRow
@@ -163,7 +163,7 @@ class AgentRunner:
         parts = [self.loops[self.loop_of_row(row)], *self._tools.tools.values()]
         if (name := interaction_kwargs(row).get("name")) in self.interactions:
             parts.append(self.interactions[name])
-        return all(vars_of(type(each)).get("replayable", True) for each in parts)
+        return all(inspect.getattr_static(type(each), "replayable", True) for each in parts)
 
     def problem_of(self, record: Mapping[str, Any]) -> str:
         """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
@@ -360,7 +360,7 @@ def _own_loop(name: str, place: str) -> Any:
     if name in BUILT_IN_LOOPS:
         raise _refusal(f"loops.{name}", place, "is the name of a built-in loop")
     kind = _imported(f"loops.{name}", place)
-    if not isinstance(kind, type) or not callable(vars_of(kind).get("run")):
+    if not isinstance(kind, type) or lacking(kind, ["run"]):
         raise _refusal(f"loops.{name}", place, "is no class with async def run(self, row, session)")
     try:
         return kind()
@@ -369,9 +369,8 @@ def _own_loop(name: str, place: str) -> Any:
 
 
 def _imported(key: str, place: str) -> Any:
-    path, _, name = place.rpartition(":")
     try:
-        return imported(f"{Path(path).expanduser().resolve()}:{name}")
+        return imported(absolute(place))
     except Exception as error:
         raise _refusal(key, place, f"{type(error).__name__}: {error}") from error
 

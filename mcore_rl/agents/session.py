@@ -20,7 +20,7 @@ from mcore_rl.agents.rendering import TOOL, ChatMessage, TurnRenderer, call_id
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import ROLES, AgentCounts, Author, Episode, FinishReason, Segment, prompt_segment
+from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment
 from mcore_rl.rollout.tool_parsers import ReadCalls
@@ -116,8 +116,7 @@ class Session:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation so far: the prompt's messages, and one for each segment after it."""
-        said = [{"role": ROLES[each.author], "content": each.text} for each in self._segments[1:]]
-        return [*self.row.messages, *said]
+        return self.episode().messages
 
     @property
     def room(self) -> int:
@@ -136,7 +135,11 @@ class Session:
             raise EpisodeOverError(RESPONSE_TOKENS)
         limit = min(self.room, config.max_turn_tokens or self.room)
         before = self._tokens[-OPENING:]
-        sample = await self._sample(limit, stop)
+        with self.waits.drawing():
+            sample = await drawn(
+                self._source, self.prompt_id, self.num_turns, self._tokens, self.index,
+                replace(self._sampling, max_tokens=limit), stop,
+            )  # fmt: skip
         self._keep(sample)
         if sample.finish is FinishReason.abort:
             raise EpisodeOverError(ABORTED, FinishReason.abort)
@@ -236,16 +239,6 @@ class Session:
             ),
         )
 
-    async def _sample(self, limit: int, stop: Sequence[str]) -> Sample:
-        name = self.prompt_id if self.num_turns == 0 else f"{self.prompt_id}/turn{self.num_turns}"
-        prompt = Prompt(id=name, tokens=tuple(self._tokens), opening=self.prompt_id)
-        request = Request(prompt=prompt, index=self.index)
-        sampling = replace(self._sampling, max_tokens=limit, stop=(*self._sampling.stop, *stop))
-        with self.waits.drawing():
-            samples = [sample async for sample in self._source.generate([request], sampling)]
-        (sample,) = samples
-        return sample
-
     def _keep(self, sample: Sample) -> None:
         self.num_turns += 1
         self._last = None
@@ -261,6 +254,21 @@ class Session:
         self._seconds_told += seconds
         added = Segment(author=author, tokens=np.asarray(tokens, dtype=np.int32), text=text, tool_s=seconds)
         self._segments.append(added)
+
+
+async def drawn(
+    source: SampleSource, prompt_id: str, turn: int, tokens: Sequence[int], index: int, sampling: Sampling,
+    stop: Sequence[str],
+) -> Sample:  # fmt: skip
+    """What ``source`` draws as turn ``turn`` of an episode, from 0, after ``tokens``.
+
+    stop: strings that end it, besides those of ``sampling``.
+    """
+    name = prompt_id if turn == 0 else f"{prompt_id}/turn{turn}"
+    request = Request(prompt=Prompt(id=name, tokens=tuple(tokens), opening=prompt_id), index=index)
+    asked = replace(sampling, stop=(*sampling.stop, *stop))
+    (sample,) = [each async for each in source.generate([request], asked)]
+    return sample
 
 
 def read_turn(

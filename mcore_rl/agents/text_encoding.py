@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.data.borders import never_prepend
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextRun = tuple[str, bool]  # a text, and whether the template wrote it
+PIECE = 1 << 14  # characters that are tokenized at a time, where it is told whether a text is too long
 
 
 class TextEncoder:
@@ -27,6 +30,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from tokenizers import Tokenizer
 
+        self._tokenizer = tokenizer
         backend: Any = tokenizer
         settings = json.loads(backend.backend_tokenizer.to_str())
         settings |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -73,6 +77,30 @@ class TextEncoder:
             start = end
         return ids
 
+    @cached_property
+    def longest(self) -> int:
+        """The characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def is_longer(self, text: str, limit: int) -> bool:
+        """Whether ``text`` surely has more than ``limit`` tokens; one near the limit is left to the tokenizer.
+
+        A tokenizer takes seconds for a text of megabytes, in which the controller does nothing else: such a text is
+        refused after as much of it as the limit has tokens.
+        """
+        if len(text) <= limit:
+            return False
+        if len(text) > limit * self.longest:
+            return True
+        # A cut between two pieces makes at most as many tokens too many as the token there has characters.
+        surely = -self.longest
+        for start in range(0, len(text), PIECE):
+            piece = encodable(text[start : start + PIECE])
+            surely += len(self._tokenizer(piece, add_special_tokens=False)["input_ids"]) - self.longest
+            if surely > limit:
+                return True
+        return False
+
     def _template_tokens(self, runs: Sequence[TextRun]) -> list[tuple[int, int]]:
         """(begin, end) of each control token that the template wrote."""
         places, start = list[tuple[int, int]](), 0
@@ -86,3 +114,34 @@ class TextEncoder:
 def encodable(text: str) -> str:
     """``text`` with "?" for lone surrogates, of which no tokenizer can make tokens."""
     return text.encode(errors="replace").decode()
+
+
+class Marks:
+    """Plain words that stand for what spells a control token, while a template writes what is around it.
+
+    spelled: the text that each word stands for.
+    """
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder, self._nonce = encoder, secrets.token_hex(8)  # which no message can know
+        self.spelled: dict[str, str] = {}
+
+    def of(self, value: Any, *, special_only: bool = False) -> Any:
+        """``value`` with words in every text of its lists and dicts.  special_only: for special tokens alone."""
+        if isinstance(value, str):
+            return self._encoder.replaced(encodable(value), self._word, special_only=special_only)
+        if isinstance(value, Mapping):
+            return {self.of(key): self.of(each, special_only=special_only) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.of(each, special_only=special_only) for each in value]
+        return value
+
+    def runs(self, text: str) -> list[TextRun]:
+        """``text`` with what the words stand for, which the template did not write."""
+        parts = re.split(f"(mcorerl{self._nonce}x[0-9]+x)", text)
+        return [(self.spelled[part], False) if part in self.spelled else (part, True) for part in parts]
+
+    def _word(self, spelled: str) -> str:
+        word = f"mcorerl{self._nonce}x{len(self.spelled)}x"
+        self.spelled[word] = spelled
+        return word

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
-from mcore_rl.agents.function_process import FunctionProcesses, FunctionTool, describe
+from mcore_rl.agents.function_process import FunctionProcesses, FunctionTool, absolute, describe
 from mcore_rl.agents.mcp_servers import McpServer, mcp_tools
 from mcore_rl.agents.tools import TOOLS_KEY, ToolSchema, ToolSet
 from mcore_rl.config.agent import AgentConfig
@@ -41,11 +42,12 @@ def load_tools(
     """
     tools: dict[str, Any] = {}
     violations: list[Violation] = []
-    named = [*_named(config, code, processes), *_from_file(config, violations)]
-    try:
-        named += mcp_tools(config.mcp_config_path, servers, config.tool_timeout_s)
-    except ConfigError as error:
-        violations += error.violations
+    named = list(_named(config, code, processes))
+    for more in (_from_file(config), mcp_tools(config.mcp_config_path, servers, config.tool_timeout_s)):
+        try:
+            named += more
+        except ConfigError as error:
+            violations += error.violations
     for key, name, make in named:
         try:
             tool = make()
@@ -77,24 +79,13 @@ def _function(place: str, processes: FunctionProcesses) -> FunctionTool:
     if ":" not in place:
         remedy = f"Write one of {', '.join(BUILT_IN)}, or FILE.py:FUNCTION"
         raise ConfigError([Violation(TOOLS_KEY, place, "there is no such tool", remedy)])
-    path, _, name = place.rpartition(":")
-    place = f"{Path(path).expanduser().resolve()}:{name}"
+    place = absolute(place)
     return FunctionTool(place, describe(place, TOOLS_KEY), processes)
 
 
-def _from_file(config: AgentConfig, violations: list[Violation]) -> Iterator[tuple[str, str, Any]]:
+def _from_file(config: AgentConfig) -> Iterator[tuple[str, str, Any]]:
     """(key, name, what makes it) of each tool of ``tool_config_path``."""
-    path = config.tool_config_path
-    if path is None:
-        return
-    try:
-        entries = yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))["tools"]
-        classes = [(str(entry["class_name"]), entry) for entry in entries]
-    except (OSError, ValueError, yaml.YAMLError, TypeError, LookupError) as error:
-        problem = f"is no list of tools ({type(error).__name__}: {error})"
-        violations.append(Violation(FILE_KEY, path, problem, YAML_FORM))
-        return
-    for name, entry in classes:
+    for name, entry in listed_classes(config.tool_config_path, "tools", FILE_KEY, YAML_FORM):
         yield FILE_KEY, name, lambda name=name, entry=entry: _of_class(name, entry)
 
 
@@ -107,11 +98,31 @@ def _of_class(name: str, entry: Mapping[str, Any]) -> Any:
     except SchemaError as error:
         raise ConfigError([Violation(FILE_KEY, name, f"parameters: {error.message}", YAML_FORM)]) from error
     kind = imported_class(name, FILE_KEY)
-    if missing := [method for method in METHODS if not callable(getattr(kind, method))]:
+    if missing := lacking(kind, METHODS):
         raise ConfigError([Violation(FILE_KEY, name, f"has no {', '.join(missing)}", f"Write {', '.join(METHODS)}")])
     tool = kind(config=dict(entry.get("config") or {}), tool_schema=ToolSchema(schema))
     tool.tool_schema = ToolSchema(schema)
     return tool
+
+
+def listed_classes(path: str | None, name: str, key: str, form: str) -> list[tuple[str, Any]]:
+    """(class_name, entry) of each entry of the list ``name`` in the yaml file at ``path``; [] if no file is named.
+
+    key: that names the file.  form: of such files, for ConfigError: there is no such list.
+    """
+    if path is None:
+        return []
+    try:
+        entries = yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))[name]
+        return [(str(entry["class_name"]), entry) for entry in entries]
+    except (OSError, ValueError, yaml.YAMLError, TypeError, LookupError) as error:
+        problem = f"is no list of {name.removesuffix('s')}s ({type(error).__name__}: {error})"
+        raise ConfigError([Violation(key, path, problem, form)]) from error
+
+
+def lacking(kind: Any, methods: Iterable[str]) -> list[str]:
+    """The ``methods`` that a class lacks."""
+    return [name for name in methods if not callable(inspect.getattr_static(kind, name, None))]
 
 
 def imported_class(name: str, key: str) -> Any:

@@ -8,9 +8,8 @@ Invariant: whatever a tool does, raise or hang, the model gets an observation an
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +48,13 @@ class ToolSchema(dict[str, Any]):
     def model_dump(self, **_: Any) -> dict[str, Any]:
         """The schema as a plain dict, as pydantic's method."""
         return dict(self)
+
+
+def schema_of_texts(name: str, description: str, **arguments: str) -> ToolSchema:
+    """The schema of a tool all of whose arguments are texts that it requires.  arguments: their descriptions."""
+    properties = {argument: {"type": "string", "description": text} for argument, text in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return ToolSchema(type="function", function={"name": name, "description": description, "parameters": parameters})
 
 
 class EpisodeTool:
@@ -113,7 +119,7 @@ class ToolSet:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools, for the chat template."""
+        """The schemas of all tools, for the chat template."""
         return [dict(tool.tool_schema) for tool in self.tools.values()]
 
     def problem_of(self, call: ToolCall) -> str:
@@ -143,15 +149,6 @@ def result_of(answer: Any) -> ToolResult:
     if not isinstance(text, str):
         text = json.dumps(text, ensure_ascii=False, default=str)
     return ToolResult(text=text, reward=None if reward is None else finite(reward, "the reward of a tool"))
-
-
-def takes(function: Any, names: Sequence[str]) -> bool:
-    """Whether ``function`` can be called with arguments of these names."""
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(names))
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _said(error: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
-from mcore_rl.checkpoints.safetensors import TensorInfo
+from mcore_rl.checkpoints.safetensors import TensorInfo, assert_part
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
@@ -60,14 +60,15 @@ class BlockFp8Checkpoint(HfCheckpoint):
         if info.dtype != QUANTISED:
             super().read_into(name, region, out)
             return
-        assert region.fits(info.shape), f"{region} is no part of {name} of shape {info.shape}"
-        assert tuple(out.shape) == region.shape, f"{name}: out has shape {tuple(out.shape)}, the region {region.shape}"
+        assert_part(name, info.shape, region, out)
         if 0 in region.shape:
             return
         (first, left), (num_rows, num_columns) = region
         height, width = self._block
-        first_block, num_block_rows = first // height, -(-(first + num_rows) // height) - first // height
-        left_block, num_block_columns = left // width, -(-(left + num_columns) // width) - left // width
+        first_block = first // height
+        num_block_rows = -(-(first + num_rows) // height) - first // height
+        left_block = left // width
+        num_block_columns = -(-(left + num_columns) // width) - left // width
         scales = torch.empty(num_block_rows, num_block_columns)
         scale_region = TensorSlice((first_block, left_block), tuple(scales.shape))
         self._read(self._scales[name + SCALE_SUFFIX], scale_region, scales)
@@ -75,7 +76,8 @@ class BlockFp8Checkpoint(HfCheckpoint):
 
         staging = torch.empty(min(height, num_rows), num_columns, dtype=QUANTISED)
         for row_scales, begin in zip(scales, range(first_block * height, first + num_rows, height), strict=True):
-            top, bottom = max(begin, first), min(begin + height, first + num_rows)
+            top = max(begin, first)
+            bottom = min(begin + height, first + num_rows)
             stored = staging[: bottom - top]
             self._read(info, TensorSlice((top, left), tuple(stored.shape)), stored)
             out[top - first : bottom - first].copy_(_as_float32(stored).mul_(row_scales[block_of_column]))
@@ -90,7 +92,8 @@ class BlockFp8Checkpoint(HfCheckpoint):
     def _weight_problems(self, info: TensorInfo) -> list[str]:
         if info.dtype != QUANTISED:
             return []
-        where, again = f"{info.file.name}: tensor {info.name}", "Download the checkpoint again"
+        where = f"{info.file.name}: tensor {info.name}"
+        again = "Download the checkpoint again"
         if len(info.shape) != 2:
             return [f"{where} is quantised and has shape {info.shape}; only matrices have blocks. {again}"]
         scale = self._scales.get(info.name + SCALE_SUFFIX)

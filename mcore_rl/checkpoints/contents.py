@@ -98,7 +98,8 @@ def _unknown_megatron(directory: Path) -> Contents:
     with DistributedCheckpoint.open(directory) as stored:
         keys = StoredKeys(stored.tensors)
         held = {key: stored.tensors[key] for key in keys.names}
-        layers, experts = keys.num_layers_named, 0
+        layers = keys.num_layers_named
+        experts = 0
         for key, name in keys.names.items():
             shape = held[key].shape
             if name.stem.startswith("decoder.layers.") and name.layer is None:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,18 +26,19 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
+from mcore_rl.checkpoints.manifest import MANIFEST, damage
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
-from mcore_rl.checkpoints.merged import MergedWeights
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from mcore_rl.checkpoints.peft import changed_base, lora_of, open_adapters, read_adapter_config, write_peft
 from mcore_rl.checkpoints.published import FP8, open_weights
-from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
+from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, state_file
 from mcore_rl.checkpoints.rest import keep_rest, open_files, rest_of, writer_of
-from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes, windows_of
 from mcore_rl.checkpoints.stacked import num_stored, unstacked
+from mcore_rl.checkpoints.stored_state import StoredState
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
@@ -45,12 +47,152 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
-from mcore_rl.weights.adapter_table import AdapterTable
+from mcore_rl.weights.adapter_table import PEFT, AdapterTable
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.tensor_slice import TensorSlice
+from mcore_rl.weights.views import view_of
 
+ACTOR = "actor"  # the role whose weights a checkpoint of a run stands for
 HF = "hf"  # where a Megatron checkpoint of ours keeps config.json, tokenizer and kin
 ProgressCallback = Callable[[str, int, int], None]  # (what is being done, bytes just done, bytes that it takes in all)
+
+
+def role_directory(directory: Path) -> Path | None:
+    """The directory of the ranks' files: ``directory`` or its ``actor``; None if it is no run's checkpoint."""
+    return next((place for place in (directory, directory / ACTOR) if state_file(place, 0).exists()), None)
+
+
+class RunWeights:
+    """The weights of one role of a run's checkpoint, read as Hugging Face tensors.
+
+    A checkpoint stores the main weights in float32; reading casts them.  In the dtype that the run trained in, they are
+    the live weights, bit for bit.
+
+    tensors: in the order of the layers, in the dtype that was trained.  sidecar_directory: has config.json and the
+    tokenizer.
+    """
+
+    def __init__(self, directory: Path, family: Family, model: ModelConfig, lora: LoraConfig | None = None) -> None:
+        """directory: of a role, as ``role_directory`` finds it.  lora: the adapters, of a run that trained these.
+
+        Raises CheckpointError with every violation: a file that is missing or damaged; a tensor that is missing, that
+        ``model`` does not have, or that has another shape.
+        """
+        self.sidecar_directory = directory / SIDECAR_FILES
+        self._stored = StoredState.open(directory)
+        state = self._stored.ranks[0]
+        weights = Table(family, model, head=state.head)
+        self.table = AdapterTable(weights, lora) if lora else weights
+        shapes = {name: info.shape for name, info in self.table.hf_tensors.items()}
+        problems = list(self._stored.mismatches(shapes))
+        specs: dict[str, TensorSpec] = {}
+        for name, info in self.table.hf_tensors.items():
+            if problem := self._stored.missing(self._kind(name), name, TensorSlice.whole(info.shape)):
+                problems.append(problem)
+            specs[name] = TensorSpec(name, getattr(torch, info.dtype or state.dtype), info.shape)
+        if problems:
+            raise CheckpointError(str(directory), problems)
+        self.tensors: Mapping[str, TensorSpec] = MappingProxyType(specs)
+
+    def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
+        """Copy ``region`` of Hugging Face tensor ``name`` into ``out``, of the region's shape; cast."""
+        self._stored.read_into(self._kind(name), name, region, out)
+
+    def damage(self, progress: Callable[[int, int], None]) -> list[str]:
+        """The damaged files, by the checkpoint's manifest.  progress: called with (bytes just read, bytes in all)."""
+        directory = self._stored.directory
+        if not (directory.parent / MANIFEST).exists():
+            return [f"there is no {MANIFEST} beside the directory, so that nothing says whether it is whole"]
+        problems = damage(directory.parent, only=directory.name)
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        progress(size, size)
+        return problems
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stored.close()
+
+    def _kind(self, name: str) -> str:
+        return MAIN if self._stored.holds(MAIN, name) else WEIGHT
+
+
+class MergedWeights:
+    """The tensors of ``base``, of which those with ``adapters`` are ``W + scale * B A``, summed in float32, and cast.
+
+    sidecar_directory: has config.json and the tokenizer.  base_directory: of ``base``.
+    """
+
+    def __init__(
+        self,
+        base: HfCheckpoint,
+        table: Table,
+        adapters: Mapping[str, Tensor],
+        scale: float,
+        sidecar_directory: Path | None = None,
+    ) -> None:
+        """adapters: whole, by their names in PEFT's files; a tensor of ``table`` itself, a value head, takes its place.
+
+        sidecar_directory: None is that of ``base``.
+
+        Raises CheckpointError with every adapter that has no partner, or not of a shape that fits the model's tensor.
+        """
+        self.table, self._base, self._scale = table, base, scale
+        self.sidecar_directory = sidecar_directory or base.directory
+        self.base_directory = base.directory
+        self._pairs = {
+            name: (adapters[_half(name, "A")], adapters[_half(name, "B")])
+            for name in table.hf_tensors
+            if _half(name, "A") in adapters and _half(name, "B") in adapters
+        }
+        self._whole = {name: adapters[name] for name in table.hf_tensors if name in adapters}
+        known = {_half(name, which) for name in self._pairs for which in "AB"} | self._whole.keys()
+        problems = [f"tensor {name} is of no layer of the model, or alone" for name in adapters.keys() - known]
+        for name, (a, b) in self._pairs.items():
+            rows, columns = table.hf_tensors[name].shape
+            if (b.shape[0], a.shape[1]) != (rows, columns) or a.shape[0] != b.shape[1]:
+                shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+                problems.append(f"adapters of {name} have shapes {shapes}, for {rows, columns}")
+        for name, tensor in self._whole.items():
+            if tensor.shape != table.hf_tensors[name].shape:
+                problems.append(f"{name} has shape {tuple(tensor.shape)}, for {table.hf_tensors[name].shape}")
+        if problems:
+            remedy = (
+                "Give adapters of this model; of its embedding, or of an output projection tied to it, PEFT merges them"
+            )
+            raise CheckpointError(str(base.directory), [f"{each}. {remedy} (docs/lora.md)" for each in problems])
+        held = {name: base.tensors[name] for name in table.hf_tensors if name in base.tensors}
+        specs = {name: TensorSpec(name, info.dtype, info.shape) for name, info in held.items()}
+        dtype = next(iter(specs.values())).dtype
+        specs |= {name: TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in self._whole.items()}
+        self.tensors: Mapping[str, TensorSpec] = MappingProxyType(specs)
+
+    def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
+        """Copy ``region`` of tensor ``name`` into ``out``, of the region's shape; cast."""
+        if name in self._whole:
+            out.copy_(view_of(self._whole[name], region))
+            return
+        if name not in self._pairs:
+            self._base.read_into(name, region, out)
+            return
+        (rows, columns), (height, width) = region.start, region.shape
+        a, b = self._pairs[name]
+        merged = torch.empty(region.shape, dtype=torch.float32)
+        self._base.read_into(name, region, merged)
+        change = b[rows : rows + height].float() @ a[:, columns : columns + width].float()
+        out.copy_(merged.add_(change, alpha=self._scale))
+
+    def damage(self, progress: Callable[[int, int], None]) -> list[str]:
+        """Nothing says how the files were; ``progress`` is told that they were seen."""
+        progress(1, 1)
+        return []
+
+    def close(self) -> None:
+        """Close the files."""
+        self._base.close()
+
+
+def _half(weight: str, which: str) -> str:
+    return f"{PEFT}{weight.removesuffix('.weight')}.lora_{which}.weight"
 
 
 @dataclass(frozen=True)
@@ -63,24 +205,24 @@ class Converted:
     num_bytes: int
 
 
-def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
-    """(config.json of ``directory``, its family, its model).
+def read_model(directory: Path, *, pictures: bool = False) -> tuple[dict[str, Any], Family, ModelConfig]:
+    """(config.json of ``directory``, its family, its model).  pictures: see ``model_of``.
 
     CheckpointError: it is missing or not a JSON object.  ConfigError: no family has it, or it cannot be trained.
     """
     config = read_config(directory)
-    return config, *model_of(config)
+    return config, *model_of(config, pictures=pictures)
 
 
-def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
+def open_hf(directory: Path, *, pictures: bool = False) -> tuple[HfCheckpoint, Table]:
     """The Hugging Face checkpoint in ``directory``, checked against its config.json.
 
-    FP8 and mxfp4 are dequantised on reading.
+    FP8 and mxfp4 are dequantised on reading.  pictures: of a multimodal checkpoint the whole, else its text part.
 
     Raises as ``open_weights`` and ``check_checkpoint`` do.
     """
-    checkpoint = open_weights(directory)
-    _, family, model = read_model(directory)
+    checkpoint = open_weights(directory, pictures=pictures)
+    _, family, model = read_model(directory, pictures=pictures)
     table = Table(family, model)
     check_checkpoint(checkpoint, table)
     return unstacked(checkpoint, table), table
@@ -284,7 +426,7 @@ def _write_hf(
         copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), head=source.table.head)
         memory = _memory()
         for spec in specs.values():
-            for window in _windows(spec):
+            for window in windows_of(spec):
                 part = _part(memory, window, spec)
                 source.read_into(spec.name, window, part)
                 writer.write_slice(spec.name, window, part)
@@ -322,11 +464,6 @@ def _most(specs: Mapping[str, TensorSpec]) -> torch.dtype:
     return counts.most_common(1)[0][0]
 
 
-def _windows(spec: TensorSpec) -> list[TensorSlice]:
-    limit = WINDOW_BYTES // spec.dtype.itemsize
-    return list(windows(TensorSlice.whole(spec.shape), row_major_strides(spec.shape), limit))
-
-
 def _memory() -> Tensor:
     """Memory of one window, to be reused: new memory costs more than filling it."""
     return torch.empty(WINDOW_BYTES, dtype=torch.uint8)
@@ -360,7 +497,7 @@ def _verify(
             problems.append(f"tensor {name}: expected {spec.dtype} {spec.shape}, found {is_there}")
             continue
         expected = read = 0
-        for window in _windows(spec):
+        for window in windows_of(spec):
             part = _part(memory, window, spec)
             source.read_into(name, window, part)
             check.see(name, part)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from mcore_rl.checkpoints.open_files import OpenFiles
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, read_slice
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, assert_part, read_slice
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides
 from mcore_rl.weights.views import view_of
@@ -69,7 +69,8 @@ class DistributedCheckpoint(OpenFiles):
 
     def __init__(self, directory: Path, tensors: dict[str, DcpTensor], others: tuple[str, ...]) -> None:
         super().__init__(directory)
-        self.tensors, self.others = tensors, others
+        self.tensors = tensors
+        self.others = others
         self._records: dict[DcpChunk, _Record] = {}
         self._chunk_index: dict[str, tuple[int, dict[tuple[int, ...], list[DcpChunk]]]] = {}
 
@@ -82,7 +83,9 @@ class DistributedCheckpoint(OpenFiles):
         """
         directory = Path(directory)
         metadata = _read_metadata(directory)
-        tensors, others, problems = {}, [], []
+        tensors = {}
+        others = []
+        problems = []
         ends: dict[Path, int] = defaultdict(int)
         for key, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
@@ -114,9 +117,7 @@ class DistributedCheckpoint(OpenFiles):
         CheckpointError: a chunk is not what the metadata says, or cannot be read.
         """
         tensor = self.tensors[key]
-        assert region.fits(tensor.shape) and tuple(out.shape) == region.shape, (
-            f"{key} {tensor.shape}: {region}, {out.shape}"
-        )
+        assert_part(key, tensor.shape, region, out)
         if 0 in region.shape:
             return
         for chunk in self._chunks_of(tensor, region):
@@ -128,7 +129,8 @@ class DistributedCheckpoint(OpenFiles):
         """The damaged chunks of tensor ``key``, by the CRC-32 that ``torch.save`` stored with each chunk."""
         for chunk in self.tensors[key].chunks:
             record = self._record(self.tensors[key], chunk)
-            file, value = self.descriptor(chunk.file), 0
+            file = self.descriptor(chunk.file)
+            value = 0
             for begin in range(record.begin, record.end, WINDOW_BYTES):
                 value = zlib.crc32(os.pread(file, min(WINDOW_BYTES, record.end - begin), begin), value)
             if value != record.crc:
@@ -150,7 +152,8 @@ class DistributedCheckpoint(OpenFiles):
         yield from (chunk for chunk in near if chunk.region.overlaps(region))
 
     def _read_part(self, tensor: DcpTensor, chunk: DcpChunk, part: TensorSlice, out: Tensor) -> None:
-        record, file = self._record(tensor, chunk), self.descriptor(chunk.file)
+        record = self._record(tensor, chunk)
+        file = self.descriptor(chunk.file)
         if record.strides == row_major_strides(chunk.region.shape):
             info = TensorInfo(tensor.key, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
             read_slice(file, info, part, out)
@@ -179,7 +182,9 @@ class DistributedCheckpoint(OpenFiles):
 def _stored_tensor(
     directory: Path, key: str, stored: TensorStorageMetadata, places: dict[MetadataIndex, Any]
 ) -> tuple[DcpTensor, list[str]]:
-    shape, chunks, missing = tuple(stored.size), dict[tuple[int, ...], DcpChunk](), []
+    shape = tuple(stored.size)
+    chunks = dict[tuple[int, ...], DcpChunk]()
+    missing = []
     for described in stored.chunks:
         region = TensorSlice(tuple(described.offsets), tuple(described.sizes))
         place = places.get(MetadataIndex(key, described.offsets))
@@ -334,7 +339,10 @@ class _Section(io.RawIOBase):
 
     def __init__(self, file: int, begin: int, length: int) -> None:
         super().__init__()
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
+        self._file = file
+        self._begin = begin
+        self._length = length
+        self._at = 0
 
     def seekable(self) -> bool:
         """True: ``zipfile`` seeks."""

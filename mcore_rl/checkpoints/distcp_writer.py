@@ -64,7 +64,8 @@ class DistcpWriter:
             begin = file.tell()
             _save(tensor.view(region.shape), file)
             place = _StorageInfo(self._name, begin, file.tell() - begin)
-        offsets, index = torch.Size(region.start), len(declared.chunks)
+        offsets = torch.Size(region.start)
+        index = len(declared.chunks)
         declared.chunks.append(ChunkStorageMetadata(offsets, torch.Size(region.shape)))
         self._places[MetadataIndex(key, offsets, index)] = place
 

@@ -1,7 +1,7 @@
 """Megatron to Hugging Face: a stream of whole tensors on one rank, or a checkpoint directory that all ranks write.
 
-Both follow one plan of which rank gives which part (``owners``), so each Hugging Face tensor is complete exactly once:
-the vocabulary's padding is left out, and so is a tied output projection.  A tensor keeps its dtype or is cast on
+Both follow one plan of which rank gives which part (``owned_parts``), so each Hugging Face tensor is complete exactly
+once: the vocabulary's padding is left out, and so is a tied output projection.  A tensor keeps its dtype or is cast on
 request, except where the table fixes its dtype (``Rule.dtype``).
 
 ``export_stream`` sends parts point to point to one rank.  ``save_hf`` sends nothing: every rank writes its own parts
@@ -11,7 +11,9 @@ into files that all ranks plan alike, on a shared file system.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -20,23 +22,134 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
-from mcore_rl.checkpoints.owners import OwnedPart, owned_parts
 from mcore_rl.checkpoints.rest import Rest, open_files, rest_of, writer_of
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, in_groups
 from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
 from mcore_rl.checkpoints.stacked import unstacked
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, WeightMapError
+from mcore_rl.families.rules import Stage
 from mcore_rl.parallel.agreement import together
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.published import PublishedTensors
-from mcore_rl.weights.table import Table
+from mcore_rl.weights.table import LocalTensor, Piece, Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
 
 BUCKET_BYTES = 512 << 20
 ALIGNMENT = 256  # bytes: accelerators copy aligned memory faster
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPart:
+    """A part that rank ``owner`` gives: ``region`` of Hugging Face tensor ``hf``.
+
+    local: the owner's tensor that holds the region.  pieces: where in ``local``, in the order of the region along
+    ``dim``.
+    """
+
+    hf: str
+    owner: int
+    local: LocalTensor
+    region: TensorSlice
+    pieces: tuple[Piece, ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which pieces, and parts, follow one another."""
+        return self.local.rule.dim
+
+
 Parts = dict[str, list[OwnedPart]]
+
+
+def owned_parts(table: Table, prefer: int | None = None) -> Parts:
+    """The parts of every Hugging Face tensor, in the order of ``table.hf_tensors`` and of the tensor.
+
+    Data, context and expert-data parallel ranks hold copies, and tensor ranks hold copies of what is not split; each
+    part gets one owner, so that all ranks give about equally many elements.  Integers only: every rank computes the
+    same plan.  The parts of a Hugging Face tensor cover it exactly.
+
+    prefer: the owner of every part that it holds (it is the gather destination, so it need not send them).  A tied
+    output projection is a copy of the embedding and owns nothing.
+    Raises WeightMapError with every tensor whose parts overlap or leave a gap.
+    """
+    given = [0] * table.layout.world_size  # elements
+    parts: Parts = {name: [] for name in table.hf_tensors}
+    for local, ranks in _holders(table):
+        owner = prefer if prefer in ranks else min(ranks, key=given.__getitem__)
+        assert owner is not None
+        by_name = defaultdict(list)
+        for piece in table.pieces(local):
+            by_name[piece.hf].append(piece)
+            given[owner] += prod(piece.shape)
+        for name, pieces in by_name.items():
+            parts[name] += [OwnedPart(name, owner, local, *run) for run in _runs(pieces, local.rule.dim)]
+    for held in parts.values():
+        held.sort(key=lambda part: part.region.start)
+    problems = [problem for name, held in parts.items() if (problem := _cover_problem(table, name, held))]
+    if problems:
+        raise WeightMapError(table.family.name, problems)
+    return parts
+
+
+def _holders(table: Table) -> list[tuple[LocalTensor, list[int]]]:
+    """(distinct local tensor, the ranks that hold it), in the order of the first of these ranks."""
+    peers = defaultdict(list)
+    for rank in range(table.layout.world_size):
+        at = table.layout.coords(rank)
+        peers[at.pp, at.tp, at.ep, at.etp].append(rank)
+    # Rules are compared by identity: all come from this table, and hashing a rule hashes all its fields.
+    holders: dict[tuple[int, int | None, int | None, int], tuple[LocalTensor, list[int]]] = {}
+    for ranks in peers.values():
+        for local in table.tensors(ranks[0]):
+            if local.rule.stage is Stage.last_copy:
+                continue
+            key = (id(local.rule), local.layer, local.expert, local.index)
+            holders.setdefault(key, (local, []))[1].extend(ranks)
+    return list(holders.values())
+
+
+def _runs(pieces: list[Piece], dim: int) -> list[tuple[TensorSlice, tuple[Piece, ...]]]:
+    """(region, its pieces in order) for each run of ``pieces`` of one tensor that follow one another along ``dim``.
+
+    A rank holds one run of a tensor, or several where projections are fused in the checkpoint.
+    """
+    runs: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.hf_start):
+        last = runs[-1][-1] if runs else None
+        if last is None or last.hf_start[dim] + last.shape[dim] != piece.hf_start[dim]:
+            runs.append([])
+        runs[-1].append(piece)
+    joined = []
+    for run in runs:
+        shape = list(run[0].shape)
+        shape[dim] = sum(piece.shape[dim] for piece in run)
+        joined.append((TensorSlice(run[0].hf_start, tuple(shape)), tuple(run)))
+    return joined
+
+
+def _cover_problem(table: Table, name: str, parts: list[OwnedPart]) -> str | None:
+    """Why ``parts``, in order, do not cover tensor ``name`` exactly once; None if they do."""
+    shape = table.hf_tensors[name].shape
+    remedy = f"Mend its rule in families/{table.family.name}.py"
+    if not parts:
+        return f"tensor {name}: no rank holds any of it. {remedy}"
+    dim = parts[0].dim
+    end = 0
+    for part in parts:
+        rest_is_whole = all(
+            part.region.start[axis] == 0 and part.region.shape[axis] == size
+            for axis, size in enumerate(shape)
+            if axis != dim
+        )
+        if part.dim != dim or part.region.start[dim] != end or not rest_is_whole:
+            actual = f"rank {part.owner} holds {part.region.shape} from {part.region.start}"
+            return (
+                f"tensor {name} of shape {shape}: expected what begins at {end} of dimension {dim}, {actual}. {remedy}"
+            )
+        end += part.region.shape[dim]
+    return None if end == shape[dim] else f"tensor {name} of shape {shape}: nothing holds more than {end}. {remedy}"
 
 
 class _Source:
@@ -78,25 +191,11 @@ class _Source:
         return out
 
 
-def buckets_of(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[str]]:
-    """Names in their order, a new bucket where one would exceed ``bucket_bytes``; a larger tensor has its own."""
-    buckets: list[list[str]] = [[]]
-    used = 0
-    for name, spec in specs.items():
-        if buckets[-1] and used + spec.num_bytes > bucket_bytes:
-            buckets.append([])
-            used = 0
-        buckets[-1].append(name)
-        used += spec.num_bytes
-    return buckets
-
-
 def export_stream(
     chunks: Sequence[torch.nn.Module],
     table: Table,
     rank: int,
     *,
-    group: dist.ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     dst: int = 0,
     dtype: torch.dtype | None = None,
@@ -105,8 +204,8 @@ def export_stream(
 
     Names are the tables': experts that the files stack come one by one (``families/stacks.py``).
 
-    Collective over ``group`` (None: all; its ranks are the table's): every rank must exhaust its iterator; only ``dst``
-    gets buckets.  Tensors are new, on the device of the weights, in the order of ``table.hf_tensors``, and the caller
+    Collective over the ranks of the table, which are all: every rank must exhaust its iterator; only ``dst`` gets
+    buckets.  Tensors are new, on the device of the weights, in the order of ``table.hf_tensors``, and the caller
     may keep them; the tensors of a bucket share one block of memory.  A receiver that drops each bucket before asking
     for the next holds one bucket, plus a second copy of parts that arrive as columns; a sender holds at most its share
     of a bucket.
@@ -116,9 +215,9 @@ def export_stream(
     source = _Source(chunks, table, rank, dtype)
     parts = owned_parts(table, prefer=dst)
     if table.layout.world_size > 1:
-        _assert_one_plan(parts, source, table, group)
-    for names in buckets_of(source.specs, bucket_bytes):
-        bucket = _gather(names, parts, source, rank, dst, group)
+        _assert_one_plan(parts, source, table)
+    for specs in in_groups(source.specs.values(), bucket_bytes):
+        bucket = _gather(specs, parts, source, rank, dst)
         if rank == dst:
             yield bucket
         del bucket
@@ -126,24 +225,24 @@ def export_stream(
 
 @torch.no_grad()  # not on the generator: torch's wrapper of one would keep each bucket until the next is made
 def _gather(
-    names: Sequence[str], parts: Parts, source: _Source, rank: int, dst: int, group: dist.ProcessGroup | None
+    specs: Sequence[TensorSpec], parts: Parts, source: _Source, rank: int, dst: int
 ) -> list[tuple[str, Tensor]]:
     """One bucket on ``dst``; the other ranks send what they own of it, and get an empty list."""
     transfers = list[dist.P2POp]()
     landed: list[tuple[Tensor, Tensor]] = []
-    bucket = _empty_bucket([source.specs[name] for name in names], source.device) if rank == dst else {}
-    for name in names:
-        for part in parts[name]:
+    bucket = _empty_bucket(specs, source.device) if rank == dst else {}
+    for spec in specs:
+        for part in parts[spec.name]:
             if part.owner == rank == dst:
-                source.fill(part, view_of(bucket[name], part.region))
+                source.fill(part, view_of(bucket[spec.name], part.region))
             elif part.owner == rank:
-                transfers.append(_transfer(dist.isend, source.packed(part), dst, group))
+                transfers.append(_transfer(dist.isend, source.packed(part), dst))
             elif rank == dst:
-                place = arriving = view_of(bucket[name], part.region)
+                place = arriving = view_of(bucket[spec.name], part.region)
                 if not place.is_contiguous():  # rows arrive where they belong; columns have gaps between them
                     arriving = torch.empty(place.shape, dtype=place.dtype, device=place.device)
                     landed.append((place, arriving))
-                transfers.append(_transfer(dist.irecv, arriving, part.owner, group))
+                transfers.append(_transfer(dist.irecv, arriving, part.owner))
     if transfers:
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
@@ -164,21 +263,21 @@ def _empty_bucket(specs: Sequence[TensorSpec], device: torch.device) -> dict[str
     }
 
 
-def _transfer(kind: Callable[..., object], tensor: Tensor, peer: int, group: dist.ProcessGroup | None) -> dist.P2POp:
+def _transfer(kind: Callable[..., object], tensor: Tensor, peer: int) -> dist.P2POp:
     # As bytes: not every backend sends every dtype.
-    return dist.P2POp(kind, tensor.reshape(-1).view(torch.uint8), group=group, group_peer=peer)
+    return dist.P2POp(kind, tensor.reshape(-1).view(torch.uint8), peer)
 
 
-def _assert_one_plan(parts: Parts, source: _Source, table: Table, group: dist.ProcessGroup | None) -> None:
+def _assert_one_plan(parts: Parts, source: _Source, table: Table) -> None:
     """Assert that all ranks plan alike; otherwise they would wait for each other for ever.
 
-    The collective also sets the group up for the transfers.
+    The collective also sets the default group up for the transfers.
     """
-    assert dist.get_world_size(group) == table.layout.world_size, "the group is of another world than the table"
+    assert dist.get_world_size() == table.layout.world_size, "the processes are of another world than the table"
     plan = [(source.specs[name], [(part.owner, part.region) for part in held]) for name, held in parts.items()]
     mine = zlib.crc32(repr(plan).encode())
     bounds = torch.tensor([mine, -mine], device=source.device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     assert bounds.tolist() == [mine, -mine], "the ranks export different models, layouts or dtypes"
 
 
@@ -192,12 +291,11 @@ def save_hf(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-    group: dist.ProcessGroup | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write the model as a Hugging Face checkpoint into the new ``directory``, which all ranks see.
 
-    Collective over ``group`` (None: all).  Rank 0 creates the files, every rank writes its own parts, and rank 0 checks
+    Collective over all ranks.  Rank 0 creates the files, every rank writes its own parts, and rank 0 checks
     that all are there before the directory gets its name.
 
     source: a checkpoint directory; its config.json (with the dtype corrected), tokenizer and other files that are not
@@ -217,7 +315,7 @@ def save_hf(
         return _Source(chunks, table, rank, dtype), owned_parts(table), rest
 
     device = next(tensor for chunk in chunks for tensor in chunk.parameters()).device
-    live, parts, rest = together(plan, group, device)
+    live, parts, rest = together(plan, None, device)
     specs = list(live.specs.values())
 
     def create() -> ShardedWriter | None:
@@ -228,7 +326,7 @@ def save_hf(
             copy_sidecar_files(Path(source), writer.incomplete, live.dtype, head=table.head)
         return writer
 
-    created = together(create, group, device)
+    created = together(create, None, device)
 
     def write() -> ShardedWriter:
         writer = created or writer_of(directory, specs, table, rest, max_shard_bytes=max_shard_bytes, joins=True)
@@ -245,7 +343,7 @@ def save_hf(
         return writer
 
     try:
-        writer = together(write, group, device)
+        writer = together(write, None, device)
     except BaseException:
         if created is not None:
             created.abort()
@@ -261,7 +359,7 @@ def save_hf(
                 rest.write(writer)
             writer.finish(verify=lambda written: _verify(written, live.specs, table, rest))
 
-    together(finish, group, device)
+    together(finish, None, device)
 
 
 def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Callable[[int], None] | None) -> None:

@@ -100,7 +100,8 @@ def _find_shards(directory: Path) -> tuple[dict[str, set[str] | None], list[str]
     if not directory.is_dir():
         remedy = "Give a local directory; download a model of the hub with: hf download ID --local-dir DIR"
         raise CheckpointError(str(directory), [f"is not a directory. {remedy}"])
-    single, index = directory / SINGLE, directory / INDEX
+    single = directory / SINGLE
+    index = directory / INDEX
     if not index.exists():
         return ({SINGLE: None}, []) if single.exists() else ({}, [_nothing_to_read(directory)])
     shards, problems = _read_index(index)
@@ -136,7 +137,8 @@ def _read_index(path: Path) -> tuple[dict[str, set[str] | None], list[str]]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         return {}, [f"{path.name}: names no tensor in weight_map. {again}"]
-    shards, problems = defaultdict[str, set[str]](set), []
+    shards = defaultdict[str, set[str]](set)
+    problems = []
     for name, shard in weight_map.items():
         if isinstance(shard, str) and Path(shard).name == shard:
             shards[shard].add(name)
@@ -162,7 +164,8 @@ def _index_problems(
     names: the tensors of the shard by the index.  indexed: every name in the index.  held: the tensors in the shard.
     earlier: the tensors in the shards before it.
     """
-    again, problems = "Download both again", []
+    again = "Download both again"
+    problems = []
     if absent := names - held.keys():
         problems.append(f"{shard}: does not hold {_few(absent)}, which {INDEX} says it does. {again}")
     twice = held.keys() & earlier.keys()

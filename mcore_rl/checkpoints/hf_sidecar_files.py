@@ -51,7 +51,9 @@ def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, head: Head) -
     if head is Head.value:  # transformers has none for most multimodal models, and it reads text alone
         config = text_config(config)
     # transformers 5 writes dtype; before 4.56 it read torch_dtype alone, and reads either since.
-    written, spellings, text = str(dtype).removeprefix("torch."), {"dtype", "torch_dtype"}, text_config(config)
+    written = str(dtype).removeprefix("torch.")
+    spellings = {"dtype", "torch_dtype"}
+    text = text_config(config)
     of_text = dict.fromkeys(text.keys() & set(PREDICTION_LAYERS), 0) | dict.fromkeys(text.keys() & spellings, written)
     changed = with_text(config, of_text, removed=("quantization_config",))
     changed |= dict.fromkeys(spellings & config.keys() or {"torch_dtype"}, written)

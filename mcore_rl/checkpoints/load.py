@@ -8,21 +8,20 @@ reads for itself, and holds no more than its parameters and one window of a file
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.not_a_number import NanCheck
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.checkpoints.safetensors import TensorInfo, windows_of
 from mcore_rl.checkpoints.stacked import stored_tensors, unstacked
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
 from mcore_rl.weights.binding import Bound, bind
 from mcore_rl.weights.table import Piece, Table
-from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
 
 OUTPUT = "lm_head.weight"
@@ -39,12 +38,11 @@ def load_hf(
     checkpoint: HfCheckpoint,
     table: Table,
     rank: int,
-    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write this rank's part of ``checkpoint`` into ``chunks``, in place, cast where dtypes differ.
 
     Rows that pad the vocabulary become zero.  A tensor that the checkpoint may lack (a value head) keeps its value.
-    progress: called with the number of bytes just read.  For an engine:
+    For an engine:
     ``engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))``.
 
     Raises WeightMapError if modules and table disagree, CheckpointError as ``check_checkpoint`` does, if a file cannot
@@ -60,12 +58,10 @@ def load_hf(
             _zero_padding(each, table)
             wanted += [(checkpoint.tensors[piece.hf], piece, each.tensor) for piece in pieces]
     check = NanCheck()
-    for info, piece, tensor in sorted(wanted, key=_place_in_files):
+    for _, piece, tensor in sorted(wanted, key=_place_in_files):
         out = view_of(tensor.detach(), piece.local_region)
         checkpoint.read_into(piece.hf, piece.hf_region, out)
         check.see(piece.hf, out)
-        if progress is not None:
-            progress(out.numel() * info.dtype.itemsize)
     if problems := check.problems():
         raise CheckpointError(str(checkpoint.directory), problems)
 
@@ -77,7 +73,8 @@ def _place_in_files(wanted: tuple[TensorInfo, Piece, Tensor]) -> tuple[str, int,
 
 
 def _zero_padding(bound: Bound, table: Table) -> None:
-    shard, dim = table.shard(bound.local), bound.local.rule.dim
+    shard = table.shard(bound.local)
+    dim = bound.local.rule.dim
     if shard.held < shard.size:
         bound.tensor.detach().narrow(dim, shard.held, shard.size - shard.held).zero_()
 
@@ -179,8 +176,7 @@ def _wrong_tie(checkpoint: HfCheckpoint, output: TensorInfo) -> Iterator[Fault]:
 
 
 def _equal(checkpoint: HfCheckpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    limit = WINDOW_BYTES // one.dtype.itemsize
-    for window in windows(TensorSlice.whole(one.shape), row_major_strides(one.shape), limit):
+    for window in windows_of(one):
         parts = [torch.empty(window.shape, dtype=one.dtype) for _ in range(2)]
         for info, part in zip((one, other), parts, strict=True):
             checkpoint.read_into(info.name, window, part)

@@ -40,7 +40,9 @@ def sum_text(hashed: xxhash.xxh3_64) -> str:
 
 def sum_of(path: Path) -> FileSum:
     """Read ``path`` to its end.  OSError: it cannot be."""
-    hashed, memory, size = xxhash.xxh3_64(), memoryview(bytearray(BLOCK_BYTES)), 0
+    hashed = xxhash.xxh3_64()
+    memory = memoryview(bytearray(BLOCK_BYTES))
+    size = 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(memory):
             hashed.update(memory[:count])

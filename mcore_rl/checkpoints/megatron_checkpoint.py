@@ -71,13 +71,15 @@ class MegatronCheckpoint:
         Raises CheckpointError with every violation: another number of layers; tensors that are missing, unexpected, of
         another shape, not of a floating-point dtype, or part of an adapter.
         """
-        self.stored, self.keys = stored, StoredKeys(stored.tensors)
+        self.stored = stored
+        self.keys = StoredKeys(stored.tensors)
         head = self.keys.find("output_layer.weight", None, None)
         is_value = head is not None and stored.tensors[head.key].shape[0] == 1 != model.vocab_size
         self.head = Head.value if is_value else Head.lm
         self.table = Table(family, model, head=self.head)
         self._held: dict[str, list[tuple[TensorLocation, Piece]]] = defaultdict(list)
-        used, problems = set[str](), list(self._layer_problems())
+        used = set[str]()
+        problems = list(self._layer_problems())
         for local in saved_tensors(self.table):
             place = self.keys.find(local.rule.name, local.layer, local.expert)
             if place is not None:
@@ -123,7 +125,8 @@ class MegatronCheckpoint:
 
     def damage(self, progress: Callable[[int, int], None]) -> list[str]:
         """Compare every chunk with its stored CRC-32.  progress: called with (bytes just read, bytes in all)."""
-        total, problems = sum(self.stored.tensors[key].num_bytes for key in self.used_keys), list[str]()
+        total = sum(self.stored.tensors[key].num_bytes for key in self.used_keys)
+        problems = list[str]()
         for key in self.used_keys:
             problems += self.stored.damage(key)
             progress(self.stored.tensors[key].num_bytes, total)
@@ -134,13 +137,16 @@ class MegatronCheckpoint:
         self.stored.close()
 
     def _layer_problems(self) -> Iterator[str]:
-        num_layers, expected = self.keys.num_layers_named, self.table.model.num_layers
+        num_layers = self.keys.num_layers_named
+        expected = self.table.model.num_layers
         if num_layers not in (0, expected):
             yield f"expected {expected} layers by config.json and found {num_layers}. {MISMATCH}"
 
     def _shape_problems(self, local: LocalTensor, place: TensorLocation) -> Iterator[str]:
-        tensor, expected = self.stored.tensors[place.key], self.table.shape(local)
-        moe, lead = self.table.model.moe, list[int]()
+        tensor = self.stored.tensors[place.key]
+        expected = self.table.shape(local)
+        moe = self.table.model.moe
+        lead = list[int]()
         if local.layer is not None and self.keys.names[place.key].layer is None:
             lead.append(self.table.model.num_layers)
         if local.expert is not None and self.keys.names[place.key].expert is None:
@@ -210,7 +216,8 @@ def chunks_of(
     # Gate and up are split separately; every other tensor is split as one.
     step = -(-shape[rule.dim] // (shards * (len(rule.hf) if rule.layout is split else 1)))
     for begin in range(0, shape[rule.dim], step):
-        start, size = [0] * len(shape), list(shape)
+        start = [0] * len(shape)
+        size = list(shape)
         start[rule.dim], size[rule.dim] = begin, min(step, shape[rule.dim] - begin)
         for part in windows(TensorSlice.whole(size), row_major_strides(size), max(1, CHUNK_BYTES // itemsize)):
             yield TensorSlice(tuple(a + b for a, b in zip(start, part.start, strict=True)), part.shape)

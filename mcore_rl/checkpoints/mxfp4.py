@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.safetensors import TensorInfo
+from mcore_rl.checkpoints.safetensors import TensorInfo, assert_part
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 BLOCK = 32  # inputs that share a scale
 BIAS = 127
 NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -34,7 +35,8 @@ class Mxfp4Checkpoint(HfCheckpoint):
         files: ``close`` closes them.
         """
         self.files = files
-        problems, made = list[str](), dict[str, TensorInfo]()
+        problems = list[str]()
+        made = dict[str, TensorInfo]()
         for name, info in files.tensors.items():
             for end, other in ((BLOCKS, SCALES), (SCALES, BLOCKS)):
                 if name.endswith(end) and name.removesuffix(end) + other not in files.tensors:
@@ -64,12 +66,12 @@ class Mxfp4Checkpoint(HfCheckpoint):
         if name not in self._made:
             self.files.read_into(name, region, out)
             return
-        assert region.fits(self.tensors[name].shape), f"{region} is no part of {name}"
-        assert tuple(out.shape) == region.shape, f"{name}: out has shape {tuple(out.shape)}, the region {region.shape}"
+        assert_part(name, self.tensors[name].shape, region, out)
         if 0 in region.shape:
             return
         (expert, first_in, first_out), (experts, inputs, outputs) = region
-        first, last = first_in // BLOCK, -(-(first_in + inputs) // BLOCK)
+        first = first_in // BLOCK
+        last = -(-(first_in + inputs) // BLOCK)
         scales = torch.empty(experts, outputs, last - first, dtype=torch.uint8)
         place = TensorSlice((expert, first_out, first), tuple(scales.shape))
         self.files.read_into(name + SCALES, place, scales)

@@ -36,7 +36,8 @@ class NanCheck:
                 if math.isnan(in_memory_order.max().item()):
                     self._with_nan[name] = None
             return
-        maximum, before = in_memory_order.max(), self._maxima.get(name)
+        maximum = in_memory_order.max()
+        before = self._maxima.get(name)
         self._maxima[name] = maximum if before is None else torch.maximum(before, maximum)
 
     def problems(self) -> list[str]:

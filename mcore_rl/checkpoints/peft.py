@@ -30,7 +30,8 @@ from mcore_rl.json_text import read_json
 from mcore_rl.weights.adapter_table import AdapterTable, all_linear
 from mcore_rl.weights.table import Table
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 UNPICKLE = (
     'If you trust it, write it anew and give NEW: python -c "from peft import AutoPeftModelForCausalLM as M; '
@@ -77,7 +78,8 @@ OF_ANOTHER_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 def adapter_config(table: AdapterTable, base: str) -> dict[str, Any]:
     """What PEFT reads of the adapters of ``table``.  base: the model's directory or name."""
-    lora, targets = table.lora, table.lora.target_modules
+    lora = table.lora
+    targets = table.lora.target_modules
     if targets == [ALL_LINEAR]:  # PEFT would take the heads of other models, too
         targets = sorted({name.rpartition(".")[2] for name in all_linear(table.base)})
     return {
@@ -114,7 +116,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         problems.append(f"{CONFIG}: peft_type={config.get('peft_type')}: only LORA is read")
     for name in ("r", "lora_alpha"):
-        value, types = config.get(name), (int,) if name == "r" else (int, float)
+        value = config.get(name)
+        types = (int,) if name == "r" else (int, float)
         if value is None or type(value) not in types or value <= 0:
             problems.append(f"{CONFIG}: {name}={value}: is no number over 0. Give a directory that PEFT saved")
     init = config.get("init_lora_weights")
@@ -137,7 +140,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 def lora_of(config: Mapping[str, Any]) -> LoraConfig:
     """The adapters that ``config`` (``read_adapter_config``) describes."""
-    targets, excluded = config.get("target_modules") or [], config.get("exclude_modules") or []
+    targets = config.get("target_modules") or []
+    excluded = config.get("exclude_modules") or []
     return LoraConfig(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
@@ -237,7 +241,8 @@ def open_peft(directory: Path, table: AdapterTable) -> PeftCheckpoint:
     tensor that is missing, or that is of a layer that ``table`` does not adapt.
     """
     checkpoint = open_adapters(directory, table.base)
-    ours, theirs = table.lora, checkpoint.lora
+    ours = table.lora
+    theirs = checkpoint.lora
     pairs = {
         "r": (theirs.rank, ours.rank), "lora_alpha": (theirs.alpha, ours.alpha),
         "use_rslora": (theirs.use_rslora, ours.use_rslora),

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.peft_tensors import adapter_name
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.checkpoints.safetensors import TensorInfo, windows_of
 from mcore_rl.checkpoints.stacked import OF_MODULE, expert_parameters
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.families.blocks import HF_LAYER
 from mcore_rl.families.stacks import Stack, StackedPart
 from mcore_rl.weights.adapter_table import PEFT, module_of
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
 _HALF = re.compile(rf"{re.escape(PEFT)}(.+)\.lora_([AB])\.weight")
@@ -72,7 +72,9 @@ class PeftCheckpoint(HfCheckpoint):
         self, directory: Path, files: Mapping[str, TensorInfo], config: Mapping[str, Any], table: Table
     ) -> None:
         """config: see ``read_adapter_config``.  table: of the model's weights."""
-        self._config, self._table, self._headers = config, table, files
+        self._config = config
+        self._table = table
+        self._headers = files
         self._halves: dict[str, _Half] = {}
         self._pad: int | None = None
         self._absent: dict[str, tuple[int, ...]] = {}
@@ -89,7 +91,8 @@ class PeftCheckpoint(HfCheckpoint):
         for name, info in files.items():
             self._place(name, info, outer)
         if self._of_other_rank:
-            first, count = self._of_other_rank[0], len(self._of_other_rank)
+            first = self._of_other_rank[0]
+            count = len(self._of_other_rank)
             remedy = "their scale would be wrong. Write the r, lora_alpha and patterns that they were trained with"
             self.problems.append(f"{count} of {len(files)} tensors, the first {first}: {remedy}")
         ranks = {half.rank for half in self._halves.values()} or {self._of_top.rank}
@@ -153,10 +156,12 @@ class PeftCheckpoint(HfCheckpoint):
         return named if len(named) == count else None
 
     def _place_experts(self, name: str, info: TensorInfo, stack: Stack, which: str, experts: str) -> None:
-        model, module = self._table.model, f"{experts}.{stack.name.rpartition('.')[2]}"
+        model = self._table.model
+        module = f"{experts}.{stack.name.rpartition('.')[2]}"
         match = _LAYER.match(f"{experts}.")
         assert model.moe is not None
-        num_experts, layer = model.moe.num_experts, int(match[1]) if match else -1
+        num_experts = model.moe.num_experts
+        layer = int(match[1]) if match else -1
         stored = info.shape[0] if which == "A" else info.shape[-1]
         if match is None or stored % num_experts:
             self.problems.append(f"{name}: shape {info.shape} is not of {num_experts} experts of a layer")
@@ -189,7 +194,9 @@ class PeftCheckpoint(HfCheckpoint):
 
     def _of_stack(self, stack: Stack, rank: int) -> Iterator[tuple[bool, bool]]:
         """(whether it is not 0, whether it is block diagonal) of B of the parameter in each layer."""
-        own, outer, model = rank // len(stack.holds), self._outermost(), self._table.model
+        own = rank // len(stack.holds)
+        outer = self._outermost()
+        model = self._table.model
         assert model.moe is not None
         for module, count in outer.items():
             wrapped = self._wrapped(module, count)
@@ -248,7 +255,8 @@ class PeftCheckpoint(HfCheckpoint):
     def _show(self) -> None:
         tensors = {}
         for name, half in self._halves.items():
-            rank, shape = self._pad or half.rank, half.info.shape
+            rank = self._pad or half.rank
+            shape = half.info.shape
             inner: tuple[int, ...]
             if half.part is not None:
                 inner = (half.part.size, rank) if name.endswith("B.weight") else (rank, shape[1])
@@ -271,11 +279,13 @@ class PeftCheckpoint(HfCheckpoint):
 
     def holds_copy(self, stored: str, base: HfCheckpoint, name: str) -> bool:
         """Whether the stored tensor is tensor ``name`` of ``base``, cast to its dtype."""
-        info, other = self._headers[stored], base.tensors[name]
+        info = self._headers[stored]
+        other = base.tensors[name]
         if info.shape != other.shape:
             return False
-        for window in windows(TensorSlice.whole(info.shape), row_major_strides(info.shape), WINDOW_BYTES // 4):
-            held, theirs = torch.empty(window.shape, dtype=info.dtype), torch.empty(window.shape, dtype=other.dtype)
+        for window in windows_of(info):
+            held = torch.empty(window.shape, dtype=info.dtype)
+            theirs = torch.empty(window.shape, dtype=other.dtype)
             self._read(info, window, held)
             base.read_into(name, window, theirs)
             if not torch.equal(held, theirs.to(held.dtype)):
@@ -289,7 +299,8 @@ class PeftCheckpoint(HfCheckpoint):
     def _whole(self, name: str) -> Tensor:
         if name in self._absent:
             return torch.zeros(self._absent[name])
-        half, of_b = self._halves[name], name.endswith(".lora_B.weight")
+        half = self._halves[name]
+        of_b = name.endswith(".lora_B.weight")
         held = self._stored(half.info.name)
         if half.part is not None:
             if of_b:

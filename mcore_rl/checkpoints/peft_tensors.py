@@ -73,10 +73,12 @@ def target_fields(table: AdapterTable) -> dict[str, Any]:
     PEFT takes ``gate_proj`` in ``target_modules`` for the experts' alone, so that layers of dense MLPs and shared
     experts with such names are parameters here.
     """
-    lora, wrapped = table.lora, _wrapped(table)
+    lora = table.lora
+    wrapped = _wrapped(table)
     of_experts = {tensor.name for stack in expert_parameters(table.base.family) for tensor in stack.holds}
     taken = {name.removesuffix(".weight").rpartition(".")[2] for name in of_experts}
-    modules, parameters = [], [_within_layer(each.stack.name) for each in wrapped]
+    modules = []
+    parameters = [_within_layer(each.stack.name) for each in wrapped]
     for adapted in table.adapted.values():
         for module in adapted.modules:
             if f"{module}.weight" in of_experts:
@@ -107,7 +109,9 @@ def _pattern(stack: Stack) -> str:
 
 def peft_tensors(tensors: Mapping[str, Tensor], table: AdapterTable) -> dict[str, Tensor]:
     """Whole adapters by PEFT's names for transformers 5, of ``tensors``, whole and by the names of ``table``."""
-    made, wrapped, model = dict(tensors), _wrapped(table), table.model
+    made = dict(tensors)
+    wrapped = _wrapped(table)
+    model = table.model
     for layer in filter(model.has_experts, range(model.num_layers)) if wrapped else ():
         for number, each in enumerate(wrapped):
             halves = {which: list[Tensor]() for which in "AB"}

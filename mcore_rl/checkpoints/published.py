@@ -44,7 +44,8 @@ def open_weights(directory: Path, *, pictures: bool = False) -> HfCheckpoint:
     if not directory.is_dir():
         HfCheckpoint.open(directory)  # says what is wrong and what to do
     quantization = text_config(read_config(directory)).get("quantization_config") or {}
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    method = quantization.get("quant_method")
+    block = quantization.get("weight_block_size")
     if quantization and method != "mxfp4" and not (method == "fp8" and block):  # as model_of says it at more length
         raise CheckpointError(str(directory), [f"weights quantised by {method} are not read. {UNQUANTISED}"])
     checkpoint = open_files(directory, pictures=pictures)

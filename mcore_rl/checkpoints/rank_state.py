@@ -24,7 +24,8 @@ from mcore_rl.weights.tensor_slice import slices_of_range
 
 FORMAT = "mcore_rl rank state 3"
 BEFORE = "mcore_rl rank state 2"  # said critic: bool instead of a head
-MAIN, WEIGHT = "main", "weight"
+MAIN = "main"
+WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SNAPSHOT = "snapshot."  # and its name: frozen weights that move, or their average in float32
 SIDECAR_FILES = "hf"  # where config.json and tokenizer are, beside the files of the ranks
@@ -45,11 +46,6 @@ class StateShard:
     end: int
     pieces: tuple[Piece, ...]
     kinds: tuple[str, ...]
-
-    @property
-    def num_held(self) -> int:
-        """Elements that are not padding."""
-        return sum(piece.hf_region.num_elements for piece in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from torch import Tensor
 from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
 from mcore_rl.checkpoints.open_files import OpenFiles
 from mcore_rl.checkpoints.safetensors import (
-    WINDOW_BYTES,
     TensorInfo,
     TensorSpec,
     encode_header,
@@ -27,6 +26,7 @@ from mcore_rl.checkpoints.safetensors import (
     read_metadata,
     read_slice,
     tensor_bytes,
+    windows_of,
 )
 from mcore_rl.checkpoints.sharded_writer import FORMAT, ShardedWriter
 from mcore_rl.checkpoints.stacked import StackedWriter, expert_parameters, is_fused, stacks_in, transposed
@@ -36,12 +36,14 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.families.stacks import Stack
 from mcore_rl.families.text_part import NamesInFiles, TextPart, text_part_of
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tensor_slice import TensorSlice, offset_of, row_major_strides, windows
+from mcore_rl.weights.tensor_slice import TensorSlice, offset_of, row_major_strides
 
 KEPT = "not_trained.safetensors"  # where a checkpoint without Hugging Face files has the rest
 # How files have the experts of a layer: one by one (or as the family's files do), or as transformers' modules have
 # them, or these transposed.
-ALONE, STACKED, TRANSPOSED = "alone", "stacked", "transposed"
+ALONE = "alone"
+STACKED = "stacked"
+TRANSPOSED = "transposed"
 
 
 def part_in(directory: Path) -> TextPart | None:
@@ -66,7 +68,8 @@ def open_files(directory: Path, *, pictures: bool = False) -> HfCheckpoint:
     A tensor of no known name is among them by its own, so that ``check_checkpoint`` refuses it.  pictures: those of the
     vision tower, too.
     """
-    checkpoint, part = HfCheckpoint.open(directory), part_in(directory)
+    checkpoint = HfCheckpoint.open(directory)
+    part = part_in(directory)
     if part is None:
         return checkpoint
     spelling = spelling_of(checkpoint.tensors, part)
@@ -151,8 +154,7 @@ class Rest:
         """(tensor, region, its elements) in the order of names, and of the bytes of each tensor."""
         with OpenFiles(self.directory) as files:
             for info in sorted(self.tensors.values(), key=lambda info: info.name):
-                limit = WINDOW_BYTES // info.dtype.itemsize
-                for window in windows(TensorSlice.whole(info.shape), row_major_strides(info.shape), limit):
+                for window in windows_of(info):
                     part = torch.empty(window.shape, dtype=info.dtype)
                     read_slice(files.descriptor(info.file), info, window, part)
                     yield info, window, part

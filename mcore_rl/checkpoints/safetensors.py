@@ -14,8 +14,7 @@ import ctypes
 import json
 import mmap
 import os
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -30,9 +29,8 @@ from mcore_rl.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, span_of, windows
 from mcore_rl.weights.views import view_of
 
-WINDOW_BYTES = (
-    32 << 20
-)  # at most so much of a file or tensor in memory at a time, unless it is read or written in place
+# At most so much of a file or tensor in memory at a time, unless it is read or written in place.
+WINDOW_BYTES = 32 << 20
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors package
 METADATA = "__metadata__"
 
@@ -91,28 +89,29 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    # Not reshape: a contiguous tensor of one element may have any stride, and view refuses that.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def in_groups(specs: Iterable[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
+    """``specs`` in their order, a new group where one would exceed ``most_bytes``; a larger tensor has its own."""
+    groups: list[list[TensorSpec]] = [[]]
+    used = 0
+    for spec in specs:
+        if groups[-1] and used + spec.num_bytes > most_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(spec)
+        used += spec.num_bytes
+    return groups
 
 
-def checksum_of(parts: Iterable[Tensor]) -> str:
-    """CRC-32 (zlib's) of the bytes of contiguous CPU tensors, one after another, as ``crc32:89abcdef``.
-
-    About 2 GB/s.  It detects damage and mix-ups, not forgery.
-    """
-    value = 0
-    for part in parts:
-        value = zlib.crc32(tensor_bytes(part), value)
-    return f"crc32:{value:08x}"
+def windows_of(spec: TensorSpec) -> Iterator[TensorSlice]:
+    """``spec`` in parts of at most ``WINDOW_BYTES``, in the order of its bytes."""
+    limit = WINDOW_BYTES // spec.dtype.itemsize
+    return windows(TensorSlice.whole(spec.shape), row_major_strides(spec.shape), limit)
 
 
-def checksum(tensor: Tensor) -> str:
-    """``checksum_of`` a contiguous ``tensor`` of any dtype and device; only its bytes count, not dtype or shape."""
-    assert tensor.is_contiguous(), "the bytes of a tensor with gaps have no order of their own"
-    flat = _flat_bytes(tensor)
-    starts = range(0, len(flat), WINDOW_BYTES)
-    return checksum_of(flat[start : start + WINDOW_BYTES].cpu() for start in starts)
+def assert_part(name: str, shape: Sequence[int], region: TensorSlice, out: Tensor) -> None:
+    """Assert that ``region`` lies within tensor ``name`` of ``shape``, and that ``out`` has the region's shape."""
+    assert region.fits(shape), f"{region} is no part of {name} of shape {shape}"
+    assert tuple(out.shape) == region.shape, f"{name}: out has shape {tuple(out.shape)}, the region {region.shape}"
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -213,8 +212,7 @@ def read_slice(file: int, info: TensorInfo, region: TensorSlice, out: Tensor) ->
 
     CheckpointError: the file changed since its header was read, or the disk failed.
     """
-    assert region.fits(info.shape), f"{region} is no part of {info.name} of shape {info.shape}"
-    assert tuple(out.shape) == region.shape, f"{info.name}: out has shape {tuple(out.shape)}, the region {region.shape}"
+    assert_part(info.name, info.shape, region, out)
     if 0 in region.shape:
         return
     strides = row_major_strides(info.shape)
@@ -272,7 +270,9 @@ def encode_header(
     Wide dtypes come first and the data begins at a multiple of eight, so that every tensor is aligned to its dtype, as
     in the safetensors package.
     """
-    begin, entries, tensors = 0, dict[str, Any](), dict[str, TensorInfo]()
+    begin = 0
+    entries = dict[str, Any]()
+    tensors = dict[str, TensorInfo]()
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
         end = begin + spec.num_bytes
         entries[spec.name] = {

@@ -33,6 +33,7 @@ from mcore_rl.checkpoints.safetensors import (
     TensorInfo,
     TensorSpec,
     encode_header,
+    in_groups,
     tensor_bytes,
 )
 from mcore_rl.errors import CheckpointError
@@ -49,14 +50,7 @@ def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, 
 
     A larger tensor has a file of its own.  Names as huggingface_hub's ``split_state_dict_into_shards_factory``.
     """
-    shards: list[list[TensorSpec]] = [[]]
-    used = 0
-    for spec in specs:
-        if shards[-1] and used + spec.num_bytes > max_shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(spec)
-        used += spec.num_bytes
+    shards = in_groups(specs, max_shard_bytes)
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{index:05}-of-{len(shards):05}.safetensors": shard for index, shard in enumerate(shards, 1)}
@@ -217,7 +211,8 @@ class ShardedWriter:
     def _missing(self, name: str) -> Iterator[str]:
         # The regions do not overlap, so the count of elements decides.
         info = self._tensors[name]
-        total, written = prod(info.shape), sum(prod(region.shape) for region in self._written[name])
+        total = prod(info.shape)
+        written = sum(prod(region.shape) for region in self._written[name])
         if written != total:
             difference = f"{written} of {total} elements were written"
             yield f"{info.file.name}: tensor {name}: {difference}. The source lacks it; nothing has the final name"
@@ -228,10 +223,14 @@ class ShardedWriter:
             return
         if info.file not in self._files:
             self._files[info.file] = os.open(info.file, os.O_WRONLY)
-        file, strides, itemsize = self._files[info.file], row_major_strides(info.shape), info.dtype.itemsize
-        memory, begin = tensor_bytes(tensor), info.begin + offset_of(region.start, strides) * itemsize
+        file = self._files[info.file]
+        strides = row_major_strides(info.shape)
+        itemsize = info.dtype.itemsize
+        memory = tensor_bytes(tensor)
+        begin = info.begin + offset_of(region.start, strides) * itemsize
         outer = next(dim for dim in range(len(region.shape) + 1) if is_one_run(region.shape[dim:], strides[dim:]))
-        run, offsets = prod(region.shape[outer:]) * itemsize, [begin]
+        run = prod(region.shape[outer:]) * itemsize
+        offsets = [begin]
         for size, stride in zip(region.shape[:outer], strides, strict=False):
             offsets = [offset + index * stride * itemsize for offset in offsets for index in range(size)]
         for place, offset in enumerate(offsets):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, TensorSpec
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, TensorSpec, assert_part
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter
 from mcore_rl.families.blocks import HF_MLP
 from mcore_rl.families.family import Family
@@ -98,7 +98,8 @@ def _name_in_files(name: str, fused: bool) -> str:
 def stored_tensors(table: Table, checkpoint: HfCheckpoint | None = None) -> dict[str, HfInfo]:
     """Every tensor that a checkpoint's files must hold, by the names in the files.  checkpoint: see ``parts_of``."""
     fused = checkpoint is not None and is_fused(checkpoint, table)
-    parts, stored = parts_of(table, checkpoint), dict[str, HfInfo]()
+    parts = parts_of(table, checkpoint)
+    stored = dict[str, HfInfo]()
     for name, info in table.hf_tensors.items():
         part = parts.get(name)
         if part is None:
@@ -168,11 +169,11 @@ class UnstackedCheckpoint(HfCheckpoint):
         if part is None:
             self.files.read_into(self._names.get(name, name), region, out)
             return
-        assert region.fits(self.tensors[name].shape), f"{region} is no part of {name}"
-        assert tuple(out.shape) == region.shape, f"{name}: out has shape {tuple(out.shape)}, the region {region.shape}"
+        assert_part(name, self.tensors[name].shape, region, out)
         if 0 in region.shape:
             return
-        stack, outputs = self.files.tensors[part.stored], part.outputs(region.start[0], region.shape[0])
+        stack = self.files.tensors[part.stored]
+        outputs = part.outputs(region.start[0], region.shape[0])
         dim = part.dim_of_outputs
         slab = list(zip(region.start, region.shape, strict=True))[:: -1 if dim else 1]
         # Whole turns, so that all parts ask for the same windows.
@@ -192,7 +193,8 @@ class UnstackedCheckpoint(HfCheckpoint):
 
     def _window(self, part: StackedPart, window: TensorSlice) -> Tensor:
         """``window`` of the stack of ``part``; kept where another part of its slab lies between its numbers."""
-        stack, slab = self.files.tensors[part.stored], (part.stored, part.expert)
+        stack = self.files.tensors[part.stored]
+        slab = (part.stored, part.expert)
         if self._last[0] != slab:
             self._last = slab, {}
         kept = self._last[1].get(window)
@@ -245,7 +247,8 @@ class StackedWriter(ShardedWriter):
             turned = tensor.swapaxes(-1, -2) if part.dim_of_outputs else tensor
             super().write_slice(part.stored, _region(part, region), turned[None])
             return
-        info, slab = self._tensors[part.stored], (part.stored, part.expert)
+        info = self._tensors[part.stored]
+        slab = (part.stored, part.expert)
         assert tensor.dtype == info.dtype, f"{name}: {tensor.dtype} was not planned"
         if slab not in self._slabs:
             self._slabs[slab] = torch.empty(info.shape[1:], dtype=info.dtype)

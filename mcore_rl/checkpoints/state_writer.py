@@ -90,7 +90,8 @@ class StateWriter:
         if self._host is None or self._host.numel() < num_bytes:
             self._host = None  # before the larger one is made
             self._host = pinned_empty_like(self._platform, torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
-        begin, copies = 0, dict[str, Tensor]()
+        begin = 0
+        copies = dict[str, Tensor]()
         for name, tensor in tensors.items():
             copies[name] = self._host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             begin += tensor.nbytes
@@ -137,7 +138,8 @@ def _write(path: Path, parts: Iterable[memoryview], beside: Callable[[], None]) 
 
 def _write_through(path: Path, parts: Iterable[memoryview]) -> FileSum:
     """Write, sum and flush.  Neither summing nor writing holds the GIL, so the run goes on."""
-    hashed, size = xxhash.xxh3_64(), 0
+    hashed = xxhash.xxh3_64()
+    size = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         for part in parts:

@@ -38,7 +38,8 @@ class StoredState(OpenFiles):
 
     def __init__(self, directory: Path, ranks: Sequence[RankState], tensors: Sequence[dict[str, TensorInfo]]) -> None:
         super().__init__(directory)
-        self.ranks, self.tensors = tuple(ranks), tuple(tensors)
+        self.ranks = tuple(ranks)
+        self.tensors = tuple(tensors)
         self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
         for state, held in zip(ranks, tensors, strict=True):
             for shard in state.shards:
@@ -56,11 +57,13 @@ class StoredState(OpenFiles):
 
         Raises CheckpointError with every violation: a file that is missing, damaged, or of another world or format.
         """
-        first, problems = state_file(directory, 0), list[str]()
+        first = state_file(directory, 0)
+        problems = list[str]()
         paths = sorted(directory.glob(state_file(directory, 0).name.replace("00000", "*")))
         if not paths:
             raise CheckpointError(str(directory), [f"{first.name} is missing, and so are all others. {AGAIN}"])
-        ranks, tensors = list[RankState](), list[dict[str, TensorInfo]]()
+        ranks = list[RankState]()
+        tensors = list[dict[str, TensorInfo]]()
         for path in paths:
             held, file_problems = read_header(path)
             problems += file_problems

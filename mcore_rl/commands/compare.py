@@ -41,7 +41,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
 
 if TYPE_CHECKING:
-    from mcore_rl.reports.logprobs.report import LogprobReport
+    from mcore_rl.reports.report import LogprobReport
 
 MAX_WORST_SHOWN = 3
 SPELT = {"parallel.": "--layout "} | {f"rollout.{axis}": f"--rollout {axis}" for axis in ("tp", "dp", "ep")}
@@ -105,9 +105,9 @@ def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
     refuse_if_any([replace(each, key=f"-{each.key.replace('_', '-')}") for each in draw_violations(draws, "-")])
     if not arguments.out.parent.is_dir():
         raise ConfigError([Violation("out", str(arguments.out), "its directory is not there", "Make it first")])
-    from mcore_rl.reports.logprobs.prompts import load_tokenizer, read_prompts  # torch and vLLM, when all is checked
-    from mcore_rl.reports.logprobs.question import Question
-    from mcore_rl.reports.logprobs.scoring import measure, report
+    from mcore_rl.reports.prompts import load_tokenizer, read_prompts  # torch and vLLM, when all is checked
+    from mcore_rl.reports.question import Question
+    from mcore_rl.reports.scoring import measure, report
     from mcore_rl.rollout.protocol import Sampling
 
     sampling = Sampling(max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p,
@@ -130,7 +130,7 @@ def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
 
 def show(compared: LogprobReport, console: Console) -> None:
     """The report, to read."""
-    from mcore_rl.reports.logprobs.report import RATIO_BOUNDS
+    from mcore_rl.reports.report import RATIO_BOUNDS
 
     console.print(f"{compared.num_tokens} tokens drawn by vLLM; differences in nats")
     lines = Table("", *(f"{pair.first} - {pair.second}" for pair in compared.pairs), box=None, pad_edge=False)

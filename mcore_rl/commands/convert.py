@@ -59,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="command", required=True, metavar="to-megatron | to-hf | dequantise | merge | extract | inspect"
     )
     debug = argparse.ArgumentParser(add_help=False)
-    add_change_options(debug)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
-    write = argparse.ArgumentParser(add_help=False, parents=[debug])
+    changes = argparse.ArgumentParser(add_help=False, parents=[debug])
+    add_change_options(changes)
+    write = argparse.ArgumentParser(add_help=False, parents=[changes])
     write.add_argument(
         "--out", type=typed(OutputDirectory), required=True, help="the directory to make; it must not be there yet"
     )
@@ -92,22 +93,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plain = commands.add_parser("dequantise", parents=[write], help="write an fp8 or mxfp4 checkpoint in bf16")
     plain.add_argument("--hf", type=typed(InputModel), required=True, help="the model, a directory or a Hub id")
 
-    _add_adapters(commands, write)
+    _add_adapters(commands, write, debug)
 
-    look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
+    look = commands.add_parser("inspect", parents=[changes], help="say what a checkpoint of either kind holds")
     look.add_argument("directory", type=typed(InputModel), metavar="DIR")
     look.add_argument("--config", type=typed(InputTokenizer), help=config)
 
 
-def _add_adapters(commands: Any, write: argparse.ArgumentParser) -> None:
+def _add_adapters(commands: Any, write: argparse.ArgumentParser, debug: argparse.ArgumentParser) -> None:
     """The commands ``merge`` and ``extract``."""
     merging = commands.add_parser("merge", parents=[write], help="merge a model with adapters that PEFT saved")
     merging.add_argument("--hf", type=typed(InputModel), required=True, help="the model, a directory or a Hub id")
     adapter = "directory with adapter_config.json and adapter_model.safetensors"
     merging.add_argument("--adapter", type=typed(InputDirectory), required=True, help=adapter)
 
-    debug = argparse.ArgumentParser(add_help=False)
-    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     extracting = commands.add_parser("extract", parents=[debug], help="write a run's adapters as PEFT does")
     run = "RUN/checkpoints/step_N of a run with adapters, or a role in it"
     extracting.add_argument("--run", type=typed(InputDirectory), required=True, help=run)
@@ -139,7 +138,8 @@ def change_config(arguments: argparse.Namespace, stack: ExitStack, console: Cons
     option = "hf" if arguments.command in ("to-megatron", "dequantise", "merge") else "config"
     if arguments.command == "inspect" and arguments.config is None:
         option = "directory"
-    source, changes = getattr(arguments, option), changes_asked(arguments)
+    source = getattr(arguments, option)
+    changes = changes_asked(arguments)
     if changes and source is None:
         remedy = "Name the directory of the config.json with --config DIR"
         raise ConfigError([Violation("--config-override", "...", "there is no --config that it could change", remedy)])
@@ -197,7 +197,8 @@ def show_contents(directory: Path, config: Path | None, console: Console) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``; 0 when the output was verified and has its name, or was shown."""
-    console, errors = Console(), Console(stderr=True, emoji=False, soft_wrap=True)
+    console = Console()
+    errors = Console(stderr=True, emoji=False, soft_wrap=True)
     started = time.perf_counter()
     try:
         with ExitStack() as stack:
@@ -212,7 +213,8 @@ def run(options: argparse.Namespace) -> int:
         kept = f" What was written is in {left}: remove it before the next try." if left and left.exists() else ""
         interrupt.add_note(f"Interrupted: nothing has the final name.{kept}")
         raise
-    seconds, size = time.perf_counter() - started, done.num_bytes / 1e9
+    seconds = time.perf_counter() - started
+    size = done.num_bytes / 1e9
     verified = f"verified {done.num_tensors:,} tensors, {done.num_bytes:,} bytes, by checksum against the source"
     console.print(f"{done.directory}: {done.family}; {verified}", soft_wrap=True, highlight=False)
     console.print(f"{size:.3f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s with verification)", highlight=False)

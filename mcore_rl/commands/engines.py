@@ -45,9 +45,11 @@ def run(options: argparse.Namespace) -> int:
 
     counts = [int(text) for text in options.remove if text.isdecimal()]
     names = tuple(text for text in options.remove if not text.isdecimal())
-    said, answer = 0, None
+    said = 0
+    answer = None
     for answer in ask(options.run_dir, options.add or 0, names, sum(counts)):
-        fresh, said = answer.lines[said:], len(answer.lines)
+        fresh = answer.lines[said:]
+        said = len(answer.lines)
         if answer.state != "refused":
             sys.stdout.writelines(f"{line}\n" for line in fresh)
             sys.stdout.flush()

@@ -162,7 +162,8 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
     from mcore_rl.from_verl.facts import versions_with
     from mcore_rl.secrets import redacted
 
-    verl, lines = translation.verl, list[str]()
+    verl = translation.verl
+    lines = list[str]()
     known = versions_with(verl.config, verl.written)
     span = f"{known[0]} to {known[-1]}" if len(known) > 1 else "".join(known) or "no single version"
     lines.append(f"{len(verl.written)} keys of {verl.config}, which {span} has; defaults of verl {verl.version}")

@@ -104,7 +104,8 @@ def searched(options: argparse.Namespace, run: RunConfig | OfflineConfig, cluste
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
-    model, others = run_model(run), other_models(run)
+    model = run_model(run)
+    others = other_models(run)
     written = as_written(run, plan(run, model, cluster, others))
     result = search(run, model, cluster, others, limit=options.limit)
     Console().print(search_tables(result, written))
@@ -176,7 +177,8 @@ def run(options: argparse.Namespace) -> int:
         return compared(options, planned_run, cluster, lengths)
     if options.search:
         return searched(options, planned_run, cluster)
-    model, others = run_model(planned_run), other_models(planned_run)
+    model = run_model(planned_run)
+    others = other_models(planned_run)
     planned = plan(planned_run, model, cluster, others)
     Console().print(plan_tables(planned))
     write(options, lambda: plan_page(planned), lambda: plan_values(planned))

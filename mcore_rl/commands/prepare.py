@@ -27,6 +27,7 @@ and a tokenizer that is made from such files, of any family that mcore-rl models
 
     mcore-rl prepare tiny-model --data data/arithmetic --out models/tiny
     mcore-rl prepare tiny-model --data data/gsm8k --family qwen2 --vocab-size 2048 --out models/tiny-qwen2
+    mcore-rl prepare tiny-model --data data/squares --family qwen2_5_vl --out models/tiny-vl
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from mcore_rl.data.datasets import (
     write_rows,
 )
 from mcore_rl.data.media.images import image_size
-from mcore_rl.data.tiny_model import SIZES, write_tiny_model
+from mcore_rl.data.tiny_model import PICTURES, SIZES, write_tiny_model
 from mcore_rl.data.tiny_tokenizer import MIN_VOCAB_SIZE
 
 TINY_MODEL, PRODUCTS, SQUARES = "tiny-model", "products", "squares"
@@ -90,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--seed", type=typed(Seed), default=1, help="of the draw (default %(default)s)")
     tiny = commands.add_parser(TINY_MODEL, parents=[shared], help="a Hugging Face checkpoint with random weights")
     tiny.add_argument("--data", type=typed(InputDirectory), required=True, help="of parquet files, for the tokenizer")
-    tiny.add_argument("--family", default="mixtral", help="see mcore-rl models (default %(default)s)")
+    tiny.add_argument(
+        "--family", default="mixtral", help=f"see mcore-rl models, or {', '.join(PICTURES)} (default %(default)s)"
+    )
     tiny.add_argument("--vocab-size", type=typed(VocabSize), default=512, help="at most (default %(default)s)")
     tiny.add_argument("--max-length", type=typed(PositiveInt), default=1024, help="in tokens (default %(default)s)")
     tiny.add_argument("--seed", type=typed(Seed), default=1, help="of the weights (default %(default)s)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,20 +57,22 @@ EVALUATE = """\
   mcore-rl evaluate path=answers.parquet pairs=pairs.parquet   for mcore-rl prefer and reward
 """
 EVERY_KEY = "all"  # the word after --cfg
+# (what comes before a process is started, the whole run), each of a configuration, with the exit code.
+Acts = tuple[Callable[[Any], int], Callable[[Any], Coroutine[Any, Any, int]]]
 
 
 @dataclass(frozen=True)
 class Program:
     """One of the main programs, as a command.
 
-    act: runs it, or with True only does what comes before it starts a process; returns the exit code.
+    acts: imports what is slow to import; see ``Acts``.
     examples: below its help, with ``more``.  violations: every one that is seen before torch or Ray is imported.
     """
 
     name: str
     about: str
     schema: type[Any]
-    act: Callable[[Any, bool], int]
+    acts: Callable[[], Acts]
     examples: str
     violations: Callable[[Any], list[Violation]] = bound_violations
     more: Callable[[], str] = str
@@ -95,7 +97,10 @@ class Program:
         if options.cfg:
             self._show(config, every_key=EVERY_KEY in options.words)
             return 0
-        return self.act(self.ready(config), options.check)
+        config = self.ready(config)
+        begin(self.name)
+        check, act = self.acts()
+        return check(config) if options.check else asyncio.run(act(config))
 
     def _show(self, config: Any, every_key: bool) -> None:
         """Print ``config`` as yaml."""
@@ -121,7 +126,8 @@ class Program:
             if config_dir or config_name:
                 problem = "and --config-dir or --config-name both name a file to begin with"
                 raise ConfigError([Violation("recipe", recipe.stem, problem, "Write one of the two")])
-            config_dir, config_name = recipe.parent, recipe.stem
+            config_dir = recipe.parent
+            config_name = recipe.stem
         return compose(self.schema, self.name, overrides, config_dir, config_name)
 
     def problems(self, config: Any) -> list[Violation]:
@@ -141,46 +147,40 @@ class Program:
         return fetched(config)
 
 
-def _train(config: RunConfig, check: bool) -> int:
-    begin("train")
+def _train() -> Acts:
     from mcore_rl.controller.programs.train import check_training, run_training
 
-    return check_training(config) if check else asyncio.run(run_training(config))
+    return check_training, run_training
 
 
-def _sft(config: SftConfig, check: bool) -> int:
-    begin("sft")
+def _sft() -> Acts:
     from mcore_rl.controller.programs.sft import SFT
 
-    return SFT.check(config) if check else asyncio.run(SFT.train(config))
+    return SFT.check, SFT.train
 
 
-def _prefer(config: PreferConfig, check: bool) -> int:
-    begin("prefer")
+def _prefer() -> Acts:
     from mcore_rl.controller.programs.prefer import PREFER
 
-    return PREFER.check(config) if check else asyncio.run(PREFER.train(config))
+    return PREFER.check, PREFER.train
 
 
-def _reward(config: RewardTrainingConfig, check: bool) -> int:
-    begin("reward")
+def _reward() -> Acts:
     from mcore_rl.controller.programs.reward import REWARD
 
-    return REWARD.check(config) if check else asyncio.run(REWARD.train(config))
+    return REWARD.check, REWARD.train
 
 
-def _generate(config: GenerateConfig, check: bool) -> int:
-    begin("generate")
+def _generate() -> Acts:
     from mcore_rl.controller.programs.generate import check_generate, run_generate
 
-    return check_generate(config) if check else asyncio.run(run_generate(config))
+    return check_generate, run_generate
 
 
-def _evaluate(config: EvaluateConfig, check: bool) -> int:
-    begin("evaluate")
+def _evaluate() -> Acts:
     from mcore_rl.controller.programs.evaluate import check_evaluate, run_evaluate
 
-    return check_evaluate(config) if check else asyncio.run(run_evaluate(config))
+    return check_evaluate, run_evaluate
 
 
 def begin(name: str) -> None:

@@ -52,7 +52,9 @@ def rehearsed(words: Sequence[str], console: Console, progress: Console, *, chec
     run, cluster, named = load_words(words, "rank", "role", "out", "page")
     places = ((key, output_problem(named[key])) for key in ("out", "page") if key in named)
     refuse_if_any([Violation(key, named[key], *problem) for key, problem in places if problem])
-    model, others, rank = run_model(run), other_models(run), rank_of(named.get("rank", "0"))
+    model = run_model(run)
+    others = other_models(run)
+    rank = rank_of(named.get("rank", "0"))
     from mcore_rl.rehearsal.part import part_of, trained_roles
     from mcore_rl.rehearsal.rank import rehearse
     from mcore_rl.rehearsal.report import rehearsal_page, rehearsal_tables, rehearsal_values

@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
 
     if len(options.run_dir) > 1 and (options.serve or options.trace):
         given, instead = ("--serve", "serves") if options.serve else ("--trace", "writes")
-        problem, remedy = f"{len(options.run_dir)} runs are named, and it {instead} one", "Name one"
+        problem = f"{len(options.run_dir)} runs are named, and it {instead} one"
+        remedy = "Name one"
         raise ConfigError([Violation(given, "", problem, remedy)])
     if options.serve:
         return _serve(options.run_dir[0], options.port)

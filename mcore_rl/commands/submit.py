@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(render(job))
         return 0
     number, script = submit(job)
-    log, console = script.with_name(f"{number}.log"), Console(soft_wrap=True, highlight=False)
+    log = script.with_name(f"{number}.log")
+    console = Console(soft_wrap=True, highlight=False)
     console.print(f"job {number}: {job.recipe.stem} on {job.num_nodes} nodes of {job.cluster.name}", markup=False)
     console.print(f"  script  {script}\n  log     {log}\n  nodes   {script.parent}/{number}.0/NODE.log", markup=False)
     console.print(f"  watch   tail -F {log}; squeue -j {number}; it ends with scancel {number}", markup=False)

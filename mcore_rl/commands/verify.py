@@ -147,7 +147,8 @@ def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, Ro
     if arguments.preset is not None:
         presets = find_checkpoint(arguments.model, MODEL_CONFIGS).presets if arguments.model else {}
         if arguments.preset not in presets:
-            problem, remedy = "is no preset of it", f"Write one of {', '.join(presets)}, or --layout and --rollout"
+            problem = "is no preset of it"
+            remedy = f"Write one of {', '.join(presets)}, or --layout and --rollout"
             raise ConfigError([Violation("preset", arguments.preset, problem, remedy)])
         preset = presets[arguments.preset]
         return preset.training, preset.num_gpus, preset.rollout
@@ -253,7 +254,8 @@ def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, cons
         lines.add_row(mark, one.proves, one.found, f"{one.seconds:.1f}")
     console.print(lines)
     if report.traffic:
-        sent, gib = report.traffic, 2**30
+        sent = report.traffic
+        gib = 2**30
         console.print(
             f"reshard: {sent.total / gib:,.2f} GiB, {sent.over_bound:.2f} of the least; a training rank sends "
             f"{sent.sent_mean / gib:.2f} GiB, at most {sent.sent_max / gib:.2f}; a rollout rank receives "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -29,8 +30,33 @@ class TrainedTurns(Enum):
     last = "last"
 
 
+MIN_PIXELS = 56 * 56  # as the models' own processors have it
+MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28; the checkpoints' own 12,845,056 are 16,384 tokens a picture
+
+
 @dataclass(kw_only=True)
-class DataConfig:
+class ImagesConfig:
+    """Pictures in rows (docs/vision.md).
+
+    image_key: the column of the pictures that the model sees; None: it reads text, and rows with pictures are refused.
+    image_min_pixels, image_max_pixels: a picture is made as large, or as small, in pixels; a token of Qwen2.5-VL is
+    28 x 28, of Qwen3-VL 32 x 32.
+    max_images: the most pictures of a row; None: any number.
+    """
+
+    image_key: str | None = None
+    image_min_pixels: PositiveInt = MIN_PIXELS
+    image_max_pixels: PositiveInt = MAX_PIXELS
+    max_images: PositiveInt | None = None
+
+    @property
+    def sees_pictures(self) -> bool:
+        """Whether models are given the pictures of rows."""
+        return self.image_key is not None
+
+
+@dataclass(kw_only=True)
+class DataConfig(ImagesConfig):
     """Rows in the field's schema (docs/data.md), and how prompts are taken from them.
 
     train_files, val_files: files (parquet, jsonl, jsonl.gz), folders of them or of ``datasets`` save_to_disk, and Hub
@@ -103,7 +129,7 @@ class AnswersConfig:
 
 
 @dataclass(kw_only=True)
-class SftDataConfig(AnswersConfig):
+class SftDataConfig(AnswersConfig, ImagesConfig):
     """Rows of conversations or of prompts with their responses.
 
     messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
@@ -143,7 +169,22 @@ class PreferenceDataConfig(AnswersConfig):
 
 def data_violations(data: DataConfig | AnswersConfig) -> list[Violation]:
     """Every violation within ``data``, not looking at other groups."""
-    return check(data, [_truncation_violations], "data.")
+    return check(data, [_truncation_violations, image_violations], "data.")
+
+
+def image_violations(data: object) -> Iterator[Violation]:
+    """Contradictions among the keys of pictures, and keys that nothing reads without ``image_key``."""
+    if not isinstance(data, ImagesConfig):
+        return
+    usual = ImagesConfig()
+    for name in ("image_min_pixels", "image_max_pixels", "max_images") if not data.sees_pictures else ():
+        value = getattr(data, name)
+        if value != getattr(usual, name):
+            remedy = "Leave it out, or write data.image_key=images, say"
+            yield Violation(f"data.{name}", value, "is not read: the model is given no pictures", remedy)
+    if data.image_min_pixels > data.image_max_pixels:
+        problem = f"exceeds data.image_max_pixels={data.image_max_pixels}"
+        yield Violation("data.image_min_pixels", data.image_min_pixels, problem, "Write less")
 
 
 def _truncation_violations(data: DataConfig | AnswersConfig) -> list[Violation]:

@@ -162,6 +162,8 @@ class EngineConfig:
     microbatch_tokens: pack whole sequences into microbatches of at most this many tokens per context-parallel group.
     microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
     share_prompts: a prompt is computed once for those of its samples that are in one microbatch.
+    microbatch_patches: also pack at most this many patches of pictures into a microbatch, which the vision tower keeps
+    activations of; None: as many as its tokens stand for, 4 a token.
     max_nonfinite_steps: the run stops after this many steps in a row that were skipped for non-finite gradients.
     seed: of initial weights that are not loaded from a checkpoint.
     overlap_grad_reduce: gradients are summed over data-parallel ranks, bucket by bucket, while the backward pass of the
@@ -183,6 +185,7 @@ class EngineConfig:
     microbatch_tokens: PositiveInt | None = None
     microbatch_sequences: PositiveInt | None = None
     share_prompts: SharePrompts = SharePrompts.off
+    microbatch_patches: PositiveInt | None = None
     max_nonfinite_steps: PositiveInt = 3
     seed: Seed = 1234
     overlap_grad_reduce: bool | None = None

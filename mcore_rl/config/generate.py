@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.bounds import AnyData, CrossCheck, OutputFile, PositiveInt, Seed, check
-from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.data import DataConfig, ImagesConfig, Truncation, image_violations
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
 from mcore_rl.config.lora import PublishedLora
@@ -26,7 +26,7 @@ MAX_CONFIG_BYTES = 8 << 20
 
 
 @dataclass(kw_only=True)
-class GenerateDataConfig:
+class GenerateDataConfig(ImagesConfig):
     """Files of prompts.
 
     files: as ``train_files`` there, but of data with splits the file or folder.
@@ -60,6 +60,10 @@ class GenerateDataConfig:
             truncation=self.truncation,
             seed=self.seed,
             chat_template_kwargs=self.chat_template_kwargs,
+            image_key=self.image_key,
+            image_min_pixels=self.image_min_pixels,
+            image_max_pixels=self.image_max_pixels,
+            max_images=self.max_images,
         )
 
 
@@ -157,6 +161,7 @@ def _unread_violations(config: GenerateConfig) -> Iterator[Violation]:
     rows = (
         ("data.files", config.data.files, usual.data.files),
         ("data.max_samples", config.data.max_samples, usual.data.max_samples),
+        ("data.image_key", config.data.image_key, usual.data.image_key),
         ("rollout.agent", config.rollout.agent, usual.rollout.agent),
         ("out", config.out, usual.out),
         ("overwrite", config.overwrite, usual.overwrite),
@@ -171,6 +176,7 @@ def _unread_violations(config: GenerateConfig) -> Iterator[Violation]:
 DRAWING: list[CrossCheck[GenerateConfig]] = [
     lambda config: rollout_config_violations(config.rollout),
     lambda config: routing_violations(config.rollout, "false"),
+    lambda config: image_violations(config.data),
     _lora_violations,
     _length_violations,
     _validation_violations,

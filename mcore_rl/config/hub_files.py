@@ -92,7 +92,7 @@ def local_paths(
             if name.kind == DATASET
             else [model_folder(name, part or ModelPart[place.part])]
         )
-    except (NotFetchedError, SelectionError) as error:
+    except SelectionError as error:
         raise ConfigError([Violation(key, text, error.problem, error.remedy)]) from error
     except OSError as error:
         remedy = "Write the path of a folder of tables that you can read"

@@ -8,9 +8,10 @@ from enum import Enum
 from functools import partial
 
 from mcore_rl.config.bounds import CrossCheck, check
-from mcore_rl.config.data import AnswersConfig, data_violations
+from mcore_rl.config.data import AnswersConfig, ImagesConfig, data_violations
 from mcore_rl.config.engine import SharePrompts
 from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.pictures import picture_violations
 from mcore_rl.config.preference import parted_pairs
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
@@ -41,6 +42,11 @@ class OfflineConfig(RoleGroups):
         raise NotImplementedError
 
     @property
+    def sees_pictures(self) -> bool:
+        """See ``RoleGroups.sees_pictures``."""
+        return isinstance(self.data, ImagesConfig) and self.data.sees_pictures
+
+    @property
     def trained(self) -> Role:
         """The role that is trained."""
         return next(role for role in self.role_rows if role.trains)
@@ -69,6 +75,7 @@ class OfflineConfig(RoleGroups):
             _warmup_violations,
             _mode_violations,
             _sharing_violations,
+            _picture_violations,
             *self.rules(),
             lambda config: schedule_violations(config, config.trainer.total_training_steps or 0),
             *(() if planned else (_missing,)),
@@ -89,6 +96,10 @@ def _adapter_violations(config: OfflineConfig) -> Iterator[Violation]:
             shown = value.value if isinstance(value, Enum) else value
             remedy = "Leave it out, or write actor.lora.rank=32"
             yield Violation(f"actor.lora.{each.name}", shown, "is not read: there are no adapters", remedy)
+
+
+def _picture_violations(config: OfflineConfig) -> Iterator[Violation]:
+    return picture_violations(config.data, {role.name: config.role_config(role) for role in config.group_rows})
 
 
 def _warmup_violations(config: OfflineConfig) -> Iterator[Violation]:

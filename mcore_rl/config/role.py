@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.stages import ADVANTAGES, TOKENS, Function, Pass, StepStage, Update, load_function
+from mcore_rl.config.stages import ADVANTAGES, INPUTS, Function, Pass, StepStage, Update, load_function
 
 if TYPE_CHECKING:
     from mcore_rl.config.roles import RoleConfig
@@ -124,7 +124,7 @@ class Role:
             group=self.group,
             weights=self.name if self.shares is not None else None,
             makes=makes,
-            reads=(*TOKENS, *reads),
+            reads=(*INPUTS, *reads),
             phase=self.phase,
             sampled=sampled,
         )
@@ -141,7 +141,7 @@ class Role:
         whole: it trains all tokens that the model drew, before there are advantages; else those that these leave.
         """
         told = reads if whole else (*reads, ADVANTAGES)
-        return Update(role=self.name, reads=(*TOKENS, *told), phase=self.update_phase, sampled=sampled)
+        return Update(role=self.name, reads=(*INPUTS, *told), phase=self.update_phase, sampled=sampled)
 
     def make_loss(self, config: RoleConfig) -> Any:
         """Its ``RoleLoss``, with the settings of its configuration group."""

@@ -26,6 +26,11 @@ class RoleGroups:
     trainer: TrainerConfig
 
     @property
+    def sees_pictures(self) -> bool:
+        """Whether its models are given the pictures of rows."""
+        raise NotImplementedError
+
+    @property
     def role_rows(self) -> tuple[Role, ...]:
         """The roles of the run, in the order of the table."""
         raise NotImplementedError

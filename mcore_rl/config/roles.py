@@ -109,6 +109,38 @@ def _lora_violations(config: AdaptedConfig, key: str) -> Iterator[Violation]:
         yield Violation(f"{key}.optim.optimizer", "muon", problem, "Write adamw, or train all weights")
 
 
+class TowerTraining(Enum):
+    """Whether the vision tower of a model that sees pictures learns (``trained``) or stays as it is (``frozen``)."""
+
+    trained = "trained"
+    frozen = "frozen"
+
+
+@dataclass(kw_only=True)
+class SeeingConfig(AdaptedConfig):
+    """A role that may be given pictures (``data.image_key``).
+
+    vision: see ``TowerTraining``; None: trained, or frozen beside adapters.
+    """
+
+    vision: TowerTraining | None = None
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether the tower learns: ``vision``, or what it means where it is not written."""
+        return not self.lora.rank if self.vision is None else self.vision is TowerTraining.trained
+
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_tower_violations, key=key)]
+
+
+def _tower_violations(config: SeeingConfig, key: str) -> Iterator[Violation]:
+    if config.vision is TowerTraining.trained and config.lora.rank:
+        problem = f"and {key}.lora.rank={config.lora.rank} trains adapters alone, which the tower has none of"
+        yield Violation(f"{key}.vision", "trained", problem, "Leave it out, or train all weights")
+
+
 @dataclass(kw_only=True)
 class TrainedConfig(AdaptedConfig):
     """A role that is trained.
@@ -135,7 +167,7 @@ class TrainedModelConfig(TrainedConfig):
 
 
 @dataclass(kw_only=True)
-class ActorConfig(TrainedConfig):
+class ActorConfig(TrainedConfig, SeeingConfig):
     """The policy that is trained.  The file of a policy loss adds its own settings.
 
     allow_stale_updates: permit several updates per batch with a loss that has no ratio (``policy_gradient``, ``gpg``).

@@ -29,7 +29,8 @@ from mcore_rl.config.clipping import PpoClipConfig
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.judge import judge_violations
 from mcore_rl.config.names import has_key, value_at
-from mcore_rl.config.pairs import PairsConfig, pair_violations
+from mcore_rl.config.pairs import PairsConfig, needs_answers, pair_violations
+from mcore_rl.config.pictures import picture_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
@@ -46,6 +47,7 @@ from mcore_rl.config.rollout import (
 )
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
+from mcore_rl.config.stages import Pass
 from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
@@ -103,6 +105,11 @@ class RunConfig(RoleGroups, Composed):
         common = {each.name for each in fields(RunConfig)}
         groups = [each.name for each in fields(self) if each.name not in common]
         return _restored, (tuple((name, type(getattr(self, name))) for name in groups), vars(self))
+
+    @property
+    def sees_pictures(self) -> bool:
+        """See ``RoleGroups.sees_pictures``."""
+        return self.data.sees_pictures
 
     @property
     def role_table(self) -> Mapping[str, Role]:
@@ -253,6 +260,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         *(partial(_role_violations, role=role) for role in (() if unknown else run.group_rows)),
         *(() if unknown else [*estimator(run.algorithm.adv_estimator).rules, *policy_loss(run.actor.loss_mode).rules]),
         unread_violations,
+        *(() if unknown else [_picture_violations]),
         mode_violations,
         _batch_violations,
         _gen_batch_violations,
@@ -275,6 +283,24 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
 
 def _role_violations(run: RunConfig, role: Role) -> list[Violation]:
     return run.role_config(role).violations(role.name)
+
+
+def _picture_violations(run: RunConfig) -> Iterator[Violation]:
+    """Settings of pictures that nothing reads, and parts of a run that read text alone."""
+    yield from picture_violations(run.data, {role.name: run.role_config(role) for role in run.group_rows})
+    if not run.sees_pictures:
+        return
+    blind = [f"the {role.name} (algorithm.adv_estimator={run.algorithm.adv_estimator})"
+             for role in run.group_rows if role.head is Head.value]  # fmt: skip
+    blind += ["the reward model (reward_model.enable=true)"] if run.reward_model.enable else []
+    blind += [f"the rows' own answers ({ESTIMATOR_KEY}={run.algorithm.adv_estimator})"] if needs_answers(run) else []
+    stages = [*estimator(run.algorithm.adv_estimator).stages]
+    stages += [stage for role in run.role_rows for stage in role.stages(role, run)]
+    if any(isinstance(stage, Pass) and stage.context is not None for stage in stages):
+        blind.append(f"what a pass tells the model in the prompt's place ({ESTIMATOR_KEY})")
+    for each in blind:
+        problem = f"gives the policy pictures, and {each} would be read as text alone"
+        yield Violation("data.image_key", run.data.image_key, problem, "Leave it out, or do without that part")
 
 
 def _unknown_parts(run: RunConfig) -> list[Violation]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.role import Role
-from mcore_rl.config.roles import AdaptedConfig
+from mcore_rl.config.roles import SeeingConfig
 
 ACTOR = Role(
     name="actor",
     trains=True,
     weights="model.path",
-    config=AdaptedConfig,
+    config=SeeingConfig,
     loss="mcore_rl.algorithms.cross_entropy:cross_entropy",
 )
 
@@ -23,6 +23,7 @@ class SftConfig(OfflineConfig):
     """All settings of ``mcore-rl sft``.  ``data.train_batch_size``: conversations per optimizer step."""
 
     data: SftDataConfig = field(default_factory=SftDataConfig)
+    actor: SeeingConfig = field(default_factory=SeeingConfig)
 
     @property
     def command(self) -> str:

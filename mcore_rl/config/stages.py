@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 Function = str | Callable[..., Any]  # itself, or its ``module:name``, which imports nothing until it is called
 
-TOKENS = ("tokens_T", "mask_T")  # what every model is given
+TOKENS = ("tokens_T", "mask_T")
+INPUTS = (*TOKENS, "positions_T3", "feature_T")  # what every model is given; the last two where it sees pictures
 OUTCOME = "outcome_S"  # whether each response is right, 0 to 1; assembled where a stage reads it
 OUTCOMES = "outcomes"  # the ``Outcomes`` that advantages are estimated from; a stage may replace them
 TOKEN_REWARDS = "token_rewards_T"  # what a stage adds to the rewards of tokens
@@ -43,7 +44,7 @@ class Pass:
     makes: tuple[str, ...]
     phase: str
     weights: str | None = None
-    reads: tuple[str, ...] = TOKENS
+    reads: tuple[str, ...] = INPUTS
     sampled: bool = True
     rests: bool = False
     context: Function | None = None
@@ -117,4 +118,4 @@ def load_function(function: Function) -> Callable[..., Any]:
 
 def is_field(name: str) -> bool:
     """Whether ``name`` is a field of the batch, which stays with the tokens."""
-    return name.endswith(("_T", "_TLK", "_MH"))
+    return name.endswith(("_T", "_T3", "_TLK", "_MH"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import OffPolicy, Rejection
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
-from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, TOKENS, Estimate, Pass, StepStage, Update, is_field
+from mcore_rl.config.stages import INPUTS, OUTCOME, OUTCOMES, TOKEN_REWARDS, Estimate, Pass, StepStage, Update, is_field
 from mcore_rl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ OLD_LOGPROBS = "old_logprobs_T"
 # selection for itself, and old log-probs are the sampler's (``off_policy=bypass``) or its own where no pass makes them.
 GIVEN = frozenset(
     {
-        *TOKENS,
+        *INPUTS,
         "rollout_logprobs_T",
         "turn_rewards_T",
         "routing_TLK",

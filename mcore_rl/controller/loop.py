@@ -14,6 +14,7 @@ from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.metrics import (
     memory_metrics,
     own_metrics,
+    picture_metrics,
     sample_metrics,
     staleness_metrics,
     update_metrics,
@@ -43,7 +44,14 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         rollouts = await run.preemption.cancel_if_asked(run.rollouts.next(step))
     trained = in_pairs(rollouts.episodes, config.algorithm)
     keys, needed = config.algorithm.reward_parts, reads_outcomes(config)
-    groups = assemble(trained.episodes, rollouts.greedy, keys, with_outcomes=needed, teachers=config.teachers)
+    groups = assemble(
+        trained.episodes,
+        rollouts.greedy,
+        keys,
+        with_outcomes=needed,
+        teachers=config.teachers,
+        pictures=config.sees_pictures,
+    )
     place = run.keep_rollouts(step, rollouts, sum(groups.batch.lengths_S))
 
     with clock("sync"):
@@ -51,9 +59,12 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     run.tracker.now("log-probs")
     parts = run.minibatches(groups.group_S, step)
     metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step) | trained.metrics
+    metrics |= picture_metrics(groups.batch)
     with clock(config.policy.phase):
         sharing = config.policy.name in run.sharing
-        shared = updates.send(run.policy, groups.batch, parts[config.policy.name], share_prompts=sharing)
+        seen = await run.pictures_of(trained.episodes)
+        parts_of_policy = parts[config.policy.name]
+        shared = updates.send(run.policy, groups.batch, parts_of_policy, seen, share_prompts=sharing)
     state = StepState(step=step, shared=shared, groups=groups, minibatches=parts, episodes=trained.episodes)
     for stage in run.plan(step):
         metrics |= await run_stage(run, stage, state)

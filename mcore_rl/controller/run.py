@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -31,17 +32,26 @@ from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
+from mcore_rl.controller.step.pixels import put_pixels
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.errors import AlarmError
+from mcore_rl.data.rows import named
+from mcore_rl.episodes import Episode
+from mcore_rl.errors import AlarmError, DataError
+from mcore_rl.families.flops import patch_cost
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
+
+
+def _keys(media: Sequence[Placed]) -> set[str]:
+    return {each.image.sha256 for each in media}
 
 
 class Run(TrainingRun[RunConfig, Prepared]):
@@ -167,6 +177,24 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """A prompt of the training data, as it is drawn in an epoch."""
         assert self.prepared.train is not None
         return replace(self.prepared.train[number], epoch=epoch)
+
+    async def pictures_of(self, episodes: Sequence[Episode]) -> updates.StepPictures | None:
+        """The pictures of the episodes' rows, in Ray's store; None: models are given none.
+
+        DataError: a picture cannot be read, or is another one than was drawn with.
+        """
+        if not self.config.sees_pictures:
+            return None
+        train = self.prepared.train
+        assert train is not None, "a step trains rows"
+        media = {each.row.number: each.row.media for each in episodes}
+        changed = [each.row.id for each in episodes if not _keys(each.media) <= _keys(each.row.media)]
+        if changed:
+            problem = f"{named(list(dict.fromkeys(changed)))}: drawn with other pictures than the files hold now"
+            raise DataError(train.title, [f"{problem}. Bring back the files of then, or begin the run anew"])
+        patches = await asyncio.to_thread(put_pixels, self.policy, train, media)
+        model = self.prepared.models[self.config.policy.name]
+        return updates.StepPictures(patches, patch_cost(model, trained=self.config.actor.trains_tower))
 
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""

@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_rl.config.data import SftDataConfig, TrainedTurns, Truncation
-from mcore_rl.data.prompts import truncated
+from mcore_rl.data.media.placed import Placed
+from mcore_rl.data.prompts import described_pictures, kept_media, truncated
 from mcore_rl.data.rows import (
     MESSAGES,
     Ragged,
@@ -34,14 +38,21 @@ from mcore_rl.json_text import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mcore_rl.data.media.prompts import PictureReader  # and with it PIL, which few runs need
+
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation.  id: ``<file>:<row>``.  tokens: all of it.  mask: of the same length, True if trained."""
+    """One conversation.
+
+    id: ``<file>:<row>``.  tokens: all of it.  mask: of the same length, True if trained.  media: the pictures among the
+    tokens, in order.
+    """
 
     id: str
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
+    media: tuple[Placed, ...] = ()
 
 
 @dataclass
@@ -50,7 +61,8 @@ class _Reading:
 
     tokens: Ragged = field(default_factory=Ragged)
     mask: Ragged = field(default_factory=Ragged)
-    ids: list[str] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
+    media: list[tuple[Placed, ...]] = field(default_factory=list)  # of each conversation, where pictures are read
     problems: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
@@ -62,9 +74,17 @@ class ConversationSet:
     """Conversations by number, from 0.
 
     num_truncated: conversations cut to ``max_length``.  num_left_out: cut ones without a trained token left.
+    pictures: what read their pictures; None: they have none.
     """
 
-    def __init__(self, reading: _Reading, config: SftDataConfig, title: str) -> None:
+    def __init__(
+        self,
+        files: list[SourceFile],
+        reading: _Reading,
+        config: SftDataConfig,
+        title: str,
+        pictures: PictureReader | None,
+    ) -> None:
         reading.tokens.close()
         reading.mask.close()
         self.title = title
@@ -72,6 +92,9 @@ class ConversationSet:
         self.num_left_out = len(reading.untrained)
         self._reading = reading
         self._config = config
+        self._ids = [files[number].row_id(row) for number, row in reading.places]
+        self._files = [] if pictures is None else files  # pictures are read again when they are trained
+        self.pictures = pictures
 
     @classmethod
     def load(
@@ -83,40 +106,47 @@ class ConversationSet:
         max_samples: int | None,
         title: str,
         ends: Collection[int] = (),
+        pictures: PictureReader | None = None,
     ) -> ConversationSet:
         """The conversations of ``files``, in file order.
 
         tokenizer: a fast one, for the offsets of tokens in the text.  max_samples: take only so many rows, the first of
         a shuffle by ``config.seed``.  title: the key that names the files, as ``data.train_files``.  ends: tokens at
-        which engines stop, besides the tokenizer's eos token.
+        which engines stop, besides the tokenizer's eos token.  pictures: reads those of rows, for a model that takes
+        some; None: rows that have pictures are refused.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
         wrong type, a row that is null, empty, not UTF-8, without an assistant's turn, refused by the chat template or
-        meant for agents, images or videos, a template whose prefixes disagree, conversations that are too long
-        if ``truncation`` is error, none left.
+        meant for agents, images or videos that are not read, a picture that cannot be read, has no place in the
+        messages or is in a trained turn, a template whose prefixes disagree, conversations that are too long if
+        ``truncation`` is error, a cut through a picture, none left.
         """
         reading = _Reading()
         turns = Turns.of(tokenizer, config.chat_template_kwargs, ends=ends, end_of_turn=config.end_of_turn)
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
             task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
-            for file in sources:
-                type_problems = list(_type_problems(file, config))
+            for number, file in enumerate(sources):
+                type_problems = list(_type_problems(file, config, parts=pictures is not None))
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
                     for row, record in enumerate(records, start):
-                        for column in wants_more_than_text({**(record or {}), "tools": None}):
+                        read = "" if pictures is None else pictures.key
+                        for column in wants_more_than_text({**(record or {}), "tools": None}, read=read):
                             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-                        _take(reading, file.row_id(row), record, config, turns)
+                        _take(reading, (number, row), file, record, config, turns, pictures)
                     bar.advance(task, len(records))
-        reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
+        may_see = pictures is None
+        reading.problems += [
+            more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
+        ]
         if reading.too_long and config.truncation is Truncation.error:
             limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
             remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"
             reading.problems.append(
                 f"{len(reading.too_long)} have more than {limit}: {named(reading.too_long)}. {remedy}"
             )
-        if not reading.problems and not reading.ids:
+        if not reading.problems and not reading.places:
             left = (
                 f" All {len(reading.untrained)} have no trained token within data.max_length"
                 if reading.untrained
@@ -125,14 +155,33 @@ class ConversationSet:
             reading.problems.append(f"no conversation is left.{left or ' The files have no rows'}. Name others")
         if reading.problems:
             raise DataError(title, reading.problems)
-        return cls(reading, config, title)
+        return cls(sources, reading, config, title, pictures)
 
     def __len__(self) -> int:
-        return len(self._reading.ids)
+        return len(self._ids)
 
     def __getitem__(self, index: int) -> Conversation:
         mask = tuple(self._reading.mask[index].astype(bool).tolist())
-        return Conversation(self._reading.ids[index], tuple(self._reading.tokens[index].tolist()), mask)
+        media = self._reading.media[index] if self._reading.media else ()
+        return Conversation(self._ids[index], tuple(self._reading.tokens[index].tolist()), mask, media)
+
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        """The patches of picture ``place`` of a conversation, made anew.
+
+        DataError: its file is not what it was at the beginning, or is damaged.
+        """
+        number, row = self._reading.places[index]
+        file = self._files[number]
+        assert self.pictures is not None, "a conversation without pictures"
+        try:
+            return self.pictures.patches(file.record(row), file.folder, self._reading.media[index], place)
+        except ValueError as error:
+            raise DataError(self.title, [f"{self._ids[index]}: {error}"]) from error
+
+    @property
+    def media(self) -> Sequence[tuple[Placed, ...]]:
+        """The pictures of every conversation; empty where none are read."""
+        return self._reading.media
 
     @property
     def lengths(self) -> list[int]:
@@ -151,11 +200,20 @@ class ConversationSet:
         if self.num_truncated:
             cut = f"{self.num_truncated:,} cut to {self._config.max_length} tokens ({self._config.truncation.value})"
             line += f"; {cut}, of which {self.num_left_out:,} left out without a trained token"
-        return line
+        return line + described_pictures(self._reading.media)
 
 
-def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: Turns) -> None:
-    """Add one row to ``reading``."""
+def _take(
+    reading: _Reading,
+    place: tuple[int, int],
+    file: SourceFile,
+    record: dict[str, Any] | None,
+    config: SftDataConfig,
+    turns: Turns,
+    pictures: PictureReader | None,
+) -> None:
+    """Add one row to ``reading``.  place: number of ``file``, and the row in its table."""
+    row_id = file.row_id(place[1])
     messages = _messages(record, config)
     if isinstance(messages, str):
         reading.problems.append(f"{row_id}: {messages}")
@@ -166,13 +224,20 @@ def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config:
         return
     try:
         last_only = config.trained_turns is TrainedTurns.last
-        tokens, mask = turns.encode(messages, tools=tools, last_only=last_only)
+        images = None
+        if pictures is not None:
+            images = pictures.read(record or {}, file.folder, row_id)
+            messages = pictures.messages(messages, len(images))
+        encoded = turns.encode_seen(messages, tools=tools, last_only=last_only, images=images)
     except ValueError as error:
         reading.problems.append(f"{row_id}: {error}")
         return
     except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
         reading.problems.append(f"{row_id}: the chat template refuses it: {error}. Mend the messages or the template")
         return
+    tokens: Sequence[int] = encoded.tokens
+    mask: Sequence[bool] = encoded.mask
+    media: Sequence[Placed] = encoded.media
     if not any(mask):
         said = "nothing of it is trained: the chat template marks none of it as the assistant's, or no message that is"
         reading.problems.append(f"{row_id}: {said}. Mend its tags, or weight, or leave the row out")
@@ -182,14 +247,24 @@ def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config:
         reading.longest = max(reading.longest, len(tokens))
         if config.truncation is Truncation.error:
             return
+        kept = kept_media(media, len(tokens), config.max_length, config.truncation)
+        if isinstance(kept, Placed):
+            where = f"the tokens {kept.first} to {kept.end} of {len(tokens)}, for data.max_length={config.max_length}"
+            problem = f"data.truncation={config.truncation.value} would cut the picture at {where}"
+            remedy = f"Write data.max_length={len(tokens)}, allow smaller pictures, or leave the row out"
+            reading.problems.append(f"{row_id}: {problem}. {remedy}")
+            return
+        media = kept
         mask = [bool(trained) for trained in truncated(mask, config.max_length, config.truncation)]
-        tokens = list(truncated(tokens, config.max_length, config.truncation))
+        tokens = truncated(tokens, config.max_length, config.truncation)
         if not any(mask):
             reading.untrained.append(row_id)
             return
     reading.tokens.append(tokens)
     reading.mask.append(mask)
-    reading.ids.append(row_id)
+    reading.places.append(place)
+    if pictures is not None:
+        reading.media.append(tuple(media))
 
 
 def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict[str, Any]] | str:
@@ -238,8 +313,8 @@ def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
     return tools
 
 
-def _type_problems(file: SourceFile, config: SftDataConfig) -> Iterator[str]:
-    """Problems of the columns, which make every row of ``file`` unusable."""
+def _type_problems(file: SourceFile, config: SftDataConfig, parts: bool) -> Iterator[str]:
+    """Problems of the columns, which make every row of ``file`` unusable.  parts: see ``is_messages``."""
     wanted = [("data.messages_key", config.messages_key, MESSAGES)]
     if config.messages_key is None:
         wanted = [("data.prompt_key", config.prompt_key, f"{MESSAGES} or text")]
@@ -250,5 +325,5 @@ def _type_problems(file: SourceFile, config: SftDataConfig) -> Iterator[str]:
         if kind is None:
             has = f"it has {', '.join(file.table.schema.names) or 'none'}"
             yield f"{file.name}: no column {key}; {has}. Write {form} there, or name it as {option}"
-        elif not ((is_messages(kind) and "{" in form) or (is_text(kind) and form.endswith("text"))):
+        elif not ((is_messages(kind, parts=parts) and "{" in form) or (is_text(kind) and form.endswith("text"))):
             yield f"{file.name}: column {key} is {kind}, not {form}. Write it so (docs/data.md)"

@@ -24,18 +24,18 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 def budget_violations(
-    costs: Sequence[int], budget: int, key: str = "microbatch_tokens", unit: str = "sequence"
+    costs: Sequence[int], budget: int, key: str = "microbatch_tokens", unit: str = "sequence", what: str = "tokens"
 ) -> list[Violation]:
-    """The violation that some ``costs`` exceed ``budget``, both in tokens; names the longest and what it needs.
+    """The violation that some ``costs`` exceed ``budget``; names the largest and what it needs.
 
-    key: where the user wrote the budget.  unit: what has these costs.
+    key: where the user wrote the budget.  unit: what has these costs.  what: they count.
     """
     too_long = sum(cost > budget for cost in costs)
     if too_long == 0:
         return []
     longest = max(costs)
     problem = f"{too_long} of {len(costs)} {unit}s do not fit; the longest, {unit} {costs.index(longest)}"
-    return [Violation(key, budget, f"{problem}, takes {longest} tokens", f"Write {longest} or more")]
+    return [Violation(key, budget, f"{problem}, takes {longest} {what}", f"Write {longest} or more")]
 
 
 def pack(costs: Sequence[int], budget: int) -> list[list[int]]:

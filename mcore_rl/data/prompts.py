@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.reward import Style
@@ -113,7 +114,8 @@ class PromptSet:
     """Prompts by number, from 0.
 
     num_rows: rows read.  num_left_out, num_truncated: rows left out, or cut, since their prompt exceeds
-    ``max_prompt_length``, or their own answer ``max_response_length``.
+    ``max_prompt_length``, or their own answer ``max_response_length``.  pictures: what read their pictures; None: they
+    have none.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class PromptSet:
         self._tokens, self._answers = reading.tokens, reading.answers
         self._places = reading.places
         self._media = reading.media
-        self._pictures = pictures
+        self.pictures = pictures
 
     @classmethod
     def load(
@@ -203,7 +205,10 @@ class PromptSet:
         pictures: PictureReader | None,
     ) -> PromptSet:
         """The prompts that were read.  DataError: with all that is wrong with them."""
-        reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
+        may_see = pictures is None
+        reading.problems += [
+            more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
+        ]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))
         if reading.long_answers and not config.filter_overlong_prompts and config.truncation is Truncation.error:
@@ -223,8 +228,8 @@ class PromptSet:
         messages = clean_messages(record.pop(self._config.prompt_key))
         assert isinstance(messages, list), "load has seen this row"
         graded_by = record.get("reward_model")
-        if self._pictures is not None:
-            record.pop(self._pictures.key, None)
+        if self.pictures is not None:
+            record.pop(self.pictures.key, None)
         return PromptRow(
             id=self._files[file].row_id(row),
             tokens=tuple(self._tokens[index].tolist()),
@@ -238,19 +243,31 @@ class PromptSet:
             media=self._media[index] if self._media else (),
         )
 
+    @property
+    def media(self) -> Sequence[tuple[Placed, ...]]:
+        """The pictures of every prompt; empty where none are read."""
+        return self._media
+
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        """The patches of picture ``place`` of a prompt, made anew.  DataError: see ``image_files``, or it is broken."""
+        number, row = self._places[index]
+        file = self._files[number]
+        assert self.pictures is not None, "a prompt without pictures"
+        try:
+            return self.pictures.patches(file.record(row), file.folder, self._media[index], place)
+        except ValueError as error:
+            raise DataError(self.title, [f"{file.row_id(row)}: {error}"]) from error
+
     def image_files(self, index: int) -> list[bytes]:
         """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""
         number, row = self._places[index]
-        file, reader = self._files[number], self._pictures
+        file, reader = self._files[number], self.pictures
         if reader is None:
             return []
-        record = file.record(row)
         try:
-            return [
-                reader.content(record, file.folder, place, each.image) for place, each in enumerate(self._media[index])
-            ]
+            return reader.contents(file.record(row), file.folder, self._media[index])
         except ValueError as error:
-            raise DataError(self.title, [f"{file.row_id(row)}: {reader.key}: {error}"]) from error
+            raise DataError(self.title, [f"{file.row_id(row)}: {error}"]) from error
 
     @property
     def data_sources(self) -> list[str]:
@@ -295,10 +312,7 @@ class PromptSet:
         line = (
             f"{self.title}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens, mean {mean:.0f}"
         )
-        if placed := [each for media in self._media for each in media]:
-            sizes = [each.grid.tokens for each in placed]
-            different = len({each.image.sha256 for each in placed})
-            line += f"; {len(placed):,} pictures, {different:,} different, of {min(sizes)} to {max(sizes)} tokens"
+        line += described_pictures(self._media)
         limit = self._config.max_prompt_length
         longer = f"{limit} tokens"
         if len(self._answers):
@@ -308,6 +322,16 @@ class PromptSet:
         if self.num_truncated:
             line += f"; {self.num_truncated:,} cut to {longer} ({self._config.truncation.value})"
         return line
+
+
+def described_pictures(media: Sequence[Sequence[Placed]]) -> str:
+    """The pictures of all rows, for the user, behind what is said of the rows; "" if there are none."""
+    placed = [each for of_row in media for each in of_row]
+    if not placed:
+        return ""
+    sizes = [each.grid.tokens for each in placed]
+    different = len({each.image.sha256 for each in placed})
+    return f"; {len(placed):,} pictures, {different:,} different, of {min(sizes)} to {max(sizes)} tokens"
 
 
 def truncated(tokens: Sequence[int], length: int, truncation: Truncation) -> Sequence[int]:

@@ -253,10 +253,15 @@ def wants_more_than_text(record: dict[str, Any], agents: AgentRows | None = None
     return [key for key, each in asked if not _is_empty(each) and (key, each) != ("agent_name", SINGLE_TURN)]
 
 
-def more_than_text(column: str, ids: Sequence[str]) -> str:
-    """The problem of rows that ``wants_more_than_text`` of.  ids: of these rows."""
+def more_than_text(column: str, ids: Sequence[str], *, may_see: bool = False) -> str:
+    """The problem of rows that ``wants_more_than_text`` of.
+
+    ids: of these rows.  may_see: whether ``data.image_key`` may name a column.
+    """
     what = MORE_THAN_TEXT.get(column.removeprefix("extra_info."), "pictures and sounds")
     remedy = f"Leave these rows out, or drop {column} where the text alone is meant"
+    if may_see and what in ("images", "pictures and sounds") and not column.startswith("extra_info."):
+        remedy += f"; data.image_key={column} gives pictures to a model that sees some"
     return f"{column}: {what} are not supported, and {len(ids):,} would be read as text alone: {named(ids)}. {remedy}"
 
 

@@ -1,22 +1,44 @@
 """A tiny model with random weights and a tokenizer of its own, as a Hugging Face checkpoint: something to start from.
 
 The tokenizer is made from the texts of parquet files in the field's schema; the model is of any family of
-``model_configs/`` that has a tiny configuration.
+``model_configs/`` that has a tiny configuration, or of ``PICTURES``, with a vision tower.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.data import MAX_PIXELS, MIN_PIXELS
 from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
+
+PROCESSOR = "preprocessor_config.json"
 
 SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 # What the tiny configurations of model_configs/ have to be proven: positions stretched from few ones to few more.
 STRETCHED = ("rope_scaling", "rope_theta", "rope_local_base_freq", "original_max_position_embeddings")
+
+
+# Of models that see pictures: their text parts and towers, beside ``SIZES``.
+TOWER = dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, out_hidden_size=SIZES["hidden_size"])
+PICTURES: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_5_vl": {
+        "text": {"model_type": "qwen2_5_vl_text"},
+        "rope": {"mrope_section": [4, 6, 6]},
+        "vision": {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        "text": {"model_type": "qwen3_vl_text"},
+        "rope": {"mrope_section": [4, 6, 6], "mrope_interleaved": True},
+        "vision": {"patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,8 @@ def write_tiny_model(
     data: a directory of parquet files, for the tokenizer.  vocab_size: at most.  max_length: the context, in tokens.
     Raises ConfigError if the family has no tiny model, or ``data`` no files.
     """
+    if family in PICTURES:
+        return _write_seeing(out, texts(data), family, vocab_size, max_length, seed)
     values = configuration(family)
     pieces = texts(data)
     import torch  # when all is checked
@@ -93,3 +117,62 @@ def write_tiny_model(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))  # type: ignore[no-untyped-call]
     model.save_pretrained(out)
     return TinyModel(values, sum(parameter.numel() for parameter in model.parameters()), len(tokenizer))
+
+
+def _write_seeing(out: Path, pieces: list[str], family: str, vocab_size: int, max_length: int, seed: int) -> TinyModel:
+    """Writes a checkpoint of a family of ``PICTURES``, with the numbers by which its processor normalises pixels."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from mcore_rl.data.tiny_tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(pieces, out, vocab_size, pictures=True)
+    parts = PICTURES[family]
+    text = SIZES | {
+        "intermediate_size": 256,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": max_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **parts["rope"]},
+        **parts["text"],
+    }
+    if family == "qwen2_5_vl":  # whose heads are as wide as the hidden states allow
+        del text["head_dim"]
+    names = {
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+    }
+    values: dict[str, Any] = {
+        "model_type": family,
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "text_config": text,
+        "vision_config": TOWER | parts["vision"],
+        **{key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()},
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**values)
+    model = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(out)
+    (out / PROCESSOR).write_text(json.dumps(_processor(out), indent=2) + "\n", encoding="utf-8")
+    return TinyModel(values | SIZES, sum(parameter.numel() for parameter in model.parameters()), len(tokenizer))
+
+
+def _processor(out: Path) -> dict[str, Any]:
+    """What ``preprocessor_config.json`` of the checkpoint in ``out`` says."""
+    vision = model_of(read_config(out), pictures=True)[1].vision
+    assert vision is not None, "such a model sees pictures"
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": vision.patch_size,
+        "merge_size": vision.merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "image_mean": vision.pixel_mean,
+        "image_std": vision.pixel_std,
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+    }

@@ -18,6 +18,7 @@ PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 ROLES = ("system", "user", "assistant")
 NUM_BYTES = 256
 MIN_VOCAB_SIZE = NUM_BYTES + 3 + len(ROLES)  # every byte, the three tokens below, and one of each role
+PICTURES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # as Qwen-VL names them
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -25,20 +26,36 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+SEEING_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}"
+    "{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
-def build_tokenizer(texts: Iterable[str], directory: str | Path, vocab_size: int = 512) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    texts: Iterable[str], directory: str | Path, vocab_size: int = 512, *, pictures: bool = False
+) -> PreTrainedTokenizerFast:
     """Train on ``texts`` and save to ``directory``, with chat template and the special tokens, which are 0 to 5.
 
     The chat is ``<|begin|><|user|>question<|end|><|assistant|>answer<|end|>``; ``<|end|>`` is the end of a turn and of
     the sequence.  vocab_size: upper limit, at least 262; the result is smaller if ``texts`` give too few merges.
-    Equal texts give an equal tokenizer.
+    Equal texts give an equal tokenizer.  pictures: with Qwen-VL's tokens of pictures, the next ones, and a template
+    that writes them.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     specials = [PAD, BOS, EOS, *(f"<|{role}|>" for role in ROLES)]
     assert vocab_size >= MIN_VOCAB_SIZE == NUM_BYTES + len(specials), f"vocab_size={vocab_size} holds not every byte"
+    specials += PICTURES if pictures else ()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -62,6 +79,6 @@ def build_tokenizer(texts: Iterable[str], directory: str | Path, vocab_size: int
         additional_special_tokens=specials[3:],
         clean_up_tokenization_spaces=False,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = SEEING_TEMPLATE if pictures else CHAT_TEMPLATE
     wrapped.save_pretrained(directory)
     return wrapped

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.data.borders import Borders
 from mcore_rl.data.chat_template import readable
+from mcore_rl.data.media.placed import Placed, SizedImage
 from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ class _Turn:
     begin: int
     end: int
     border: int
+
+
+@dataclass(frozen=True)
+class EncodedTurns:
+    """A conversation as ``tokens``, with ``mask``, true for those that are trained, and its pictures among them."""
+
+    tokens: list[int]
+    mask: list[bool]
+    media: Sequence[Placed] = ()
 
 
 @dataclass(frozen=True)
@@ -93,20 +103,34 @@ class Turns:
         tools: list[dict[str, Any]] | None = None,
         last_only: bool = False,
     ) -> tuple[list[int], list[bool]]:
-        """(tokens, mask).
+        """(tokens, mask) of ``messages``, which are text alone; see ``encode_seen``."""
+        encoded = self.encode_seen(messages, begin, tools=tools, last_only=last_only, images=None)
+        return encoded.tokens, encoded.mask
+
+    def encode_seen(
+        self,
+        messages: list[dict[str, Any]],
+        begin: int = 0,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        last_only: bool = False,
+        images: Sequence[SizedImage] | None,
+    ) -> EncodedTurns:
+        """The tokens of ``messages``, which of them are trained, and where pictures are among them.
 
         begin: the first message of which anything is trained.  tools: what the template is told that the assistant may
-        call.  last_only: train its last turn alone.
+        call.  last_only: train its last turn alone.  images: of the parts of type image; None: text alone is read.
         ValueError, with the remedy: the template does not show where the assistant's part is, or a turn that is trained
         ends with no token at which an engine stops; or see ``trained_places`` and ``chat_template.readable``.
         """
         if tools:
-            return replace(self, kwargs={**self.kwargs, "tools": tools}).encode(messages, begin, last_only=last_only)
+            with_tools = replace(self, kwargs={**self.kwargs, "tools": tools})
+            return with_tools.encode_seen(messages, begin, last_only=last_only, images=images)
         places = [place for place in trained_places(messages) if place >= begin]
         if last_only:
             places = places[-1:] if places and places[-1] == _assistants(messages)[-1] else []
         said = [{key: each for key, each in message.items() if key not in WEIGHTS} for message in messages]
-        said = readable(self.tokenizer, said, self.kwargs.get("tools"))
+        said = readable(self.tokenizer, said, self.kwargs.get("tools"), pictures=images is not None)
         template = self.tokenizer.get_chat_template(tools=self.kwargs.get("tools"))
         if GENERATION.search(template) is not None:
             text, turns = self._tagged(said, template, places)
@@ -122,7 +146,15 @@ class Turns:
                     tokens.append(self.end_of_turn)
                     mask.append(True)
                 mask[index] = True
-        return tokens, mask
+        if not images:
+            return EncodedTurns(tokens, mask)
+        from mcore_rl.data.media.prompts import expanded  # and with it PIL, which few runs need
+
+        sources, media = expanded(text, offsets, images)
+        if any(mask[sources[each.first]] for each in media):
+            raise ValueError("has a picture in a turn that is trained, and no model draws one. Leave the row out")
+        sources += range(len(offsets), len(tokens))  # an end of turn that the template does not write
+        return EncodedTurns([tokens[each] for each in sources], [mask[each] for each in sources], media)
 
     def _trained(self, turn: _Turn, text: str, tokens: list[int], offsets: list[tuple[int, int]]) -> list[int]:
         """The tokens of ``turn`` that are trained: up to the first at which an engine stops; behind all: one to add."""

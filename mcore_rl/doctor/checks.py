@@ -77,10 +77,11 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Need:
-    """A condition of a check.  lacking: why ``subject`` does not meet it, or ""."""
+    """A condition of a check.  why: what is said of a subject that does not meet it."""
 
     name: str
-    lacking: Callable[[Subject], str]
+    is_met: Callable[[Subject], bool]
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +101,17 @@ class HealthCheck:
 
     def lacking(self, subject: Subject) -> str:
         """Why it cannot run in ``subject``; "" if it can."""
-        return next((why for need in self.needs if (why := need.lacking(subject))), "")
+        return next((need.why for need in self.needs if not need.is_met(subject)), "")
 
 
-def _unless(condition: Callable[[Subject], bool], why: str) -> Callable[[Subject], str]:
-    return lambda subject: "" if condition(subject) else why
-
-
-ACCELERATOR = Need("accelerator", _unless(lambda subject: subject.platform.is_accelerator, "needs an accelerator"))
-CLUSTER = Need("cluster", _unless(lambda subject: subject.cluster is not None, "needs a cluster: --cluster NAME"))
-RECIPE = Need("recipe", _unless(lambda subject: subject.recipe is not None, "needs a run to plan: --recipe NAME"))
-THOROUGH = Need("time", _unless(lambda subject: not subject.quick, "left out by --quick"))
-TWO_RANKS = Need("two devices", _unless(lambda subject: subject.num_ranks > 1, "needs two devices"))
-NODES = Need("nodes", _unless(lambda subject: subject.num_nodes > 1, "needs two nodes: --nodes N"))
+ACCELERATOR = Need("accelerator", lambda subject: subject.platform.is_accelerator, "needs an accelerator")
+CLUSTER = Need("cluster", lambda subject: subject.cluster is not None, "needs a cluster: --cluster NAME")
+RECIPE = Need("recipe", lambda subject: subject.recipe is not None, "needs a run to plan: --recipe NAME")
+THOROUGH = Need("time", lambda subject: not subject.quick, "left out by --quick")
+TWO_RANKS = Need("two devices", lambda subject: subject.num_ranks > 1, "needs two devices")
+NODES = Need("nodes", lambda subject: subject.num_nodes > 1, "needs two nodes: --nodes N")
 TRANSFORMER_ENGINE = Need(
-    "Transformer Engine", _unless(lambda _: have_transformer_engine(), "Transformer Engine is not installed")
+    "Transformer Engine", lambda _: have_transformer_engine(), "Transformer Engine is not installed"
 )
 
 
@@ -155,6 +152,27 @@ def judged(
         expected=f"at least {least:,.4g} {unit}{share} ({expected.source})",
         remedy="" if verdict is Verdict.PASS else remedy,
         numbers=numbers,
+    )
+
+
+def problem_diagnosis(
+    check: str,
+    problems: Sequence[str],
+    measured: str,
+    expected: str,
+    remedy: str,
+    *,
+    verdict: Verdict = Verdict.FAIL,
+    numbers: Mapping[str, float] | None = None,
+) -> Diagnosis:
+    """PASS with ``measured``; where there are ``problems``, ``verdict`` with these and the remedy."""
+    return Diagnosis(
+        check=check,
+        verdict=verdict if problems else Verdict.PASS,
+        measured="; ".join(problems) or measured,
+        expected=expected,
+        remedy=remedy if problems else "",
+        numbers=numbers or {},
     )
 
 

@@ -49,7 +49,7 @@ class HostAddresses:
 
 
 def host_addresses(rank: Rank) -> HostAddresses:
-    """Those of this machine; gloo's are read from the sockets that a group of one opens."""
+    """The addresses of this machine; gloo's are read from the sockets that a group of one opens."""
     host = socket.gethostname()
     with phase("resolving the host's name", host=host):
         try:
@@ -146,7 +146,7 @@ def _wrong(kind: str, sent: Tensor, received: Tensor, group: dist.ProcessGroup |
 def _seconds_of(
     kind: str, sent: Tensor, received: Tensor, group: dist.ProcessGroup | None, platform: Platform, device: torch.device
 ) -> float:
-    """Of one collective, in the mean.  All ranks agree on how many are timed."""
+    """Mean seconds of one collective.  All ranks agree on how many are timed."""
     sent.zero_()  # sums of sums would overflow
     for _ in range(WARM_UPS):
         _communicate(kind, sent, received, group)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.parallel.phase import phase
 from mcore_rl.planning.overheads import CPU_CORE_GFLOPS, MATMUL_EFFICIENCY
 
+T = TypeVar("T")
 WARM_S, ROUND_S, ROUNDS = 0.5, 0.2, 7
 SIZE = {True: 8192, False: 1024}  # by whether it is an accelerator: rows and columns of a square matrix
 SLOWEST = 0.9  # of the median device, before it is worth a word
@@ -38,6 +40,13 @@ def rate_of(work: Callable[[], object], platform: Platform) -> float:
         synchronize(platform)
         rates.append(each / (time.perf_counter() - begun))
     return statistics.median(rates)
+
+
+def on_devices(measure: Callable[[Rank, Platform], T], platform: Platform, limit_s: float) -> list[T]:
+    """What ``measure`` gives on every device of a node at once; on the CPU in one process with all cores."""
+    if platform.is_accelerator:
+        return run_ranks(measure, platform.num_devices, (platform,), timeout_s=limit_s)
+    return run_ranks(measure, 1, (platform,), timeout_s=limit_s, threads_per_rank=num_cores())
 
 
 # ---- matrix products ----
@@ -81,9 +90,7 @@ def matmul_diagnosis(results: list[MatmulResult], platform: Platform, expected: 
 
 def _matmul(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     platform = subject.platform
-    world = platform.num_devices if platform.is_accelerator else 1
-    threads = None if platform.is_accelerator else num_cores()
-    results = run_ranks(measure_matmul, world, (platform,), timeout_s=limit_s, threads_per_rank=threads)
+    results = on_devices(measure_matmul, platform, limit_s)
     if platform.is_accelerator:
         peak = peak_tflops(platform.device_name, Precision.bfloat16)
         source = "the data sheet" if peak else f"no peak is known of {platform.device_name}"

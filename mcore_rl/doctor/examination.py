@@ -78,15 +78,13 @@ def platform_diagnosis(device: Device) -> tuple[Platform, Diagnosis]:
         platform, line = run_ranks(platform_here, 1, (device,), timeout_s=DETECT_S)[0]
     except McoreRLError as error:
         remedy = "" if isinstance(error, DeviceError) else "A driver hangs or crashes: see that its own tool answers"
-        failed = Diagnosis(
-            check="platform",
-            verdict=Verdict.FAIL,
-            measured=str(error).splitlines()[0],
-            remedy=remedy,
-            details=str(error),
-        )
-        return detect(Device.cpu), failed
+        return detect(Device.cpu), _no_platform(error, remedy)
     return platform, Diagnosis(check="platform", verdict=Verdict.PASS, measured=line)
+
+
+def _no_platform(error: McoreRLError, remedy: str) -> Diagnosis:
+    first, *_ = str(error).splitlines()
+    return Diagnosis(check="platform", verdict=Verdict.FAIL, measured=first, remedy=remedy, details=str(error))
 
 
 # ---- several nodes ----
@@ -118,8 +116,6 @@ def examine_nodes(checks: Sequence[HealthCheck], subject: Subject, seconds: floa
     diagnoses = list[Diagnosis]()
     for node, said in by_node.items():
         if isinstance(said, WorkerError):
-            remedy = "Look at the node and at Ray's log of it, or leave it out"
-            failed = Diagnosis(check="platform", verdict=Verdict.FAIL, measured=str(said), remedy=remedy)
-            said = [replace(failed, measured=failed.measured.splitlines()[0], details=str(said))]
+            said = [_no_platform(said, "Look at the node and at Ray's log of it, or leave it out")]
         diagnoses += [replace(each, node=node) for each in said]
     return diagnoses

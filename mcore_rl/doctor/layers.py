@@ -130,21 +130,17 @@ def _layers(subject: Subject, limit_s: float, name: str, spec: LayerSpec, precis
     yield layer_diagnosis(name, reference_T, scores, precision)
 
 
-def _local_layers(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
-    return _layers(subject, limit_s, "layers", LayerSpec.local, Precision.float32)
-
-
-def _transformer_engine(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
-    return _layers(subject, limit_s, "Transformer Engine", LayerSpec.transformer_engine, Precision.bfloat16)
-
-
 CHECKS = (
     HealthCheck(
         name="layers", about="local layers under tp with SP, cp and ep against one process", limit_s=240,
-        run=_local_layers, needs=(THOROUGH, TWO_RANKS),
+        run=partial(_layers, name="layers", spec=LayerSpec.local, precision=Precision.float32),
+        needs=(THOROUGH, TWO_RANKS),
     ),
     HealthCheck(
         name="Transformer Engine", about="its packed layers, also under tp with SP, cp and ep, against the local ones",
-        limit_s=300, run=_transformer_engine, needs=(THOROUGH, TRANSFORMER_ENGINE),
+        limit_s=300, needs=(THOROUGH, TRANSFORMER_ENGINE),
+        run=partial(
+            _layers, name="Transformer Engine", spec=LayerSpec.transformer_engine, precision=Precision.bfloat16
+        ),
     ),
 )  # fmt: skip

@@ -10,9 +10,18 @@ from multiprocessing.connection import Connection
 import psutil
 import torch
 
-from mcore_rl.doctor.checks import ACCELERATOR, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
-from mcore_rl.doctor.compute import rate_of
-from mcore_rl.parallel.device import Platform, num_cores, set_device, synchronize
+from mcore_rl.doctor.checks import (
+    ACCELERATOR,
+    Diagnosis,
+    ExpectedRate,
+    HealthCheck,
+    Subject,
+    Verdict,
+    judged,
+    problem_diagnosis,
+)
+from mcore_rl.doctor.compute import on_devices, rate_of
+from mcore_rl.parallel.device import Platform, set_device, synchronize
 from mcore_rl.parallel.device_details import pinned_bytes
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
@@ -43,9 +52,7 @@ def measure_memory(rank: Rank, platform: Platform) -> float:
 
 def _memory(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     platform, cluster = subject.platform, subject.cluster
-    world = platform.num_devices if platform.is_accelerator else 1
-    threads = None if platform.is_accelerator else num_cores()
-    slowest = min(run_ranks(measure_memory, world, (platform,), timeout_s=limit_s, threads_per_rank=threads))
+    slowest = min(on_devices(measure_memory, platform, limit_s))
     value, source = (cluster.memory_gb_s, "the cluster's yaml") if cluster else (None, "no --cluster")
     sheet = data_sheet_rates(platform.device_name)
     if cluster is None and sheet is not None:
@@ -179,14 +186,9 @@ def sharing_diagnosis(results: list[tuple[int, int]]) -> Diagnosis:
         )
         if one != other
     ]
+    shown = f"{SHARED_ELEMENTS * 4 >> 20} MiB, equal checksums in both processes"
     remedy = "Weights cannot go from trainer to engine: start containers with --ipc=host and --pid=host"
-    return Diagnosis(
-        check="shared memory",
-        verdict=Verdict.FAIL if wrong else Verdict.PASS,
-        measured="; ".join(wrong) or f"{SHARED_ELEMENTS * 4 >> 20} MiB, equal checksums in both processes",
-        expected="one memory in two processes",
-        remedy=remedy if wrong else "",
-    )
+    return problem_diagnosis("shared memory", wrong, shown, "one memory in two processes", remedy)
 
 
 def _sharing(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.doctor.checks import CLUSTER, RECIPE, Diagnosis, HealthCheck, Subject, Verdict
+from mcore_rl.doctor.checks import CLUSTER, RECIPE, Diagnosis, HealthCheck, Subject, problem_diagnosis
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import other_models, run_model
 from mcore_rl.planning.tables import short_line
@@ -25,13 +25,8 @@ def _recipe(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     assert subject.recipe is not None
     run = subject.recipe
     planned = plan(run, run_model(run), measured_cluster(subject), other_models(run))
-    yield Diagnosis(
-        check="recipe",
-        verdict=Verdict.PASS if planned.fits else Verdict.FAIL,
-        measured=short_line(planned) if planned.fits else "; ".join(map(str, planned.violations)),
-        expected="it fits, by plan",
-        remedy="" if planned.fits else "mcore-rl plan --search shows layouts that fit",
-    )
+    problems, remedy = [str(each) for each in planned.violations], "mcore-rl plan --search shows layouts that fit"
+    yield problem_diagnosis("recipe", problems, short_line(planned), "it fits, by plan", remedy)
 
 
 CHECKS = (

@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
-from mcore_rl.doctor.checks import NODES, THOROUGH, TWO_RANKS, Diagnosis, HealthCheck, Subject, Verdict
+from mcore_rl.doctor.checks import NODES, THOROUGH, TWO_RANKS, Diagnosis, HealthCheck, Subject, problem_diagnosis
 from mcore_rl.doctor.tiny_task import task_overrides, write_task
 
 POLL_S = 0.2
@@ -127,7 +127,7 @@ def watched_run(
     begun = time.monotonic()
     until = begun + limit_s - min(LEAVE_S, limit_s / 4)
     with log.open("w") as out:
-        process = _started(command, out)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
         try:
             if kill:
                 _until(lambda: bool(_metrics(run)), process, until)
@@ -146,10 +146,6 @@ def watched_run(
         log=log,
         seconds=time.monotonic() - begun,
     )
-
-
-def _started(command: Sequence[str], out: IO[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 
 
 def _until(moment: Callable[[], bool], process: subprocess.Popen[bytes], until: float) -> None:
@@ -220,14 +216,9 @@ def run_diagnosis(run: WatchedRun, *, restarted: bool = False) -> Diagnosis:
         numbers |= {"step_s": seconds[-1], "sync_s": float(last.get("time/sync", math.nan))}
         numbers["logprob_difference"] = float(last["rollout/logprob_diff_mean"])
         words += f", log-probs differ by {numbers['logprob_difference']:.1e}"
-    return Diagnosis(
-        check=run.name,
-        verdict=Verdict.FAIL if problems else Verdict.PASS,
-        measured="; ".join(dict.fromkeys(problems)) or words,
-        expected=f"{run.steps} steps, sampler and trainer within {MAX_DIFFERENCE[run.precision]:g} nats",
-        remedy=f"Read {run.log} and the logs beside it; docs/troubleshooting.md has the messages" if problems else "",
-        numbers=numbers,
-    )
+    expected = f"{run.steps} steps, sampler and trainer within {MAX_DIFFERENCE[run.precision]:g} nats"
+    remedy = f"Read {run.log} and the logs beside it; docs/troubleshooting.md has the messages"
+    return problem_diagnosis(run.name, list(dict.fromkeys(problems)), words, expected, remedy, numbers=numbers)
 
 
 def _number_problems(metrics: Mapping[str, Any], limit: float) -> Iterator[str]:

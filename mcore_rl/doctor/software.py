@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Device
-from mcore_rl.doctor.checks import ACCELERATOR, CLUSTER, Diagnosis, HealthCheck, Subject, Verdict
+from mcore_rl.doctor.checks import ACCELERATOR, CLUSTER, Diagnosis, HealthCheck, Subject, Verdict, problem_diagnosis
 from mcore_rl.doctor.vendor_tools import (
     EXCLUSIVE,
     TOOLS,
@@ -85,13 +85,8 @@ def _versions(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     if "vllm" not in versions:
         problems.append("vllm is missing: there are no rollouts without it")
     shown = ", ".join(f"{name} {versions[name]}" for name in SHOWN if name in versions)
-    yield Diagnosis(
-        check="versions",
-        verdict=Verdict.FAIL if problems else Verdict.PASS,
-        measured="; ".join(problems) or shown,
-        expected="those of pyproject.toml",
-        remedy="Install again with constraints.txt (docs/install.md)" if problems else "",
-    )
+    remedy = "Install again with constraints.txt (docs/install.md)"
+    yield problem_diagnosis("versions", problems, shown, "those of pyproject.toml", remedy)
     if subject.platform.is_accelerator:
         lacking = [
             name
@@ -146,20 +141,16 @@ def device_diagnosis(report: DriverReport) -> Diagnosis:
             failures.append(f"device {gpu.index} is in compute mode {gpu.compute_mode}: it takes one process")
         if (gpu.used_mib or 0) > USED_MIB:
             warnings.append(f"device {gpu.index}: others hold {gpu.used_mib:,} MiB")
-    if len(names := Counter(gpu.name for gpu in report.gpus)) > 1:
-        warnings.append("devices differ: " + ", ".join(f"{count} x {name}" for name, count in names.items()))
-    remedy = ""
+    names = Counter(gpu.name for gpu in report.gpus)
+    shown = ", ".join(f"{count} x {name}" for name, count in names.items())
+    if len(names) > 1:
+        warnings.append(f"devices differ: {shown}")
+    verdict, remedy = Verdict.WARN, "See who runs there; a run plans with an empty device"
     if failures:
+        verdict = Verdict.FAIL
         remedy = "Reset or replace the device, set compute mode Default, or leave the node out"
-    elif warnings:
-        remedy = "See who runs there; a run plans with an empty device"
-    return Diagnosis(
-        check="devices",
-        verdict=Verdict.FAIL if failures else Verdict.WARN if warnings else Verdict.PASS,
-        measured="; ".join([*failures, *warnings]) or ", ".join(f"{count} x {name}" for name, count in names.items()),
-        expected="alike, empty, without memory errors",
-        remedy=remedy,
-    )
+    expected = "alike, empty, without memory errors"
+    return problem_diagnosis("devices", [*failures, *warnings], shown, expected, remedy, verdict=verdict)
 
 
 def _driver(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
@@ -211,14 +202,13 @@ def library_diagnosis(loaded: Mapping[str, set[str]], doubled: Sequence[tuple[st
     problems = [*twice, *(f"{' and '.join(group)} are installed together" for group in doubled)]
     if build is Device.cpu and loaded:
         problems = [f"a CPU build has loaded {', '.join(sorted(loaded))}"]
-    verdict = Verdict.FAIL if twice or (build is Device.cpu and loaded) else Verdict.WARN if problems else Verdict.PASS
-    remedy = "Keep one: uninstall the other, and take its folder out of LD_LIBRARY_PATH"
-    return Diagnosis(
-        check="libraries",
-        verdict=verdict,
-        measured="; ".join(problems) or (f"one each of {', '.join(sorted(loaded))}" if loaded else "none of a vendor"),
-        expected="none of a vendor" if build is Device.cpu else "one copy of each",
-        remedy=remedy if problems else "",
+    return problem_diagnosis(
+        "libraries",
+        problems,
+        f"one each of {', '.join(sorted(loaded))}" if loaded else "none of a vendor",
+        "none of a vendor" if build is Device.cpu else "one copy of each",
+        "Keep one: uninstall the other, and take its folder out of LD_LIBRARY_PATH",
+        verdict=Verdict.FAIL if twice or (build is Device.cpu and loaded) else Verdict.WARN,
     )
 
 
@@ -266,12 +256,13 @@ def _limits(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     locked, open_files = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     shm_gib = shutil.disk_usage(SHM).free / 2**30 if SHM.is_dir() else 0.0
     problems = limit_problems(locked, open_files, shm_gib, subject.num_nodes > 1 and subject.platform.is_accelerator)
-    yield Diagnosis(
-        check="limits",
-        verdict=Verdict.WARN if problems else Verdict.PASS,
-        measured="; ".join(problems) or f"{open_files:,} open files, {shm_gib:.1f} GiB of /dev/shm",
-        expected=f"at least {OPEN_FILES:,} files, {SHM_GIB:g} GiB of /dev/shm",
-        remedy="Set them in cluster.slurm.setup, or where the container is started" if problems else "",
+    yield problem_diagnosis(
+        "limits",
+        problems,
+        f"{open_files:,} open files, {shm_gib:.1f} GiB of /dev/shm",
+        f"at least {OPEN_FILES:,} files, {SHM_GIB:g} GiB of /dev/shm",
+        "Set them in cluster.slurm.setup, or where the container is started",
+        verdict=Verdict.WARN,
         numbers={"shm_free_gib": shm_gib},
     )
 
@@ -300,13 +291,9 @@ def _hardware(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     assert subject.cluster is not None
     host_gib = psutil.virtual_memory().total / 2**30
     problems = hardware_problems(subject.cluster, subject.platform, num_cores(), host_gib)
-    yield Diagnosis(
-        check="the cluster's yaml",
-        verdict=Verdict.FAIL if problems else Verdict.PASS,
-        measured="; ".join(problems) or f"{num_cores()} cores, {host_gib:.0f} GiB, as the yaml says",
-        expected=f"what {subject.cluster.name} says",
-        remedy=f"Mend launch/clusters/{subject.cluster.name}.yaml, or leave the node out" if problems else "",
-    )
+    shown = f"{num_cores()} cores, {host_gib:.0f} GiB, as the yaml says"
+    remedy = f"Mend launch/clusters/{subject.cluster.name}.yaml, or leave the node out"
+    yield problem_diagnosis("the cluster's yaml", problems, shown, f"what {subject.cluster.name} says", remedy)
 
 
 CHECKS = (

@@ -54,7 +54,6 @@ class GpuState:
     index: int
     name: str
     used_mib: int | None = None
-    total_mib: int | None = None
     uncorrected: int | None = None
     compute_mode: str = ""
 
@@ -123,7 +122,7 @@ def parse_nvidia_smi(text: str) -> DriverReport:
         if len(cells) != 3:
             continue
         name = re.fullmatch(r"(\d+)\s{1,2}(\S.*?)\s+(?:On|Off|N/A)", cells[0])
-        memory = re.fullmatch(r"(\d+)MiB\s*/\s*(\d+)MiB", cells[1])
+        memory = re.fullmatch(r"(\d+)MiB\s*/\s*\d+MiB", cells[1])
         if name is not None:
             head = name, cells[2]
         elif head is not None and memory is not None:
@@ -132,7 +131,6 @@ def parse_nvidia_smi(text: str) -> DriverReport:
                     index=int(head[0][1]),
                     name=head[0][2],
                     used_mib=int(memory[1]),
-                    total_mib=int(memory[2]),
                     uncorrected=int(head[1]) if head[1].isdecimal() else None,
                     compute_mode=cells[2].partition(" ")[2].strip(),
                 )
@@ -147,12 +145,13 @@ def parse_rocm_smi(products: str, driver: str) -> DriverReport:
     for card, row in _json_object(products).items():
         if number := re.fullmatch(r"card(\d+)", card):
             lower = {key.lower(): value for key, value in row.items()}  # "Card series" until ROCm 5, then "Card Series"
-            total, used = (
-                int(str(lower[key])) // 2**20 if str(lower.get(key, "")).isdecimal() else None
-                for key in ("vram total memory (b)", "vram total used memory (b)")
-            )
+            used = str(lower.get("vram total used memory (b)", ""))
             gpus.append(
-                GpuState(index=int(number[1]), name=str(lower.get("card series", "")), used_mib=used, total_mib=total)
+                GpuState(
+                    index=int(number[1]),
+                    name=str(lower.get("card series", "")),
+                    used_mib=int(used) // 2**20 if used.isdecimal() else None,
+                )
             )
     version = _json_object(driver).get("system", {}).get("Driver version", "")
     return DriverReport(driver=str(version), runtime="", gpus=tuple(gpus))

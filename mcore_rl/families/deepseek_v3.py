@@ -71,15 +71,17 @@ DEFAULTS = Defaults(
     num_key_value_heads=128,
     max_position_embeddings=4096,
 )
-
-
 LATENTS = MlaConfig(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+EXPERTS = MoeConfig(
+    num_experts=256, top_k=8, ffn_hidden_size=2048, num_groups=8, top_k_groups=4, routed_scaling_factor=2.5
+)
 
 
 def read(fields: Fields) -> ModelConfig:
     """Reads ``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
     model = read_latent_attention(fields, DEFAULTS)
-    model.moe = _read_experts(fields, model.num_layers)
+    dense = min(fields.take("first_k_dense_replace", int, 3), model.num_layers)
+    model.moe = read_experts(fields, EXPERTS, list(range(dense)))
     fields.ignore(*PREDICTION_LAYERS)
     return model
 
@@ -122,24 +124,25 @@ def _read_latents(fields: Fields, defaults: MlaConfig) -> MlaConfig:
     )
 
 
-def _read_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def read_experts(fields: Fields, defaults: MoeConfig, dense_layers: list[int]) -> MoeConfig:
+    """Experts chosen by biased sigmoids, beside shared ones.  defaults: those of the configuration class."""
     fields.demand("scoring_func", "sigmoid", because="scores experts by another function")
     fields.demand("topk_method", "noaux_tc", because="chooses experts in another way")
     fields.demand("moe_layer_freq", 1, because="leaves later layers without experts")
     experts = "num_local_experts" if "num_local_experts" in fields.values else "n_routed_experts"
-    width = fields.take("moe_intermediate_size", int, 2048)
+    width = fields.take("moe_intermediate_size", int, defaults.ffn_hidden_size)
     moe = MoeConfig(
-        num_experts=fields.take(experts, int, 256),
-        top_k=fields.take("num_experts_per_tok", int, 8),
+        num_experts=fields.take(experts, int, defaults.num_experts),
+        top_k=fields.take("num_experts_per_tok", int, defaults.top_k),
         ffn_hidden_size=width,
         norm_topk_prob=fields.take("norm_topk_prob", bool, True),
-        dense_layers=list(range(min(fields.take("first_k_dense_replace", int, 3), num_layers))),
+        dense_layers=dense_layers,
         shared_ffn_hidden_size=width * fields.take("n_shared_experts", int, 1),
         score=RouterScore.sigmoid,
         expert_bias=True,
-        num_groups=fields.take("n_group", int, 8),
-        top_k_groups=fields.take("topk_group", int, 4),
-        routed_scaling_factor=fields.take("routed_scaling_factor", float, 2.5),
+        num_groups=fields.take("n_group", int, defaults.num_groups),
+        top_k_groups=fields.take("topk_group", int, defaults.top_k_groups),
+        routed_scaling_factor=fields.take("routed_scaling_factor", float, defaults.routed_scaling_factor),
     )
     if moe.shared_ffn_hidden_size < 1:
         fields.refuse("n_shared_experts", "this family has shared experts", "Write 1 or more")

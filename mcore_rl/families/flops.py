@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.model import ModelConfig, MoeConfig, TowerKind
 from mcore_rl.config.role import Head
 
 
@@ -55,6 +55,23 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = He
 def train_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = Head.lm) -> int:
     """Operations of one forward and backward pass, all weights trained."""
     return 3 * forward_flops(model, lengths, head=head)
+
+
+def patch_cost(model: ModelConfig, *, trained: bool) -> float:
+    """What a patch of a picture costs in the vision tower, beside a token of text in the language model.
+
+    Attention is left out in both.  trained: whether the tower learns, else it has a third of its products.
+    """
+    vision = model.vision
+    if vision is None:
+        return 0.0
+    width = vision.hidden_size
+    gated = vision.kind is TowerKind.qwen2_5_vl
+    block = 4 * width**2 + (3 if gated else 2) * width * vision.ffn_hidden_size
+    merged = width * vision.merge_size**2
+    mergers = (1 + len(vision.deepstack)) * (merged + model.hidden_size) * merged // vision.merge_size**2
+    of_patch = vision.depth * block + mergers
+    return of_patch / matmul_parameters(model) / (1 if trained else 3)
 
 
 def _delta_rule(model: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig, RouterScore
+from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig
 from mcore_rl.families import deepseek_v3
 from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults
 from mcore_rl.families.family import Family
@@ -25,39 +25,16 @@ DEFAULTS = Defaults(
     rms_norm_eps=1e-5,
 )
 LATENTS = MlaConfig(q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+EXPERTS = MoeConfig(num_experts=64, top_k=4, ffn_hidden_size=1536, routed_scaling_factor=1.8)
 DENSE, SPARSE = "dense", "sparse"
 
 
 def read(fields: Fields) -> ModelConfig:
     """Reads ``Glm4MoeLiteConfig``: experts by ``mlp_layer_types``, of which vLLM reads ``first_k_dense_replace``."""
     model = deepseek_v3.read_latent_attention(fields, DEFAULTS, LATENTS)
-    model.moe = _read_experts(fields, model.num_layers)
+    model.moe = deepseek_v3.read_experts(fields, EXPERTS, _read_dense_layers(fields, model.num_layers))
     fields.ignore(*PREDICTION_LAYERS)
     return model
-
-
-def _read_experts(fields: Fields, num_layers: int) -> MoeConfig:
-    fields.demand("scoring_func", "sigmoid", because="scores experts by another function")
-    fields.demand("topk_method", "noaux_tc", because="chooses experts in another way")
-    fields.demand("moe_layer_freq", 1, because="leaves later layers without experts in vLLM alone")
-    experts = "num_local_experts" if "num_local_experts" in fields.values else "n_routed_experts"
-    width = fields.take("moe_intermediate_size", int, 1536)
-    moe = MoeConfig(
-        num_experts=fields.take(experts, int, 64),
-        top_k=fields.take("num_experts_per_tok", int, 4),
-        ffn_hidden_size=width,
-        norm_topk_prob=fields.take("norm_topk_prob", bool, True),
-        dense_layers=_read_dense_layers(fields, num_layers),
-        shared_ffn_hidden_size=width * fields.take("n_shared_experts", int, 1),
-        score=RouterScore.sigmoid,
-        expert_bias=True,
-        num_groups=fields.take("n_group", int, 1),
-        top_k_groups=fields.take("topk_group", int, 1),
-        routed_scaling_factor=fields.take("routed_scaling_factor", float, 1.8),
-    )
-    if moe.shared_ffn_hidden_size < 1:
-        fields.refuse("n_shared_experts", "this family has shared experts", "Write 1 or more")
-    return moe
 
 
 def _read_dense_layers(fields: Fields, num_layers: int) -> list[int]:

@@ -5,6 +5,7 @@ The layer of multi-token prediction (``mtp.*``) is left out: it is not part of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mcore_rl.config.model import LinearAttentionConfig, ModelConfig, MoeConfig
@@ -26,6 +27,7 @@ from mcore_rl.families.blocks import (
 from mcore_rl.families.decoder import LINEAR, Defaults, read_decoder, read_dense_layers, read_layer_types
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
+from mcore_rl.families.rope import Reader
 from mcore_rl.families.rules import (
     Axis,
     HfTensor,
@@ -55,9 +57,21 @@ PARTIAL_ROTARY_FACTOR, INTERVAL = 0.25, 4  # the class's defaults
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``Qwen3NextConfig``: without ``layer_types``, every ``full_attention_interval``-th layer attends."""
-    model = read_decoder(fields, DEFAULTS, partial_rotary_factor=PARTIAL_ROTARY_FACTOR)
+    """Reads the fields of ``Qwen3NextConfig``."""
+    model = read_hybrid(fields, DEFAULTS)
     fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    model.moe = read_experts(fields, num_experts=512, top_k=10)
+    model.moe.norm_topk_prob = fields.take("norm_topk_prob", bool, True)
+    model.moe.dense_layers = read_dense_layers(fields, model.num_layers)
+    return model
+
+
+def read_hybrid(fields: Fields, defaults: Defaults, kinds: Mapping[str, Reader] | None = None) -> ModelConfig:
+    """The sizes, norms and both kinds of attention of Qwen3-Next and Qwen3.5; the family adds its experts.
+
+    Without ``layer_types``, every ``full_attention_interval``-th layer attends.  kinds: of ``read_rope``.
+    """
+    model = read_decoder(fields, defaults, partial_rotary_factor=PARTIAL_ROTARY_FACTOR, kinds=kinds)
     fields.demand("use_sliding_window", False, because="limits attention to a window")
     fields.ignore("sliding_window", "max_window_layers")
     fields.demand("attn_output_gate", True, because="leaves out the gate of attention in vLLM alone")
@@ -78,19 +92,21 @@ def read(fields: Fields) -> ModelConfig:
         value_head_dim=fields.take("linear_value_head_dim", int, 128),
         conv_kernel_dim=fields.take("linear_conv_kernel_dim", int, 4),
     )
+    return model
+
+
+def read_experts(fields: Fields, num_experts: int, top_k: int) -> MoeConfig:
+    """Experts beside a gated one that all tokens share.  num_experts, top_k: the class's defaults."""
     shared = fields.take("shared_expert_intermediate_size", int, 512)
     if shared < 1:
         fields.refuse("shared_expert_intermediate_size", "this family has a shared expert", "Write 1 or more")
-    model.moe = MoeConfig(
-        num_experts=fields.take("num_experts", int, 512),
-        top_k=fields.take("num_experts_per_tok", int, 10),
+    return MoeConfig(
+        num_experts=fields.take("num_experts", int, num_experts),
+        top_k=fields.take("num_experts_per_tok", int, top_k),
         ffn_hidden_size=fields.take("moe_intermediate_size", int, 512),
-        norm_topk_prob=fields.take("norm_topk_prob", bool, True),
-        dense_layers=read_dense_layers(fields, model.num_layers),
         shared_ffn_hidden_size=shared,
         shared_gate=shared > 0,
     )
-    return model
 
 
 def _only_in(layers: Layers, *rules: Rule) -> tuple[Rule, ...]:
@@ -137,68 +153,88 @@ def _linear(projections: tuple[Rule, ...], prefix: str, norm: str, a_log_dtype: 
     )
 
 
-WEIGHTS = (
-    *ENDS,
-    *_only_in(Layers.attention, INPUT_NORM),
-    *_only_in(Layers.linear, replace(INPUT_NORM, checkpoint=ATTENTION + "in_proj.layer_norm_weight")),
-    *PRE_MLP_NORM,
-    *_only_in(
-        Layers.attention,
-        Rule(ATTENTION + "linear_qkv.weight", QUERY_KEY_VALUE, gated_grouped_qkv, axis=Axis.tensor),
-        OUTPUT_PROJECTION,
-        *QK_NORM,
-    ),
-    *_linear(
-        (
-            Rule(ATTENTION + "in_proj.weight", (QKVZ, BA), delta_projections, axis=Axis.tensor, stored_parts=STORED),
-            Rule(ATTENTION + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor, stored_parts=STORED[:3]),
+def hybrid_weights(in_proj: Rule) -> tuple[Rule, ...]:
+    """Megatron's tensors outside the MLPs.  in_proj: the projections of linear attention."""
+    return (
+        *ENDS,
+        *_only_in(Layers.attention, INPUT_NORM),
+        *_only_in(Layers.linear, replace(INPUT_NORM, checkpoint=ATTENTION + "in_proj.layer_norm_weight")),
+        *PRE_MLP_NORM,
+        *_only_in(
+            Layers.attention,
+            Rule(ATTENTION + "linear_qkv.weight", QUERY_KEY_VALUE, gated_grouped_qkv, axis=Axis.tensor),
+            OUTPUT_PROJECTION,
+            *QK_NORM,
         ),
-        ATTENTION,
-        "out_norm.weight",
+        *_linear(
+            (
+                in_proj,
+                Rule(ATTENTION + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor, stored_parts=STORED[:3]),
+            ),
+            ATTENTION,
+            "out_norm.weight",
+        ),
+    )
+
+
+def hybrid_rollout(*projections: Rule) -> tuple[Rule, ...]:
+    """vLLM's tensors outside the MLPs; it keeps a gate as another head's query.
+
+    projections: those of linear attention.
+    """
+    return (
+        *rollout.ENDS,
+        *rollout.NORMS,
+        *_only_in(
+            Layers.attention,
+            Rule(HF_ATTENTION + "qkv_proj.weight", QUERY_KEY_VALUE, replicated_qkv, axis=Axis.tensor),
+            rollout.OUTPUT_PROJECTION,
+            *rollout.QK_NORM,
+        ),
+        *_linear(
+            (*projections, Rule(HF_LINEAR + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor)),
+            HF_LINEAR,
+            "norm.weight",
+            a_log_dtype="float32",
+        ),
+    )
+
+
+ROLLOUT_EXPERTS = (
+    *rollout.experts(HF_MLP),
+    *rollout.gated_mlp(HF_MLP + "shared_expert.", "shared_ffn", Layers.experts, Axis.shared_expert),
+    rollout.same(hf(HF_MLP + "shared_expert_gate.weight", "one", "hidden"), Layers.experts),
+)
+WEIGHTS = (
+    *hybrid_weights(
+        Rule(ATTENTION + "in_proj.weight", (QKVZ, BA), delta_projections, axis=Axis.tensor, stored_parts=STORED)
     ),
     *DENSE_MLP,
     *experts(HF_MLP),
     *qwen2_moe.SHARED,
 )
-# vLLM keeps both projections as the checkpoint has them, key head by key head, and a gate as another head's query.
+# vLLM keeps both projections as the checkpoint has them, key head by key head.
 ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *_only_in(
-        Layers.attention,
-        Rule(HF_ATTENTION + "qkv_proj.weight", QUERY_KEY_VALUE, replicated_qkv, axis=Axis.tensor),
-        rollout.OUTPUT_PROJECTION,
-        *rollout.QK_NORM,
-    ),
-    *_linear(
-        (
-            *(Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (QKVZ, BA)),
-            Rule(HF_LINEAR + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor),
-        ),
-        HF_LINEAR,
-        "norm.weight",
-        a_log_dtype="float32",
-    ),
+    *hybrid_rollout(*(Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (QKVZ, BA))),
     *rollout.DENSE_MLP,
-    *rollout.experts(HF_MLP),
-    *rollout.gated_mlp(HF_MLP + "shared_expert.", "shared_ffn", Layers.experts, Axis.shared_expert),
-    rollout.same(hf(HF_MLP + "shared_expert_gate.weight", "one", "hidden"), Layers.experts),
+    *ROLLOUT_EXPERTS,
 )
 
-# A layer that attends and has experts, and what joins it to the others (Qwen3NextMultiTokenPredictor in vLLM 0.32).
-_MTP_LAYERS = (Layers.all, Layers.attention, Layers.experts)
-MTP = (
-    *(
-        "mtp." + name
-        for name in ("fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
-    ),
-    *(
+
+def prediction_layer(weights: tuple[Rule, ...], mlp: Layers) -> tuple[str, ...]:
+    """The names of a layer of multi-token prediction, which attends, and of what joins it to the others.
+
+    ``Qwen3NextMultiTokenPredictor`` and ``Qwen3_5MultiTokenPredictor`` in vLLM 0.32.  mlp: dense or with experts.
+    """
+    joining = ("fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+    layer = (
         tensor.name.replace("model.", "mtp.", 1)
-        for rule in WEIGHTS
+        for rule in weights
         for tensor in rule.hf
-        if rule.stage is Stage.layer and rule.layers in _MTP_LAYERS
-    ),
-)
+        if rule.stage is Stage.layer and rule.layers in (Layers.all, Layers.attention, mlp)
+    )
+    return (*("mtp." + name for name in joining), *layer)
+
 
 FAMILY = Family(
     name="qwen3_next",
@@ -207,5 +243,5 @@ FAMILY = Family(
     read=read,
     weights=WEIGHTS,
     rollout=ROLLOUT,
-    ignored=MTP,
+    ignored=prediction_layer(WEIGHTS, Layers.experts),
 )

@@ -190,6 +190,12 @@ def _gpt_oss_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     return rope, scale
 
 
+def _default_of_axes(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    """The default, by positions of three axes, which are one for a token of text."""
+    inner.ignore("mrope_section", "mrope_interleaved")
+    return read_default(inner, longest)
+
+
 _KINDS: dict[str, Reader] = {
     "default": read_default,
     "linear": read_linear,
@@ -200,3 +206,5 @@ _KINDS: dict[str, Reader] = {
 # Of latent attention, where vLLM 0.32 takes every other type for yarn.
 LATENT_KINDS: dict[str, Reader] = {"default": read_default, "yarn": _latent_yarn}
 YARN_KINDS: dict[str, Reader] = {"yarn": _gpt_oss_yarn}  # vLLM's models/gpt_oss.py (0.32) takes every type for yarn
+# Of language models from multimodal checkpoints, whose other types vLLM 0.32 rotates without axes.
+KINDS_OF_AXES: dict[str, Reader] = {"default": _default_of_axes}

@@ -280,10 +280,23 @@ def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int
 
 
 @dataclass(frozen=True)
-class Sections:
-    """``layout`` of one tensor that is several, one after another: a projection that is fused in the checkpoint.
+class SectionPlace:
+    """Where a section begins: at ``begin`` of tensor ``source`` (place in ``Rule.hf``)."""
 
-    parts: their sizes, keys of ``SIZES``, in the order of the sources that ``layout`` knows.
+    source: int
+    begin: int
+
+    def moved(self, within: Range) -> Range:
+        """``within`` the section, as a range of its tensor."""
+        return Range(self.source, self.begin + within.begin, self.begin + within.end)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """``layout`` of tensors that are several, one after another: a projection that is fused in the checkpoint.
+
+    parts: their sizes, keys of ``SIZES``, in the order of the sources that ``layout`` knows; each tensor is one or more
+    of them, and one is several.
     """
 
     layout: ShardLayout
@@ -292,11 +305,25 @@ class Sections:
     def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
         """As a ``ShardLayout``."""
         inner = [SIZES[part](model) for part in self.parts]
-        assert list(sizes) == [sum(inner)], f"{sizes} are not {inner} one after another"
-        starts = [sum(inner[:source]) for source in range(len(inner))]
+        places = self.places(model, sizes)
         shard = self.layout(model, inner, num_shards, index)
-        moved = [Range(0, starts[each.source] + each.begin, starts[each.source] + each.end) for each in shard.ranges]
-        return ShardRanges.of(moved, shard.size)
+        return ShardRanges.of([places[each.source].moved(each) for each in shard.ranges], shard.size)
+
+    def places(self, model: ModelConfig, sizes: Sizes) -> list[SectionPlace]:
+        """Where each part begins in the tensors of ``sizes``."""
+        inner = [SIZES[part](model) for part in self.parts]
+        assert len(inner) > len(sizes), f"{sizes} have no sections: their layout alone says how they are cut"
+        places: list[SectionPlace] = []
+        source = begin = 0
+        for size in inner:
+            if source < len(sizes) and begin == sizes[source]:
+                source += 1
+                begin = 0
+            places.append(SectionPlace(source, begin))
+            begin += size
+            assert source < len(sizes) and begin <= sizes[source], f"{sizes} are not {inner} one after another"
+        assert (source, begin) == (len(sizes) - 1, sizes[-1]), f"{sizes} are not {inner} one after another"
+        return places
 
 
 @dataclass(frozen=True)

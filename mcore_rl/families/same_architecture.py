@@ -14,14 +14,17 @@ MAX_FIELDS = 4
 
 
 def architecture_violations(
-    checkpoints: Mapping[str, str], folder: Callable[[str], Path] = Path
+    checkpoints: Mapping[str, str], folder: Callable[[str], Path] = Path, *, pictures: bool = False
 ) -> Iterator[Violation]:
     """A violation for each of ``checkpoints``, by key, that is of another family or model than the first.
 
-    folder: where the config.json of a checkpoint is.  Raises ConfigError if one cannot be read.
+    folder: where the config.json of a checkpoint is.  pictures: compare vision towers, too.  Raises ConfigError if one
+    cannot be read.
     """
     (first, path), *others = checkpoints.items()
-    read = {each: model_of(read_config(folder(each))) for each in dict.fromkeys(checkpoints.values())}
+    read = {
+        each: model_of(read_config(folder(each)), pictures=pictures) for each in dict.fromkeys(checkpoints.values())
+    }
     family, model = read[path]
     for key, other in others:
         other_family, other_model = read[other]

@@ -174,6 +174,22 @@ TEXT_PARTS = (
         only={"norm_topk_prob": True},
     ),
     TextPart(
+        architecture="Qwen3_5ForConditionalGeneration",
+        model_type="qwen3_5",
+        text_architecture="Qwen3_5ForCausalLM",
+        text_model_type="qwen3_5_text",
+        text_types=("qwen3_5_text",),
+        rest=("visual.",),
+    ),
+    TextPart(
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe",
+        text_architecture="Qwen3_5MoeForCausalLM",
+        text_model_type="qwen3_5_moe_text",
+        text_types=("qwen3_5_moe_text",),
+        rest=("visual.",),
+    ),
+    TextPart(
         architecture="KimiK25ForConditionalGeneration",
         model_type="kimi_k25",
         text_architecture="DeepseekV3ForCausalLM",

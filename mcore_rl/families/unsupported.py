@@ -46,6 +46,10 @@ NEAREST = {
     "MiMoForCausalLM": ("Qwen2ForCausalLM", "layers of multi-token prediction"),
     "MiniCPMForCausalLM": ("LlamaForCausalLM", "scaled embeddings, residuals and logits"),
     "MllamaForConditionalGeneration": ("LlamaForCausalLM", "images"),
+    "NemotronHForCausalLM": (
+        "Qwen3NextForCausalLM",
+        "layers of a Mamba-2 state space, attention without positions, and MLPs of squared ReLU without a gate",
+    ),
     "OlmoForCausalLM": ("LlamaForCausalLM", "LayerNorm without weights"),
     "Olmo2ForCausalLM": ("LlamaForCausalLM", "norms behind each block and over whole queries and keys"),
     "Olmo3ForCausalLM": (
@@ -54,8 +58,6 @@ NEAREST = {
     ),
     "PhimoeForCausalLM": ("MixtralForCausalLM", "another routing, LayerNorm and biases"),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }
@@ -83,7 +85,7 @@ LINEAR, LATENT, EXPERTS, WINDOWS = "linear attention", "latent attention", "expe
 # What an architecture can be nearest in -> the supported one that has it; the first that applies is named.
 _NEAREST_BY = (
     ({LINEAR, EXPERTS}, "Qwen3NextForCausalLM"),
-    ({LINEAR}, "Qwen3NextForCausalLM"),
+    ({LINEAR}, "Qwen3_5ForCausalLM"),
     ({LATENT, EXPERTS}, "DeepseekV3ForCausalLM"),
     ({LATENT}, "DeepseekV3ForCausalLM"),
     ({EXPERTS}, "MixtralForCausalLM"),

@@ -94,9 +94,8 @@ def _run(
     text: str, file: Path | None, words: Sequence[str], environment: Mapping[str, str], known: set[str]
 ) -> tuple[Expanded, str]:
     """(what came of a round, what bash said).  known: names with a slash of programs."""
-    ours, theirs = socket.socketpair()
-    program = GuardedProgram(f"{__package__}.shell_cage", theirs, without_secrets(), shows=True)
-    theirs.close()
+    program = GuardedProgram(f"{__package__}.shell_cage", without_secrets(), shows=True)
+    ours = program.socket
     try:
         with suppress(BrokenPipeError):  # it ended, and says why
             ours.sendall(json.dumps(_job(text, file, words, environment, known)).encode() + b"\n")

@@ -30,12 +30,8 @@ THERE = "Mend the id, or name a local folder"
 ENTER = "set HF_TOKEN, or log in with: hf auth login"
 
 
-class NotFetchedError(Exception):
+class NotFetchedError(SelectionError):
     """The Hub or its cache does not have it; (what is wrong, what to write instead)."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(problem)
-        self.problem, self.remedy = problem, remedy
 
 
 def model_folder(name: HubName, part: ModelPart) -> Path:
@@ -111,8 +107,10 @@ def _told(name: HubName) -> Iterator[None]:
 
     if not Console(stderr=True).is_terminal:
         disable_progress_bars()  # which a log file would have thousands of lines of
-    where, kind = constants.ENDPOINT, "data set" if name.kind == "dataset" else "model"
-    cache, offline = constants.HF_HUB_CACHE, constants.is_offline_mode()
+    where = constants.ENDPOINT
+    kind = "data set" if name.kind == "dataset" else "model"
+    cache = constants.HF_HUB_CACHE
+    offline = constants.is_offline_mode()
     fetch = f"Fetch it where there is a network, with: hf download {name.name}"
     fetch += " --repo-type dataset" if name.kind == "dataset" else ""
     try:

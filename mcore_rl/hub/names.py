@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL, DATASET = "model", "dataset"  # kinds of repositories, as huggingface_hub calls them
-NO_NAME, A_NAME = "is no name of a repository", "Write OWNER/NAME, of letters, digits, -, _ and ."
+NO_NAME = "is no name of a repository"
+A_NAME = "Write OWNER/NAME, of letters, digits, -, _ and ."
 TABLES = (".parquet", ".jsonl", ".jsonl.gz")  # what rows are read from
 # Folders that recipes and people keep things in.  One that is missing is a mistake to be told of: asked for as an
 # owner, it would be whatever somebody else has put there.
@@ -50,7 +51,9 @@ def hub_name(text: str, kind: str) -> HubName | None:
     matched = ID.fullmatch(text)
     if not matched or os.path.lexists(text):
         return None
-    name, revision, path = matched[1], matched[2], matched[3] or ""
+    name = matched[1]
+    revision = matched[2]
+    path = matched[3] or ""
     if name.partition("/")[0].lower() in FOLDERS:
         return None
     if ".." in name or "--" in name or len(name) > MAX_NAME or ".." in (revision or "") or not is_inside(path):

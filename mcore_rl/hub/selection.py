@@ -15,7 +15,9 @@ from mcore_rl.hub.names import TABLES, is_inside
 from mcore_rl.json_text import read_json
 
 MAX_ENTRIES = 100_000  # files and folders in a folder of data
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 # Beside the weights: as ``checkpoints/hf_sidecar_files.py``, but for code, which is not taken from the Hub.
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.bpe")
 TEMPLATES = "additional_chat_templates/*.jinja"
@@ -39,7 +41,8 @@ class SelectionError(Exception):
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
-        self.problem, self.remedy = problem, remedy
+        self.problem = problem
+        self.remedy = remedy
 
 
 def small_files(names: Sequence[str]) -> list[str]:

@@ -185,9 +185,10 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
 def _linear_attention(
     model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int
 ) -> tuple[float, ...]:
-    """As ``_attention``; the rule's terms are float32 and of all context ranks' rows (``training/delta_rule.py``).
+    """(kept, the part of it that is the rule's, temporaries of backward), bytes per row.
 
-    Context ranks divide the heads among them, if they can (``training/gated_delta_net.py``).
+    The rule's terms are float32 and of all context ranks' rows (``training/delta_rule.py``); context ranks divide the
+    heads among them, if they can (``training/gated_delta_net.py``).
 
     Of the convolution: a copy of its channels for each tap, its sum and what SiLU makes of it.  Of the rule, in whole
     chunks: eight tensors as wide as the keys and two that products copy, three as wide as the values, five as a chunk,

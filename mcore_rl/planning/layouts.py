@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeVar
 
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.role import Role
+from mcore_rl.config.run import RunConfig
 from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors, tensor_sizes
+from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.memory import Site, peaks
 from mcore_rl.planning.peaks import Phase
 from mcore_rl.planning.serving import Serving
@@ -46,12 +49,10 @@ class Training:
 
 
 def trainings(
-    engines: Mapping[str, EngineConfig],
-    rows: Sequence[Role],
-    frozen: Sequence[RolePlan],
-    snapshots: Mapping[str, Sequence[Role]],
+    run: RunConfig | OfflineConfig,
     model: ModelConfig,
-    world_size: int,
+    cluster: ClusterConfig,
+    frozen: Sequence[RolePlan],
     work: Work,
     site: Site,
     room: Serving | None,
@@ -60,14 +61,15 @@ def trainings(
 ) -> Iterator[Training]:
     """Yields the layouts that fit, each with the least recompute with which it fits.
 
-    engines, rows: the settings of each trained role, and the trained roles; all of them have one layout.
+    All trained roles have one layout.
     frozen: the other roles, each in its own layout.
-    snapshots: see ``RolePlan.frozen``, for each trained role.
     work, site: what a role processes, and where the run is placed.
     room: the memory of a rollout rank; None without rollout.
     refused: counts the refused layouts by their reason.
     teacher_output: tensor ranks of the policy -> ``RolePlan.teacher_output``.
     """
+    rows, world_size = [role for role in run.group_rows if role.trains], run.trainer.world_size
+    engines = {row.name: engine_on(cluster, run.role_config(row)) for row in rows}
     sizes = {row.name: ModelSizes(model, head=row.head) for row in rows}
     precision = engines[rows[0].name].precision
     for parallel in layouts(model, world_size, site.per_node, work.longest):
@@ -94,7 +96,7 @@ def trainings(
                     RolePlan(row.name, model, replace(engines[row.name], recompute=recompute, microbatch_tokens=tokens,
                              microbatch_sequences=None), parallel, world_size, work,
                              accelerator=True, head=row.head, publishes=row.publishes,
-                             frozen=snapshots[row.name], states=states[row.name])
+                             frozen=run.snapshots_of(row.name), states=states[row.name])
                     for row in rows
                 ]  # fmt: skip
                 trained[0].teacher_output = teacher_output(parallel.tp)

@@ -13,7 +13,6 @@ from math import ceil, exp, log
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
-from typing import Protocol
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.errors import ConfigError, Violation
@@ -27,21 +26,6 @@ def mean_lengths(data: DataConfig) -> tuple[float, float]:
     """(tokens of a prompt, tokens of a response) that a plan assumes on average."""
     response = data.mean_response_length or MEAN_RESPONSE_SHARE * data.max_response_length
     return MEAN_PROMPT_SHARE * data.max_prompt_length, response
-
-
-class Lengths(Protocol):
-    """A distribution of response lengths."""
-
-    @property
-    def mean(self) -> float:
-        """The mean length, tokens."""
-
-    @property
-    def longest(self) -> int:
-        """The greatest length, tokens."""
-
-    def group(self, random: Random, size: int) -> list[int]:
-        """The lengths of the ``size`` responses to one prompt, each at least 1."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +60,7 @@ class Lognormal:
         return below + self.longest * (1 - NORMAL.cdf(score))
 
     def group(self, random: Random, size: int) -> list[int]:
-        """Lengths of ``size`` responses, see ``Lengths.group``."""
+        """The lengths of the ``size`` responses to one prompt, each at least 1."""
         center = log(self.median)
         drawn = (exp(center + self.sigma * random.gauss(0.0, 1.0)) for _ in range(size))
         return [max(1, min(self.longest, ceil(length))) for length in drawn]
@@ -105,10 +89,13 @@ class Recorded:
         return max(map(max, self.groups))
 
     def group(self, random: Random, size: int) -> list[int]:
-        """See ``Lengths``; of a group of another size, responses with replacement."""
+        """The lengths of a recorded group; if it has another size, ``size`` of them with replacement."""
         lengths = random.choice(self.groups)
         chosen: Sequence[int] = lengths if len(lengths) == size else random.choices(lengths, k=size)
         return [max(1, length) for length in chosen]
+
+
+Lengths = Lognormal | Recorded
 
 
 def recorded_lengths(run: Path) -> Recorded:

@@ -300,22 +300,16 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
         frozen = role.frozen_parts(-worst)
         fixed += [(name, processes.pinned(num_bytes) * per_node, exact) for name, num_bytes, exact in frozen]
-        fixed.append(
-            (
-                "teacher output, away",
-                processes.pinned(role.teacher_output) * per_node if role.teacher_output else 0,
-                True,
-            )
-        )
+        if role.teacher_output:
+            fixed.append(("teacher output, away", processes.pinned(role.teacher_output) * per_node, True))
     yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
     saving = [*fixed]
     if site.saves:
         for role in (each for each in roles if each.trains):
             state = _worst(role, lambda each: each.optimizer)
             saving.append((f"{role.name} checkpoint", processes.pinned(_saved(role, state.optimizer)) * per_node, True))
-    if (
-        room is not None and site.colocated and not room.adapters
-    ):  # the engines' weights, since they sleep while the actor is exported
+    if room is not None and site.colocated and not room.adapters:
+        # The engines sleep while the actor is exported.
         saving.append(("engine weights, asleep", room.weights * engines, True))
     yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.config.run import RunConfig
-from mcore_rl.planning.modes import ModeResult, ModesResult
+from mcore_rl.planning.modes import ModeResult, ModesResult, rl_run
 from mcore_rl.planning.simulation import ONE_STEP_OFF
-from mcore_rl.planning.tables import seconds_text
+from mcore_rl.planning.tables import rows_table, seconds_text
 from mcore_rl.tracking.page import page, table, text
 
 HEAD = (
@@ -30,10 +28,8 @@ LITTLE = 0.05  # a gain that is not worth another mode
 
 def mode_tables(result: ModesResult) -> Group:
     """The table, why the fastest is so, its layouts as overrides, and the splits that were refused."""
-    shown = Table(*HEAD, box=None, pad_edge=False, header_style="bold")
+    shown = rows_table(HEAD, [_cells(result, row) for row in result.rows])
     shown.columns[0].no_wrap = True
-    for row in result.rows:
-        shown.add_row(*_cells(result, row))
     mean = f"{result.lengths.mean:,.0f} of at most {result.lengths.longest:,} tokens"
     parts: list[Any] = [Text(f"simulated, with responses of {mean} on average"), shown]
     parts += [
@@ -88,9 +84,7 @@ def why(result: ModesResult) -> str:
 
 def _more_seqs(best: ModeResult) -> str:
     """What lets more responses run together, where engines that never wait have room for more."""
-    run = best.candidate.run
-    assert isinstance(run, RunConfig), "fine-tuning has no modes"
-    most = run.rollout.max_num_seqs
+    most = rl_run(best.candidate).rollout.max_num_seqs
     if best.simulation.engines_idle >= LITTLE or best.cache_seqs < most * (1 + LITTLE):
         return ""
     return f"; rollout.max_num_seqs={most} run together, and the cache of an engine holds {best.cache_seqs}"

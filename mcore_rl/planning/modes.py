@@ -21,7 +21,7 @@ from mcore_rl.planning.overheads import (
     GIB,
     ProcessMemory,
 )
-from mcore_rl.planning.plan import role_plan
+from mcore_rl.planning.plan import role_plan, updates_of
 from mcore_rl.planning.search import NONE, Candidate, Others, fastest_by_rollout
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, serving
 from mcore_rl.planning.simulated_engine import EngineCosts
@@ -110,17 +110,16 @@ def splits_of(nodes: int) -> tuple[int, ...]:
 def compare_modes(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths | None = None, *,
     others: Others = NONE, modes: Sequence[SimulatedMode] = SEPARATE_MODES, searches: bool = False, steps: int = 8,
-    seed: int = 0,
 ) -> ModesResult:  # fmt: skip
     """Every mode on the splits of the run's nodes, each with the layouts of its own with which it is fastest.
 
     lengths: None: lognormal, with the mean that the plan assumes.  others: as in ``plan``.
     modes: of separate devices.  searches: beyond ``splits_of``, look for the fastest split of each mode, to a 32nd of
-    the nodes.  steps, seed: see ``simulate``.
+    the nodes.  steps: see ``simulate``.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     lengths = lengths or Lognormal(mean_lengths(run.data)[1], run.data.max_response_length)
-    comparison = _Comparison(run, model, cluster, others, lengths, steps, seed)
+    comparison = _Comparison(run, model, cluster, others, lengths, steps)
     comparison.try_split(0, (SYNC_COLOCATED,))
     for engine_nodes in splits_of(comparison.nodes):
         comparison.try_split(engine_nodes, modes)
@@ -135,10 +134,9 @@ class _Comparison:
 
     def __init__(
         self, run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, lengths: Lengths, steps: int,
-        seed: int,
     ) -> None:  # fmt: skip
         self._run, self._model, self._cluster, self._others = run, model, cluster, others
-        self._lengths, self._steps, self._seed = lengths, steps, seed
+        self._lengths, self._steps = lengths, steps
         self._candidates: dict[int, list[Candidate]] = {}
         self.nodes = num_nodes(run, cluster)
         self.rows, self.refused = list[ModeResult](), dict[int, str]()
@@ -151,16 +149,8 @@ class _Comparison:
             self.refused[engine_nodes] = f"{where}: no layout fits"
             return
         for mode in modes:
-            simulated = (
-                (each, _simulated(mode, each, self._model, self._cluster, self._lengths, self._steps, self._seed))
-                for each in candidates
-            )
-            candidate, result = min(simulated, key=lambda each: each[1].step_s)
-            row = ModeResult(
-                mode=mode, engine_nodes=engine_nodes, trainer_nodes=self.nodes - engine_nodes, candidate=candidate,
-                simulation=result, cache_seqs=_cache_seqs(candidate, self._model, self._cluster, self._lengths),
-            )  # fmt: skip
-            self.rows.append(row)
+            rows = (self._simulated(mode, engine_nodes, each) for each in candidates)
+            self.rows.append(min(rows, key=lambda row: row.simulation.step_s))
 
     def search(self, mode: SimulatedMode) -> None:
         """Move the fastest split of ``mode`` by an eighth of the nodes while that is faster, then by ever less."""
@@ -177,6 +167,19 @@ class _Comparison:
             if not untried:
                 distance //= 2
 
+    def _simulated(self, mode: SimulatedMode, engine_nodes: int, candidate: Candidate) -> ModeResult:
+        run, mean = rl_run(candidate), self._lengths.mean
+        layout, work = run.rollout.layout, workload(run, self._lengths)
+        costs = engine_costs_of(run, self._model, self._cluster, mean)
+        simulation = simulate_share(
+            mode, work, costs, layout.num_engines * layout.engine_dp,
+            trainer_costs(candidate, self._model, self._cluster), steps=self._steps,
+        )  # fmt: skip
+        return ModeResult(
+            mode=mode, engine_nodes=engine_nodes, trainer_nodes=self.nodes - engine_nodes, candidate=candidate,
+            simulation=simulation, cache_seqs=int(costs.capacity / (costs.slot + work.prompt + mean / 2)),
+        )  # fmt: skip
+
     def _promising(self, engine_nodes: int) -> list[Candidate]:
         if engine_nodes not in self._candidates:
             run = _placed(self._run, self._cluster, self.nodes, engine_nodes)
@@ -188,6 +191,12 @@ class _Comparison:
         return self._candidates[engine_nodes]
 
 
+def rl_run(candidate: Candidate) -> RunConfig:
+    """The run of ``candidate``, which has engines: fine-tuning has no modes."""
+    assert isinstance(candidate.run, RunConfig)
+    return candidate.run
+
+
 def _placed(run: RunConfig, cluster: ClusterConfig, nodes: int, engine_nodes: int) -> RunConfig:
     """``run`` on ``nodes`` nodes, of which the engines have ``engine_nodes`` for themselves, or share all."""
     placement = Placement.separate if engine_nodes else Placement.colocated
@@ -197,39 +206,18 @@ def _placed(run: RunConfig, cluster: ClusterConfig, nodes: int, engine_nodes: in
     return replace(run, trainer=trainer, rollout=replace(run.rollout, tp=1, dp=devices, ep=1))
 
 
-def _cache_seqs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths) -> int:
-    run = candidate.run
-    assert isinstance(run, RunConfig), "fine-tuning has no modes"
-    costs = engine_costs_of(run, model, cluster, lengths.mean)
-    return int(costs.capacity / (costs.slot + workload(run, lengths).prompt + lengths.mean / 2))
-
-
-def _simulated(
-    mode: SimulatedMode, candidate: Candidate, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths,
-    steps: int, seed: int,
-) -> Simulation:  # fmt: skip
-    run = candidate.run
-    assert isinstance(run, RunConfig), "fine-tuning has no modes"
-    layout = run.rollout.layout
-    costs, work = engine_costs_of(run, model, cluster, lengths.mean), workload(run, lengths)
-    return simulate_share(
-        mode, work, costs, layout.num_engines * layout.engine_dp, trainer_costs(candidate, model, cluster),
-        steps=steps, seed=seed,
-    )  # fmt: skip
-
-
 def simulate_share(
     mode: SimulatedMode, work: Workload, costs: EngineCosts, num_engines: int, trainer: TrainerCosts, *,
-    steps: int, seed: int,
+    steps: int,
 ) -> Simulation:  # fmt: skip
     """``simulate``, of many engines a share; see ``MOST_ENGINES``.  What is counted is that of the share."""
     few = max(MOST_ENGINES, ceil(LEAST_GROUPS * num_engines / work.groups))
     if few >= num_engines:
-        return simulate(mode, work, costs, num_engines, trainer, steps=steps, seed=seed)
+        return simulate(mode, work, costs, num_engines, trainer, steps=steps)
     groups = round(work.groups * few / num_engines)
     share = work.groups / groups
     less = replace(trainer, token_s=trainer.token_s * share)
-    result = simulate(mode, replace(work, groups=groups), costs, few, less, steps=steps, seed=seed)
+    result = simulate(mode, replace(work, groups=groups), costs, few, less, steps=steps)
     return replace(result, samples_per_s=result.samples_per_s * share)
 
 
@@ -288,16 +276,13 @@ def _stream_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> Iterat
 
 def trainer_costs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig) -> TrainerCosts:
     """The plan's seconds of a step that do not depend on its tokens, and the others for each token that is drawn."""
-    run, seconds = candidate.run, dict(candidate.plan.seconds)
-    assert isinstance(run, RunConfig), "fine-tuning has no modes"
+    run, seconds = rl_run(candidate), dict(candidate.plan.seconds)
     del seconds["generate"]
     publish, save = seconds.pop("sync"), seconds.pop("save", 0.0)
     rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.actor.precision, run.trainer.device_peak_tflops)
-    updates = 0.0
-    for row in run.trained_rows:
-        config = run.trained_config(row)
-        count = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
-        updates += count * optimizer_s(role_plan(row, model, run, cluster), rates)
+    updates = sum(
+        updates_of(run, row) * optimizer_s(role_plan(row, model, run, cluster), rates) for row in run.trained_rows
+    )
     mean = sum(mean_lengths(run.data))
     drawn = (run.data.gen_batch_size or run.data.train_batch_size) * (run.rollout.n + run.needs_greedy)
     return TrainerCosts(

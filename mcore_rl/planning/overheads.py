@@ -125,7 +125,7 @@ class ProcessMemory:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> ProcessMemory:
-        """That of ``cluster``.  Measured processes were not Ray's yet, which takes more."""
+        """What processes take on ``cluster``.  Those that were measured were not Ray's yet, which takes more."""
         if cluster.gpus_per_node:
             trainer = engine = HOST_PROCESS_BYTES
         else:
@@ -173,5 +173,5 @@ def device_rates(device_name: str) -> tuple[float, float]:
 
 
 def data_sheet_rates(device_name: str) -> tuple[float, float] | None:
-    """The same by the data sheet; None of a device that is not listed."""
+    """(GB/s of the memory, GB/s inside a node) by the data sheet; None if the device is not listed."""
     return next(((memory, intra) for word, memory, intra in DEVICE_RATES if word in device_name), None)

@@ -85,6 +85,7 @@ class Plan:
     concurrency: how many sequences of the greatest length a rollout engine's cache holds; None without rollout.
     tokens: of a step, by kind.
     notes: remarks for the user that are no violations.  gains: what settings save.
+    form: which tensors quantised engines hold in which form; "": all plain.
     """
 
     title: str
@@ -100,6 +101,7 @@ class Plan:
     tokens: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     gains: tuple[str, ...] = ()
+    form: str = ""
 
     @property
     def fits(self) -> bool:

@@ -36,9 +36,9 @@ from mcore_rl.planning.memory import Part, Site, checkpoint_bytes, peaks, route_
 from mcore_rl.planning.overheads import GIB, MEAN_RESPONSE_SHARE, SWITCH_S, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
-from mcore_rl.planning.states import StateBytes, family_for
+from mcore_rl.planning.states import family_for
 from mcore_rl.planning.step_range import role_calibration
-from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
+from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, pass_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work, engine_lora
 from mcore_rl.weights.quantised_shards import shard_violations, tensors_by_form
 
@@ -72,29 +72,22 @@ def plan(
 
 def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Mapping[str, ModelConfig]) -> Plan:
     run = with_replicas(run, on_accelerators=cluster.gpus_per_node > 0)
-    world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
+    world = run.trainer.world_size
     refuse_if_any(_misfits(run, model, others, cluster))
     roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
-    device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
-    processes = ProcessMemory.of(cluster)
+    site = site_of(run, cluster)
+    device_bytes, processes, per_node, colocated = site.device_bytes, site.processes, site.per_node, site.colocated
     room = serving(
         model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None,
         lora=engine_lora(run, model),
     )  # fmt: skip
     engines = run.rollout.layout.world_size
     scorers = sum(each.layout.world_size for each in run.scorers.values())
-    per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
     roles[0].teacher_output = output_bytes(run, model, others, roles[0].layout.tp)
-    site = Site(
-        device_bytes=device_bytes,
-        host_bytes=int(cluster.host_memory_gib * GIB),
-        per_node=per_node,
-        num_nodes=run.trainer.nnodes,
-        colocated=colocated,
+    site = replace(
+        site,
         engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
         ranks_per_engine=run.rollout.layout.engine_size,
-        saves=run.trainer.save_freq > 0 and run.trainer.async_save,
-        processes=processes,
         scorers=tuple(_scorers(run, device_bytes, processes)),
         routes=route_bytes(run, model, per_node),
         hidden=hidden_bytes(run, model, others, per_node),
@@ -107,7 +100,6 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         wrong for name, each in configs.items() for wrong in _too_narrow(each, run.data.max_response_length, name)
     ]
     notes = tuple(note for name, each in configs.items() for note in _notes(each, roles[0].work, name) if not narrow)
-    notes += tuple(_form_notes(run, model))
     if between:
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
@@ -130,6 +122,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         tokens=tokens,
         notes=notes,
         gains=gains,
+        form=_form(run, model),
     )
 
 
@@ -139,21 +132,9 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
     violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(violations)
-    accelerator = cluster.gpus_per_node > 0
     role = offline_role_plan(model, config, cluster)
-    per_node = trainer.n_gpus_per_node
-    site = Site(
-        device_bytes=int(cluster.gpu_memory_gib * GIB) if accelerator else None,
-        host_bytes=int(cluster.host_memory_gib * GIB),
-        per_node=per_node,
-        num_nodes=trainer.nnodes,
-        colocated=True,
-        engines_per_node=0,
-        saves=trainer.save_freq > 0 and trainer.async_save,
-        processes=ProcessMemory.of(cluster),
-    )
-    all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
-    rates = Rates.of(cluster, per_node, config.actor.precision, trainer.device_peak_tflops)
+    all_peaks = [*peaks([role], None, site_of(config, cluster)), _disk([role], trainer, model, exports=1)]
+    rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     seconds = offline_seconds(config, role, rates)
     return Plan(
         title=config.recipe.title or trainer.experiment_name,
@@ -168,6 +149,27 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
         tokens={"trained": role.work.sequences * role.work.mean},
         notes=_notes(config.actor, role.work, "actor"),
     )
+
+
+def site_of(run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> Site:
+    """The machines of ``run`` on ``cluster``, without what engines and teachers need of them."""
+    trainer = run.trainer
+    return Site(
+        device_bytes=int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None,
+        host_bytes=int(cluster.host_memory_gib * GIB),
+        per_node=trainer.n_gpus_per_node,
+        num_nodes=trainer.nnodes,
+        colocated=isinstance(run, OfflineConfig) or trainer.placement is Placement.colocated,
+        engines_per_node=0,
+        saves=trainer.save_freq > 0 and trainer.async_save,
+        processes=ProcessMemory.of(cluster),
+    )
+
+
+def updates_of(run: RunConfig, role: Role) -> int:
+    """The optimizer steps of ``role`` in a step of the run."""
+    config = run.trained_config(role)
+    return config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
 
 
 def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
@@ -246,7 +248,7 @@ def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict
     sequences = role.work.sequences
     by_part = {config.trained.update_phase: update_s(role, rates, sequences, 1)}
     for frozen in config.snapshots_of(config.trained.name):
-        by_part[frozen.phase] = score_s(role, rates, sequences) + move_s(4 * _heaviest(role).weights, rates)
+        by_part[frozen.phase] = pass_s(role, rates, sequences, train=False) + move_s(4 * role.heaviest.weights, rates)
     return by_part
 
 
@@ -286,25 +288,18 @@ def _seconds(
         if isinstance(stage, Pass):
             each = by_name[stage.group]
             swaps = each.beside if stage.weights is None else 1
-            scored = score_s(each, rates, sequences) + swaps * move_s(4 * _heaviest(each).weights, rates)
+            scored = pass_s(each, rates, sequences, train=False) + swaps * move_s(4 * each.heaviest.weights, rates)
             by_part[stage.phase] = by_part.get(stage.phase, 0.0) + scored
         elif isinstance(stage, Update):
-            each = by_name[stage.role]
-            config = run.trained_config(run.row(stage.role))
-            epochs = config.ppo_epochs
-            updates = epochs * max(1, prompts // config.ppo_mini_batch_size)
-            by_part[stage.phase] = update_s(each, rates, sequences * epochs, updates)
+            row = run.row(stage.role)
+            epochs = run.trained_config(row).ppo_epochs
+            by_part[stage.phase] = update_s(by_name[stage.role], rates, sequences * epochs, updates_of(run, row))
     if run.trainer.save_freq:
         saved = sum(checkpoint_bytes(role) for role in roles if role.trains)
         copied, written = saved / run.trainer.world_size, saved / run.trainer.nnodes / (cluster.disk_gb_s * 1e9)
         by_part["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
     tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
     return by_part, tokens, between
-
-
-def _heaviest(role: RolePlan) -> StateBytes:
-    """The state of the stage that has the most bytes."""
-    return max((role.state(stage) for stage in range(role.layout.pp)), key=lambda state: state.total)
 
 
 def _in_order(unsorted: Sequence[Peak]) -> tuple[Peak, ...]:
@@ -440,12 +435,12 @@ def _notes(engine: EngineConfig, work: Work, role: str) -> tuple[str, ...]:
     return ()
 
 
-def _form_notes(run: RunConfig, model: ModelConfig) -> Iterator[str]:
-    """What quantised engines hold in which form."""
+def _form(run: RunConfig, model: ModelConfig) -> str:
     quantization = run.rollout.quantization
-    if quantization is not Quantization.none:
-        quantised, plain = tensors_by_form(family_for(model), model)
-        yield f"engines hold {', '.join(quantised)} in {quantization.value}; {', '.join(plain)} stay plain"
+    if quantization is Quantization.none:
+        return ""
+    quantised, plain = tensors_by_form(family_for(model), model)
+    return f"engines hold {', '.join(quantised)} in {quantization.value}; {', '.join(plain)} stay plain"
 
 
 def _too_narrow(engine: EngineConfig, longest_response: int, role: str) -> list[Violation]:

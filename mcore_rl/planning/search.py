@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log2
 
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.pairs import sequences_per_prompt
@@ -29,17 +28,15 @@ from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
-from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.distillation import output_bytes
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.lengths import mean_lengths
-from mcore_rl.planning.memory import Site
 from mcore_rl.planning.overheads import GIB, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
-from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan
+from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan, site_of, updates_of
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import family_for
-from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
+from mcore_rl.planning.timing import Rates, generation_s, pass_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, engine_lora
 from mcore_rl.weights.quantised_shards import shard_violations
 
@@ -69,7 +66,7 @@ class Found:
     """
 
     best: tuple[Candidate, ...]
-    refused: dict[str, int]
+    refused: Counter[str]
     considered: int
     seconds: float
 
@@ -124,7 +121,7 @@ def search(
             refused[f"does not fit whole: {planned.violations[0].problem.split(' needs ')[0]}"] += 1
     candidates.sort(key=lambda each: each.plan.step_s)
     return Found(
-        best=tuple(candidates), refused=dict(refused), considered=considered, seconds=time.perf_counter() - begin
+        best=tuple(candidates), refused=refused, considered=considered, seconds=time.perf_counter() - begin
     )  # fmt: skip
 
 
@@ -204,9 +201,7 @@ def _offline_options(
     work, trainer = offline_work(config), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
-    engines, site = {"actor": engine_on(cluster, config.actor)}, _site(config, cluster)
-    rows, snapshots = config.group_rows, {config.trained.name: config.snapshots_of(config.trained.name)}
-    for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
+    for each in trainings(config, model, cluster, (), work, site_of(config, cluster), None, refused):
         chosen = replace(config, actor=each.of(config.actor))
         options.append(_Option(sum(offline_seconds(config, each.roles[0], rates).values()), each, chosen))
     return options, len(options) + sum(refused.values())
@@ -216,30 +211,16 @@ def _run_options(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the fastest training layouts, each paired with rollout layouts; the number of settings evaluated)."""
-    work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
+    work, site = rl_work(run, run.actor.ppo_mini_batch_size), site_of(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
-    rows = [role for role in run.group_rows if role.trains]
-    engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
-    snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows if not role.trains]
     room = serving(
         model, run.rollout, device_bytes=site.device_bytes, processes=site.processes, lora=engine_lora(run, model)
     )
+    output = partial(output_bytes, run, model, others)
     ours = [
         (_training_s(run, each.roles, rates), each)
-        for each in trainings(
-            engines,
-            rows,
-            frozen,
-            snapshots,
-            model,
-            run.trainer.world_size,
-            work,
-            site,
-            room,
-            refused,
-            partial(output_bytes, run, model, others),
-        )
+        for each in trainings(run, model, cluster, frozen, work, site, room, refused, output)
     ]
     # An engine on several nodes waits for the network in every layer: only for a model that one node does not hold.
     choices = (list(_rollouts(run, model, cluster, refused, spans=spans)) for spans in (False, True))
@@ -254,11 +235,11 @@ def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> floa
     by_name = {role.name: role for role in roles}
     for stage in step_plan(run):
         if isinstance(stage, Pass):
-            seconds += score_s(by_name[stage.group], rates, sequences)
+            seconds += pass_s(by_name[stage.group], rates, sequences, train=False)
         elif isinstance(stage, Update):
-            config = run.trained_config(run.row(stage.role))
-            updates = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
-            seconds += update_s(by_name[stage.role], rates, sequences * config.ppo_epochs, updates)
+            row = run.row(stage.role)
+            trained = sequences * run.trained_config(row).ppo_epochs
+            seconds += update_s(by_name[stage.role], rates, trained, updates_of(run, row))
     return seconds
 
 
@@ -297,7 +278,8 @@ def _rollouts(
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue
                 asked = replace(config, n=config.n + 1) if run.needs_greedy else config
-                yield _Rollout(config, room, generate_s(model, asked, room, rates, prompts, prompt, response))
+                seconds = sum(generation_s(model, asked, room, rates, prompts, prompt, response))
+                yield _Rollout(config, room, seconds)
 
 
 def _pairs(
@@ -329,19 +311,6 @@ def _pairs(
             met.add(layout)
             sync = weights_s(actor, theirs.room.update_bytes, theirs.config.layout, rates, separate=separate)
             yield _Option(seconds + theirs.seconds + sync.total, ours, _with(run, ours, theirs.config))
-
-
-def _site(run: RunConfig | OfflineConfig, cluster: ClusterConfig) -> Site:
-    return Site(
-        device_bytes=int(cluster.gpu_memory_gib * GIB),
-        host_bytes=int(cluster.host_memory_gib * GIB),
-        per_node=run.trainer.n_gpus_per_node,
-        num_nodes=run.trainer.nnodes,
-        colocated=run.trainer.placement is Placement.colocated,
-        engines_per_node=0,
-        saves=False,
-        processes=ProcessMemory.of(cluster),
-    )
 
 
 def _with(run: RunConfig, ours: Training, rollout: RolloutConfig) -> RunConfig:
@@ -379,8 +348,3 @@ def _distance(run: RunConfig | OfflineConfig, other: RunConfig | OfflineConfig) 
         return distance
     distance += sum(abs(log2(getattr(run.rollout, axis) / getattr(other.rollout, axis))) for axis in ROLLOUT_AXES)
     return distance + 4 * abs(run.rollout.gpu_memory_utilization - other.rollout.gpu_memory_utilization)
-
-
-def reasons_by_count(refused: dict[str, int]) -> Iterable[tuple[str, int]]:
-    """(reason, count) of ``refused``, the most frequent first."""
-    return sorted(refused.items(), key=lambda each: -each[1])

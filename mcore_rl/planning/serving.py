@@ -99,9 +99,8 @@ def serving(
     device_bytes: memory of one accelerator; None on the CPU.  processes: what they take beside tensors.
     latent_attention: vLLM runs MLA as such.  lora: the adapters that it applies.
     """
-    layout = config.layout
-    adapters, sent = (0, 0) if lora is None else adapter_bytes(model, layout, lora, BYTES[config.dtype])
-    size, quantization = BYTES[config.dtype], quantization_of(config)
+    layout, size, quantization = config.layout, BYTES[config.dtype], quantization_of(config)
+    adapters, sent = (0, 0) if lora is None else adapter_bytes(model, layout, lora, size)
     weights = rollout_weight_bytes(
         model, layout, size, latent_attention=latent_attention, quantization=quantization
     )  # fmt: skip
@@ -112,27 +111,17 @@ def serving(
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
     per_sequence = -(-config.max_model_len // 16) * 16 * per_token + state_bytes(model, config)  # blocks of 16 tokens
     working = _working_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS)
+    overhead = budget = packed = 0
     if device_bytes is None:
-        rows = padded_vocab_size(model) // layout.tp
-        return Serving(
-            weights=weights,
-            working=working,
-            overhead=0,
-            budget=0,
-            cache=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
-            per_sequence=per_sequence,
-            packed=rows * model.hidden_size * BYTES[config.dtype],
-            adapters=adapters,
-            sent=sent,
-            converting=converting,
-        )
-    overhead = processes.on_device(layout.world_size, 1)
-    overhead += 0 if config.enforce_eager else GRAPH_BYTES
-    budget = int(config.gpu_memory_utilization * device_bytes)
-    cache = config.kv_cache_memory_bytes or budget - weights - adapters - working - overhead
+        cache = CPU_KV_CACHE_BYTES
+        packed = padded_vocab_size(model) // layout.tp * model.hidden_size * size
+    else:
+        overhead = processes.on_device(layout.world_size, 1) + (0 if config.enforce_eager else GRAPH_BYTES)
+        budget = int(config.gpu_memory_utilization * device_bytes)
+        cache = budget - weights - adapters - working - overhead
     return Serving(
-        weights=weights, working=working, overhead=overhead, budget=budget, cache=cache, per_sequence=per_sequence,
-        adapters=adapters, sent=sent, converting=converting,
+        weights=weights, working=working, overhead=overhead, budget=budget, packed=packed, adapters=adapters, sent=sent,
+        cache=config.kv_cache_memory_bytes or cache, per_sequence=per_sequence, converting=converting,
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class StateBytes:
 def family_for(model: ModelConfig) -> Family:
     """A family whose tables have exactly the tensors of ``model``; chosen by the model's features, not by its name."""
     moe = model.moe
-    if model.mla is not None:
+    if model.mla is not None:  # GLM-4.7-Flash's table is DeepSeek-V3's
         return FAMILIES["deepseek_v2" if moe is not None and not moe.expert_bias else "deepseek_v3"]
     if model.sandwich_norm:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
@@ -79,7 +79,7 @@ def family_for(model: ModelConfig) -> Family:
     if model.attention_sinks:
         return FAMILIES["gpt_oss"]
     if model.linear_attention is not None:
-        return FAMILIES["qwen3_next"]
+        return FAMILIES["qwen3_5_text" if moe is None else "qwen3_next"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]

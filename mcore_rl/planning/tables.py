@@ -15,7 +15,7 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.overheads import GIB, HOST_LINK_GB_S, LINK_EFFICIENCY, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Place, Plan, Row
-from mcore_rl.planning.search import Candidate, Found, reasons_by_count
+from mcore_rl.planning.search import Candidate, Found
 from mcore_rl.tracking.page import NUM_COLOURS, page, table, text
 
 PLACES = {Place.device: "a device", Place.host: "a node's host memory", Place.disk: "the disk"}
@@ -57,6 +57,14 @@ def range_text(plan: Plan) -> str:
     return f"{least} to {most}"
 
 
+def rows_table(head: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
+    """``rows`` below ``head``, without lines."""
+    shown = Table(*head, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
 def plan_tables(plan: Plan) -> Group:
     """The plan as tables for the terminal."""
     parts: list[Any] = [Text(headline(plan), style="bold")]
@@ -64,10 +72,10 @@ def plan_tables(plan: Plan) -> Group:
         peaks = [peak for peak in plan.peaks if peak.place is place]
         if peaks:
             parts.append(_memory_table(place, peaks))
-    parts += [_time_table(plan), Text(plan.calibration.text)]
+    parts += [rows_table(("expected time of a step", "", ""), _time_rows(plan)), Text(plan.calibration.text)]
     if plan.concurrency is not None:
         parts.append(Text(f"the cache of an engine holds {plan.concurrency:.1f} sequences of the greatest length"))
-    parts += [Text(f"note: {note}") for note in (*plan.gains, *plan.notes)]
+    parts += [Text(f"note: {note}") for note in (plan.form, *plan.gains, *plan.notes) if note]
     verdict = Text("fits", style="green") if plan.fits else Text("does not fit", style="bold red")
     return Group(*parts, verdict)
 
@@ -93,19 +101,12 @@ def _memory_rows(peaks: Sequence[Peak]) -> list[list[str]]:
 
 
 def _memory_table(place: Place, peaks: Sequence[Peak]) -> Table:
-    shown = Table(f"GiB of {PLACES[place]}", box=None, pad_edge=False, header_style="bold")
+    shown = rows_table([f"GiB of {PLACES[place]}"])
     for peak in peaks:
         shown.add_column(peak.phase.value, justify="right")
     for row in _memory_rows(peaks):
         styles = ["" if row[0] != "all" or peak.fits else "red" for peak in peaks]
         shown.add_row(row[0], *(Text(value, style) for value, style in zip(row[1:], styles, strict=True)))
-    return shown
-
-
-def _time_table(plan: Plan) -> Table:
-    shown = Table("expected time of a step", "", "", box=None, pad_edge=False, header_style="bold")
-    for part, seconds, share in _time_rows(plan):
-        shown.add_row(part, seconds, share)
     return shown
 
 
@@ -146,12 +147,8 @@ def as_written(run: RunConfig | OfflineConfig, planned: Plan) -> Candidate:
 
 def search_tables(search: Found, written: Candidate | None = None) -> Group:
     """A search as tables for the terminal: the best runs, the overrides of the first, and the refused settings."""
-    best = Table(*SEARCH_HEAD, box=None, pad_edge=False, header_style="bold")
-    for row in _search_rows(search, written):
-        best.add_row(*row)
-    refused = Table("refused", "why", box=None, pad_edge=False, header_style="bold")
-    for why, count in reasons_by_count(search.refused):
-        refused.add_row(str(count), why)
+    best = rows_table(SEARCH_HEAD, _search_rows(search, written))
+    refused = rows_table(("refused", "why"), [(str(count), why) for why, count in search.refused.most_common()])
     parts: list[Any] = [Text(f"{search.considered} settings looked at in {search.seconds:.1f} s"), best]
     if search.best:
         parts += [Text("the first, as overrides:"), Text(" ".join(search.best[0].overrides))]
@@ -169,7 +166,7 @@ def search_page(search: Found, written: Candidate) -> str:
     as_is = "" if written.plan.fits else ", and it does not fit"
     verdict = f"As it is written, a step takes {range_text(written.plan)}{as_is}. "
     verdict += f"With the fastest layout it takes {range_text(first.plan)}."
-    refused = [[count, why] for why, count in reasons_by_count(search.refused)]
+    refused = [[count, why] for why, count in search.refused.most_common()]
     sections = [
         f"<h1>Layouts of {text(title)}</h1>",
         f'<div class="verdict good"><p>{verdict}</p></div>',
@@ -200,7 +197,7 @@ def _plan_sections(plan: Plan) -> list[str]:
             sections += [f"<h2>{text(PLACES[place].capitalize())}</h2>", _bars(peaks), table(head, _memory_rows(peaks))]
     sections += ["<h2>Expected time of a step</h2>", table(["part", "time", "share"], _time_rows(plan))]
     sections.append(f"<p>{text(plan.calibration.text)}</p>")
-    sections += [f"<p>{text(note)}</p>" for note in (*plan.gains, *plan.notes)]
+    sections += [f"<p>{text(note)}</p>" for note in (plan.form, *plan.gains, *plan.notes) if note]
     return sections
 
 
@@ -245,6 +242,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "concurrency": plan.concurrency,
         "violations": [str(violation) for violation in plan.violations],
         "notes": [*plan.gains, *plan.notes],
+        "form": plan.form,
         "peaks": [
             {
                 "phase": peak.phase.value,

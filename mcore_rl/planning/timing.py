@@ -166,7 +166,7 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
 def optimizer_s(role: RolePlan, rates: Rates) -> float:
     """Seconds of one optimizer step: reduce-scatter of gradients, memory traffic of the update, gather of weights."""
     layout = role.layout
-    worst = max((role.state(stage) for stage in range(layout.pp)), key=lambda state: state.total)
+    worst = role.heaviest
     seconds = (worst.gradients + 2 * worst.optimizer) / rates.memory
     seconds += rates.ring(worst.gradients, layout.dp * layout.cp, layout.tp)
     return seconds + rates.ring(worst.weights, layout.dp * layout.cp, layout.tp)
@@ -178,28 +178,15 @@ def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: fl
     return passed + num_updates * optimizer_s(role, rates)
 
 
-def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
-    """Seconds to compute log-probs or values of ``num_sequences``."""
-    return pass_s(role, rates, num_sequences, train=False)
-
-
-def generate_s(
-    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
-    mean_response: float,
-) -> float:  # fmt: skip
-    """Seconds to generate all responses: prefill at the rate of matrix products, then decode at the rate of memory.
-
-    The cache and ``max_num_seqs`` limit how many sequences run together; decode takes at least as many steps as the
-    longest response has tokens.  Of an engine on several nodes, the reductions between them are counted besides.
-    """
-    return sum(generation_s(model, config, room, rates, num_prompts, mean_prompt, mean_response))
-
-
 def generation_s(
     model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
     mean_response: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """The seconds of ``generate_s``: (without what goes between nodes, for what goes between nodes)."""
+    """Seconds to generate all responses: (of the engines, of the reductions of an engine on several nodes).
+
+    Prefill is at the rate of matrix products, decode at the rate of memory.  The cache and ``max_num_seqs`` limit how
+    many sequences run together; decode takes at least as many steps as the longest response has tokens.
+    """
     layout, size = config.layout, BYTES[config.dtype]
     num_engines = layout.num_engines
     replicas = max(1, num_engines * layout.engine_dp)

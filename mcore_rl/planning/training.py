@@ -164,6 +164,11 @@ class RolePlan:
         state = self.states.of_stage(stage)
         return state if self.trains else replace(state, gradients=0, optimizer=0)
 
+    @property
+    def heaviest(self) -> StateBytes:
+        """The state of the stage that has the most bytes."""
+        return max((self.state(stage) for stage in range(self.layout.pp)), key=lambda state: state.total)
+
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
         """(name, bytes, exact) of the weights of ``frozen`` and ``beside``, on the rank of ``stage`` that has most."""
         weights, size = self.states.trained.of_stage(stage).weights, self._trained_size

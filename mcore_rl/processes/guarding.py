@@ -40,13 +40,18 @@ class GuardedProgram:
 
     Not multiprocessing: that would import the main program, and with it torch.
 
-    module: has ``main``, which is called with the descriptor of ``theirs``; found on our ``sys.path``.
-    theirs: its end of a socket.
+    module: has ``main``, which is called with the descriptor of its end of ``socket``; found on our ``sys.path``.
     environment: its variables.
     shows: whether ``output`` has what it prints; else that goes nowhere.
+    socket: our end; whoever uses it closes it.
     """
 
-    def __init__(self, module: str, theirs: socket.socket, environment: dict[str, str], *, shows: bool = False) -> None:
+    def __init__(self, module: str, environment: dict[str, str], *, shows: bool = False) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._start(module, theirs, environment, shows=shows)
+
+    def _start(self, module: str, theirs: socket.socket, environment: dict[str, str], *, shows: bool) -> None:
         paths = json.dumps([str(path) for path in sys.path])
         code = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {module} import main"
         command = [sys.executable, "-P", "-c", f"{code}; main(int(sys.argv[1]))", str(theirs.fileno()), paths]

@@ -22,21 +22,16 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.errors import WeightMapError
-from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutation import (
-    ROLLOUT,
-    ROLLOUT_EXPERTS,
-    TRAINING,
-    TRAINING_EXPERTS,
     FamilyScore,
     OracleCase,
     case_failures,
-    fits,
-    has_experts,
     judge_all,
+    rollout_layouts,
     training_case,
+    training_layouts,
     variants,
 )
 from mcore_rl.proofs.placement import (
@@ -44,9 +39,9 @@ from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
     ParameterPlacement,
-    RolloutWord,
     Stored,
-    TrainingWord,
+    rollout_word,
+    training_word,
 )
 from mcore_rl.proofs.statements import STATEMENTS
 from mcore_rl.proofs.tracer import NumberedCheckpoint, reduced_config
@@ -84,7 +79,7 @@ def adapter_case(case: OracleCase, parallel: ParallelConfig, world_size: int) ->
     right = {rank: dict(_adapters(placed, case, checkpoint, order)) for rank, placed in case.right.items()}
     base = Table(case.family, case.model, parallel, world_size)
     adapters = AdapterTable(base, LORA)
-    read = partial(_training_word, base=base, checkpoint=checkpoint)
+    read = partial(training_word, like=base, checkpoint=checkpoint)
     return replace(case, family=adapters.family, checkpoint=checkpoint, right=right, read=read)
 
 
@@ -92,10 +87,6 @@ def _shape_of(name: str, case: OracleCase) -> tuple[int, int]:
     """The shape of a linear layer's weight, which may lie in a stack of experts."""
     outputs, inputs = case.checkpoint.shapes.get(name) or case.checkpoint.read(name).shape
     return outputs, inputs
-
-
-def _training_word(family: Family, *, base: Table, checkpoint: NumberedCheckpoint) -> TrainingWord:
-    return TrainingWord(Table(family, base.model, base.parallel, base.layout.world_size), checkpoint)
 
 
 def _peft(module: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, int]]]:
@@ -213,7 +204,7 @@ def rollout_adapter_case(config: Mapping[str, Any], target: RolloutLayout, vllm:
     shapes = {name: shape for module in modules for name, shape in _peft(module, weights[f"{module}.weight"])}
     checkpoint = NumberedCheckpoint(shapes)
     right = vllm(small, shapes, target, table.engine_adapters.modules)
-    read = partial(_rollout_word, base=base, checkpoint=checkpoint)
+    read = partial(rollout_word, like=base, checkpoint=checkpoint)
     return OracleCase("rollout", str(target), small, table.family, model, checkpoint, right, read)
 
 
@@ -223,22 +214,18 @@ def _held(table: RolloutAdapterTable) -> set[str]:
     }
 
 
-def _rollout_word(family: Family, *, base: RolloutTable, checkpoint: NumberedCheckpoint) -> RolloutWord:
-    return RolloutWord(RolloutTable(family, base.model, base.layout), checkpoint)
-
-
 def adapter_cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: VllmAdapters | None) -> list[OracleCase]:
     """All cases of the adapters of the family of ``config``; without Megatron's or vLLM's where that is None."""
     made = list[OracleCase]()
     for variant in variants(config):
         if megatron is not None:
-            layouts = (*TRAINING, *(TRAINING_EXPERTS if has_experts(config) else ()))
-            for each in (each for each in layouts if fits(variant, each)):
-                case = training_case(variant, each, megatron)
-                made.append(adapter_case(case, parse_layout(each), len(case.right)))
+            for layout in training_layouts(variant):
+                case = training_case(variant, layout, megatron)
+                made.append(adapter_case(case, parse_layout(layout), len(case.right)))
         if vllm is not None:
-            layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if has_experts(config) else ()))
-            held = (rollout_adapter_case(variant, parse_rollout_layout(each), vllm) for each in layouts)
+            held = (
+                rollout_adapter_case(variant, parse_rollout_layout(each), vllm) for each in rollout_layouts(variant)
+            )
             made += [each for each in held if each is not None]
     return made
 

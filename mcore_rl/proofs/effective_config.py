@@ -2,7 +2,7 @@
 
 Weights alone do not make a model: another rope theta, norm epsilon or number of experts per token changes every
 log-prob, and no weight shows it.  Each side reads its own modules back (``training.effective_config``,
-``rollout.effective_config``, ``reports.logprobs.transformers_config``), never a file of ours, and this module
+``rollout.effective_config``, ``reports.transformers_config``), never a file of ours, and this module
 compares what they found.
 
 Fields that a shape shows (widths, biases, the number of experts on disk) are left to the comparison of weights.
@@ -25,7 +25,8 @@ P = ParamSpec("P")
 Value = bool | int | float | str | list[float] | None
 EffectiveConfig = dict[str, dict[str, Value]]  # place in the model -> field, named as in ``config.model`` -> value
 
-MODEL, FINAL_NORM = "the model", "the final norm"
+MODEL = "the model"
+FINAL_NORM = "the final norm"
 FREQUENCIES = "rotary_frequencies"
 RTOL = 1e-6  # of a double that was a float32 on the way
 # bfloat16 has 8 bits.  vLLM's table of cosines has the model's dtype; many rows tell a frequency better than one, but
@@ -156,7 +157,8 @@ def norm_fields(modules: Iterable[tuple[str, nn.Module]], hidden_size: int) -> d
     """
     epsilons: dict[str, set[float]] = {}
     for path, module in modules:
-        own, parameters = vars(module), module._parameters
+        own = vars(module)
+        parameters = module._parameters
         weight = parameters.get("layer_norm_weight", parameters.get("weight"))
         epsilon = own.get("variance_epsilon", own.get("eps"))
         if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(epsilon, float):
@@ -251,10 +253,12 @@ def frequencies_of(cos_PN: Tensor, sin_PN: Tensor) -> tuple[list[float], float]:
     """
     rows = min(len(cos_PN), MAX_ROWS)
     assert rows > 1, "one position says nothing of a frequency"
-    cos_PN, sin_PN = cos_PN[:rows].double().cpu(), sin_PN[:rows].double().cpu()
+    cos_PN = cos_PN[:rows].double().cpu()
+    sin_PN = sin_PN[:rows].double().cpu()
     factor = torch.hypot(cos_PN, sin_PN).mean()
     angles_PN = _angles(cos_PN / factor, sin_PN / factor)
-    frequencies_N, position = angles_PN[1], 2
+    frequencies_N = angles_PN[1]
+    position = 2
     while position < rows:
         off_N = angles_PN[position] - frequencies_N * position
         frequencies_N = frequencies_N + (off_N - 2 * math.pi * (off_N / (2 * math.pi)).round()) / position

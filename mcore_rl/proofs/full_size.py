@@ -29,6 +29,7 @@ from mcore_rl.families.rules import Rule, ShardRanges
 from mcore_rl.families.stacks import stacked_parts
 from mcore_rl.families.text_part import text_config, text_part_of
 from mcore_rl.proofs.hf_model import HfShapes
+from mcore_rl.proofs.placement import first_ranks
 from mcore_rl.proofs.stated_slices import Holder
 from mcore_rl.proofs.statements import Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, subject_of, whole_with
@@ -47,10 +48,13 @@ class NumberGrid:
     def __init__(self, rows: Int64Array, columns: Int64Array | None = None) -> None:
         rows = np.asarray(rows, dtype=np.int64)
         if columns is not None and rows.ndim == 0:
-            rows, columns = rows + columns, None
+            rows = rows + columns
+            columns = None
         elif columns is not None and columns[0]:  # one array has one form
-            rows, columns = rows + columns[0], columns - columns[0]
-        self.rows, self.columns = rows, columns
+            rows = rows + columns[0]
+            columns = columns - columns[0]
+        self.rows = rows
+        self.columns = columns
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,7 +152,8 @@ class NumberedFiles(Mapping[str, NumberGrid]):
         return len(self.checkpoint.shapes)
 
     def _read_one(self, name: str) -> NumberGrid:
-        shape, start = self.checkpoint.shapes[name], self.checkpoint.start_of(name)
+        shape = self.checkpoint.shapes[name]
+        start = self.checkpoint.start_of(name)
         if len(shape) == 1:
             return NumberGrid(start + np.arange(shape[0]))
         rows = start + np.arange(prod(shape[:-1])).reshape(shape[:-1]) * shape[-1]
@@ -191,11 +196,7 @@ def full_size_failures(
 def _shards(table: Table) -> list[tuple[int, LocalTensor]]:
     """(rank, tensor): the first and the last tensor of each shard of each rule."""
     shards: dict[tuple[int, int, int], list[tuple[int, LocalTensor]]] = {}
-    places: dict[tuple[int, ...], int] = {}
-    for rank in range(table.layout.world_size):
-        at = table.layout.coords(rank)
-        places.setdefault((at.pp, at.tp, at.ep, at.etp), rank)  # the others hold copies
-    for rank in places.values():
+    for rank in first_ranks(table.layout):
         for local in table.tensors(rank):
             key = (id(local.rule), local.num_shards, local.index)
             shards[key] = [*shards.get(key, [])[:1], (rank, local)]
@@ -210,7 +211,8 @@ def _said(table: Table, local: LocalTensor, files: NumberedFiles, parts: Mapping
         within: NumberGrid = part.within(files[part.stored][part.expert])
         return within
 
-    shape, dim = table.shape(local), local.rule.dim
+    shape = table.shape(local)
+    dim = local.rule.dim
     held: list[NumberGrid | Int64Array] = [read(piece.hf)[index(piece.hf_region)] for piece in table.pieces(local)]
     missing = shape[dim] - sum(grid.shape[dim] for grid in held)
     if missing and held:
@@ -265,12 +267,15 @@ def width_failures(family: Family, config: Mapping[str, Any], layout: RolloutLay
     vocabulary are dealt out evenly, with the padding behind the last.
     """
     (_, model), (_, thin) = subject_of(config), subject_of(narrow_config(config, layout.tp))
-    rollout, count, failures = RolloutTable(family, model, layout), 0, []
+    rollout = RolloutTable(family, model, layout)
+    count = 0
+    failures = []
     for rule in rollout.rules:
         num_shards = rollout.num_shards(rule)
         for number in range(num_shards):
             count += 1
-            whole, narrow = rule.shard(model, num_shards, number), rule.shard(thin, num_shards, number)
+            whole = rule.shard(model, num_shards, number)
+            narrow = rule.shard(thin, num_shards, number)
             if rule.hf[0].dims[rule.dim] == "vocab":
                 rows = model.vocab_size
                 begin = min(rows, number * whole.size)

@@ -21,7 +21,6 @@ from mcore_rl.families.rules import (
     Axis,
     HfTensor,
     Layers,
-    Range,
     Rule,
     Sections,
     ShardRanges,
@@ -31,7 +30,8 @@ from mcore_rl.families.rules import (
 )
 
 T = TypeVar("T")
-UNJUDGED, WRONG_KEY = "unjudged", "decoder.layers.{l}.self_attention.wrong.weight"
+UNJUDGED = "unjudged"
+WRONG_KEY = "decoder.layers.{l}.self_attention.wrong.weight"
 TABLES = ("weights", "rollout", "rollout_without_latent")
 
 
@@ -142,9 +142,9 @@ class _Exchanged:
     def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
         inner = [SIZES[part](model) for part in self.sections.parts]
         order = _swapped(tuple(range(len(inner))), self.first, self.second)
+        places = self.sections.places(model, sizes)
         shard = self.sections.layout(model, [inner[part] for part in order], num_shards, index)
-        starts = [sum(inner[:part]) for part in order]
-        moved = [Range(0, starts[each.source] + each.begin, starts[each.source] + each.end) for each in shard.ranges]
+        moved = [places[order[each.source]].moved(each) for each in shard.ranges]
         return ShardRanges.of(moved, shard.size)
 
     def __str__(self) -> str:

@@ -36,15 +36,15 @@ from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
     ParameterPlacement,
-    RolloutWord,
     Said,
     TrainingOracle,
-    TrainingWord,
     Vllm,
     Word,
     idle_axes,
     placement_failures,
     rank_failures,
+    rollout_word,
+    training_word,
 )
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
 from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduced_config, subject_of
@@ -124,7 +124,7 @@ def _refused(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def fits(config: Mapping[str, Any], layout: str) -> bool:
+def _fits(config: Mapping[str, Any], layout: str) -> bool:
     """Whether a small model of ``config`` can be trained in ``layout``."""
     parallel = parse_layout(layout)
     _, model = subject_of(reduced_config(config, parallel, RolloutLayout()))
@@ -133,6 +133,17 @@ def fits(config: Mapping[str, Any], layout: str) -> bool:
 
 def _world_size(parallel: ParallelConfig) -> int:
     return parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
+
+
+def training_layouts(config: Mapping[str, Any]) -> list[str]:
+    """The training layouts in which tables of a small model of ``config`` are judged."""
+    layouts = (*TRAINING, *(TRAINING_EXPERTS if has_experts(config) else ()))
+    return [each for each in layouts if _fits(config, each)]
+
+
+def rollout_layouts(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The rollout layouts in which they are judged."""
+    return (*ROLLOUT, *(ROLLOUT_EXPERTS if has_experts(config) else ()))
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -151,14 +162,8 @@ def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) ->
     oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
     if oracle.failures:
         raise WeightMapError(f"the statement of {family.name}", oracle.failures)
-    read = partial(_training_word, model=model, parallel=parallel, world_size=world_size, checkpoint=checkpoint)
+    read = partial(training_word, like=Table(family, model, parallel, world_size), checkpoint=checkpoint)
     return OracleCase("weights", layout, small, family, model, checkpoint, oracle.placements, read)
-
-
-def _training_word(
-    family: Family, model: ModelConfig, parallel: ParallelConfig, world_size: int, checkpoint: NumberedCheckpoint
-) -> Word:
-    return TrainingWord(Table(family, model, parallel, world_size), checkpoint)
 
 
 def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_attention: bool = True) -> OracleCase:
@@ -168,26 +173,20 @@ def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_a
     family, model = subject_of(small)
     checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     right = vllm(small, checkpoint.shapes, target, latent_attention)
-    read = partial(_rollout_word, model=model, layout=target, latent=latent_attention, checkpoint=checkpoint)
+    like = RolloutTable(family, model, target, latent_attention=latent_attention)
+    read = partial(rollout_word, like=like, checkpoint=checkpoint, latent_attention=latent_attention)
     table = "rollout" if latent_attention else "rollout_without_latent"
     return OracleCase(table, layout, small, family, model, checkpoint, right, read)
 
 
-def _rollout_word(
-    family: Family, model: ModelConfig, layout: RolloutLayout, latent: bool, checkpoint: NumberedCheckpoint
-) -> Word:
-    return RolloutWord(RolloutTable(family, model, layout, latent_attention=latent), checkpoint)
-
-
 def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | None) -> list[OracleCase]:
     """All cases of the family of ``config``; without Megatron's or vLLM's where that is None."""
-    made, experts = [], has_experts(config)
+    made = list[OracleCase]()
     for variant in variants(config):
         if megatron is not None:
-            layouts = (*TRAINING, *(TRAINING_EXPERTS if experts else ()))
-            made += [training_case(variant, layout, megatron) for layout in layouts if fits(variant, layout)]
+            made += [training_case(variant, layout, megatron) for layout in training_layouts(variant)]
         if vllm is not None:
-            layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if experts else ()))
+            layouts = rollout_layouts(variant)
             made += [rollout_case(variant, layout, vllm) for layout in layouts]
             if made[-1].family.rollout_without_latent:
                 made += [rollout_case(variant, layout, vllm, latent_attention=False) for layout in layouts]
@@ -264,7 +263,8 @@ class MutantJudge:
         word = case.read(with_rules(case.family, case.table, new))
         changed = any(a.axis is not b.axis for a, b in zip(old, new, strict=False))
         for rank, right in case.right.items():
-            said, before = word.of(rank), self._before(number, case, rank, old)
+            said = word.of(rank)
+            before = self._before(number, case, rank, old)
             if _same(said, before):
                 continue
             changed = True
@@ -299,7 +299,8 @@ def _same(one: Said, other: Said) -> bool:
 
 def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> str | None:
     """Why ``mutant``, whose ``rule`` was another, changes nothing that a table says; None: there is no known reason."""
-    training, without_experts = mutant.table == "weights", all(model.moe is None for model in models)
+    training = mutant.table == "weights"
+    without_experts = all(model.moe is None for model in models)
     if rule.layers is Layers.experts and without_experts:
         return "the family has no experts, so the rule makes nothing"
     without_dense = all(model.moe and not model.moe.dense_layers for model in models)

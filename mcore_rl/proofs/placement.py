@@ -25,9 +25,11 @@ from mcore_rl.checkpoints.megatron_checkpoint import saved_parts, stored_key
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Rule
 from mcore_rl.families.stacks import stacked_parts, stored_shapes
 from mcore_rl.families.text_part import text_config
+from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.hf_model import HfShapes
 from mcore_rl.proofs.stated_slices import Holder
 from mcore_rl.proofs.statements import Statement, stated
@@ -130,7 +132,8 @@ class TrainingOracle:
         self.failures += [f"the statement: {failure}" for failure in missing(arrived, checkpoint)]
 
     def _stated(self, rank: int, modules: MegatronRank) -> dict[str, Stored]:
-        tied, placement = "lm_head.weight" not in self._whole, {}
+        tied = "lm_head.weight" not in self._whole
+        placement = {}
         ranks = (modules.tp, modules.num_tp, modules.etp, modules.num_etp)
         holder = Holder(*ranks, self._kv_heads, tied, linear_key_heads=self._linear_key_heads)
         for chunk, tensors in enumerate(modules.chunks):
@@ -167,7 +170,9 @@ class TrainingWord:
     """What a training table says, in the words of an oracle."""
 
     def __init__(self, table: Table, checkpoint: NumberedCheckpoint) -> None:
-        self.rules, self._table, self._checkpoint = table.rules, table, checkpoint
+        self.rules = table.rules
+        self._table = table
+        self._checkpoint = checkpoint
         self._numbers = lru_cache(maxsize=None)(self._numbers_of)
         self._locals: dict[tuple[Rule, int | None, int | None, int, int], LocalTensor] = {}
 
@@ -197,7 +202,9 @@ class RolloutWord:
     """What a rollout table says, in the words of an oracle."""
 
     def __init__(self, rollout: RolloutTable, checkpoint: NumberedCheckpoint) -> None:
-        self.rules, self._table, self._checkpoint = rollout.rules, rollout, checkpoint
+        self.rules = rollout.rules
+        self._table = rollout
+        self._checkpoint = checkpoint
 
     def of(self, rank: int) -> Said:
         """Every parameter of ``rank``; one in which several rules take turns is one, if they fill it."""
@@ -230,6 +237,27 @@ class RolloutWord:
 
 
 Word = TrainingWord | RolloutWord
+
+
+def training_word(family: Family, *, like: Table, checkpoint: NumberedCheckpoint) -> TrainingWord:
+    """The word of the training table of ``family``, for the model and the layout of ``like``."""
+    return TrainingWord(Table(family, like.model, like.parallel, like.layout.world_size), checkpoint)
+
+
+def rollout_word(
+    family: Family, *, like: RolloutTable, checkpoint: NumberedCheckpoint, latent_attention: bool = True
+) -> RolloutWord:
+    """The word of the rollout table of ``family``, for the model and the layout of ``like``."""
+    return RolloutWord(RolloutTable(family, like.model, like.layout, latent_attention=latent_attention), checkpoint)
+
+
+def first_ranks(layout: Layout) -> list[int]:
+    """The first rank of each part of the model; the others hold copies."""
+    places: dict[tuple[int, ...], int] = {}
+    for rank in range(layout.world_size):
+        at = layout.coords(rank)
+        places.setdefault((at.pp, at.tp, at.ep, at.etp), rank)
+    return list(places.values())
 
 
 # ---- the comparison ----
@@ -317,7 +345,8 @@ def placement_failures(
     """
 
     def failures() -> Iterator[str]:
-        word, arrived = make(), []
+        word = make()
+        arrived = []
         for rank, placement in right.items():
             said = word.of(rank)
             arrived += [stored.numbers for _, stored in said]

@@ -33,15 +33,16 @@ from mcore_rl.proofs.placement import (
     Megatron,
     RolloutWord,
     TrainingOracle,
-    TrainingWord,
     Vllm,
+    first_ranks,
     name_failures,
     placement_failures,
+    training_word,
     unreadable,
 )
 from mcore_rl.proofs.reshard_proof import reshard_failures
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, numbered, reduced_config, subject_of
+from mcore_rl.proofs.tracer import numbered, reduced_config, subject_of, trace
 from mcore_rl.proofs.verify import Check, ProofReport, check, verify
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.reshard import plan_reshard
@@ -179,19 +180,14 @@ def _case(subject: ProofSubject) -> tuple[OracleCase, list[str]]:
     _, model = subject_of(small)
     numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
     table = Table(subject.family, model, subject.parallel, subject.world_size)
-    places: dict[tuple[int, ...], int] = {}
-    for rank in range(subject.world_size):
-        at = table.layout.coords(rank)
-        places.setdefault((at.pp, at.tp, at.ep, at.etp), rank)  # the others hold copies
-    ranks = {rank: subject.megatron(model, subject.parallel, subject.world_size, rank) for rank in places.values()}
+    ranks = {
+        rank: subject.megatron(model, subject.parallel, subject.world_size, rank) for rank in first_ranks(table.layout)
+    }
     oracle = TrainingOracle(STATEMENTS[subject.family.name], small, numbers, ranks)
-    name, right = str(subject.parallel), oracle.placements
-    read = partial(_word, table=table, checkpoint=numbers)
+    name = str(subject.parallel)
+    right = oracle.placements
+    read = partial(training_word, like=table, checkpoint=numbers)
     return OracleCase("weights", name, small, subject.family, model, numbers, right, read), list(oracle.failures)
-
-
-def _word(family: Family, *, table: Table, checkpoint: NumberedCheckpoint) -> TrainingWord:
-    return TrainingWord(Table(family, table.model, table.parallel, table.layout.world_size), checkpoint)
 
 
 def _adapted(subject: ProofSubject) -> tuple[str, list[str]]:
@@ -236,8 +232,4 @@ def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
 
 def _traced(subject: ProofSubject) -> tuple[str, list[str]]:
     assert subject.rollout is not None
-    _, model = subject_of(reduced_config(subject.config, subject.parallel, subject.rollout))
-    table = Table(subject.family, model, subject.parallel, subject.world_size)
-    tracer = Tracer(plan_reshard(table, RolloutTable(subject.family, model, subject.rollout)))
-    failures = list(tracer.failures(range(subject.rollout.world_size)))
-    return f"{tracer.checkpoint.num_elements:,} elements, {subject.rollout.world_size} ranks", failures
+    return trace(subject.config, subject.parallel, subject.world_size, subject.rollout, subject.family)

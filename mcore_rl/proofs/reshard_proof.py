@@ -47,7 +47,8 @@ class Traffic:
 
 def traffic(plan: ReshardPlan) -> Traffic:
     """The bytes of ``plan``."""
-    sent, received = plan.bytes_sent, plan.bytes_received
+    sent = plan.bytes_sent
+    received = plan.bytes_received
     return Traffic(
         total=int(sent.sum()),
         bound=int(plan.rollout.bytes_stored(plan.itemsize).sum()),
@@ -98,7 +99,8 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
         return labels_by_dim
 
     for geometry in plan.geometries:
-        ours, theirs = plan.table.rules[geometry.source_rule], plan.rollout.rules[geometry.target_rule]
+        ours = plan.table.rules[geometry.source_rule]
+        theirs = plan.rollout.rules[geometry.target_rule]
         held = labels(ours, plan.replicas.num_shards(ours), geometry.source_shard)
         wanted = labels(theirs, plan.rollout.num_shards(theirs), geometry.target_shard)
         for source, target in geometry.parts:
@@ -110,7 +112,8 @@ def _same_elements(ours: list[Int64Array], source: TensorSlice, theirs: list[Int
     for a, b, (a_start, a_length), (b_start, b_length) in zip(ours, theirs, source.spans, target.spans, strict=True):
         if a_length != b_length or a_start < 0 or b_start < 0 or a_length < 1:
             return False
-        from_source, into_target = a[a_start : a_start + a_length], b[b_start : b_start + b_length]
+        from_source = a[a_start : a_start + a_length]
+        into_target = b[b_start : b_start + b_length]
         if len(from_source) != a_length or len(into_target) != a_length:
             return False
         if (from_source < 0).any() or not np.array_equal(from_source, into_target):
@@ -128,7 +131,8 @@ def _row_failures(plan: ReshardPlan) -> Iterator[str]:
     source_rule, source_layer, source_expert = plan.source_ids.decode(plan.source)
     target_rule, target_layer, target_expert = plan.target_ids.decode(plan.target)
     num_experts = plan.table.experts_per_rank if plan.table.model.moe else 1
-    replicas, rollout = plan.replicas, plan.rollout
+    replicas = plan.replicas
+    rollout = plan.rollout
     held = [replicas.shard_index(rule) for rule in plan.table.rules]
     stored = [[rollout.shard_index(rule, rank) for rank in range(rollout.layout.world_size)] for rule in rollout.rules]
     of_expert = np.array([rule.per_expert for rule in plan.table.rules])[source_rule]
@@ -151,7 +155,8 @@ def _row_failures(plan: ReshardPlan) -> Iterator[str]:
 
 def _in_stage(plan: ReshardPlan, rule: Int32Array, layer: Int32Array) -> NDArray[np.bool_]:
     """For each row, whether the stage of its source has the tensor."""
-    layout, replicas = plan.table.layout, plan.replicas
+    layout = plan.table.layout
+    replicas = plan.replicas
     model = plan.table.model
     numbers = max(model.num_layers, 0 if model.vision is None else model.vision.depth)
     has = np.zeros((len(plan.table.rules), numbers, layout.pp), dtype=bool)
@@ -177,14 +182,16 @@ def _name_of_row(plan: ReshardPlan, row: int) -> str:
 
 def _cover_failures(plan: ReshardPlan) -> Iterator[str]:
     """Targets with elements that are written not at all or twice, and targets that their rank does not store."""
-    num_ids, num_geometries = len(plan.target_ids), len(plan.geometries)
+    num_ids = len(plan.target_ids)
+    num_geometries = len(plan.geometries)
     assert plan.rollout.layout.world_size * num_ids * num_geometries < 2**63, "more than 64 bits number"
     keys = plan.target_rank.astype(np.int64) * num_ids + plan.target
     rows = np.sort(keys * num_geometries + plan.geometry)  # by rank, by target, by geometry
     keys, geometry = np.divmod(rows, num_geometries)
     del rows
     begins = np.flatnonzero(np.diff(keys, prepend=-1))
-    written, counts = keys[begins], np.diff(begins, append=len(keys))
+    written = keys[begins]
+    counts = np.diff(begins, append=len(keys))
     stored = np.sort(np.concatenate(list(_stored_keys(plan))))
     for problem, wrong in (
         ("nothing is sent to it", np.setdiff1d(stored, written, assume_unique=True)),
@@ -228,7 +235,8 @@ def _name_of_key(plan: ReshardPlan, key: int) -> str:
 
 def _pattern_problem(plan: ReshardPlan, geometries: list[Geometry]) -> str | None:
     """What is wrong with a tensor that gets exactly ``geometries``, each known to be right; None if nothing is."""
-    rule, shard = plan.rollout.rules[geometries[0].target_rule], geometries[0].target_shard
+    rule = plan.rollout.rules[geometries[0].target_rule]
+    shard = geometries[0].target_shard
     held = rule.shard(plan.table.model, plan.rollout.num_shards(rule), shard)
     shape = rule.local_shape(plan.table.model, plan.rollout.num_shards(rule))
     wanted = held.held * prod(shape[: rule.dim] + shape[rule.dim + 1 :])

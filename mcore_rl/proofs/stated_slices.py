@@ -111,7 +111,9 @@ def gated_grouped(query: str, key: str, value: str) -> StatedParameter:
     """
 
     def held(read: ReadHf, rank: Holder) -> Int64Array:
-        queries, keys, values = read(query), read(key), read(value)
+        queries = read(query)
+        keys = read(key)
+        values = read(value)
         head_dim = len(keys) // rank.kv_heads
         heads = queries.reshape(rank.kv_heads, -1, 2, head_dim, queries.shape[1])
         both = [heads[:, :, part].reshape(-1, queries.shape[1]) for part in (0, 1)]
@@ -128,7 +130,9 @@ def delta_projection(qkvz: str, ba: str, out: str, a_log: str, norm: str) -> Sta
     """
 
     def held(read: ReadHf, rank: Holder) -> Int64Array:
-        heads, values, value_heads = rank.linear_key_heads, read(out).shape[1], len(read(a_log))
+        heads = rank.linear_key_heads
+        values = read(out).shape[1]
+        value_heads = len(read(a_log))
         assert len(read(norm)) * value_heads == values
         first = read(qkvz).reshape(heads, -1, read(qkvz).shape[1])
         second = read(ba).reshape(heads, -1, read(ba).shape[1])
@@ -137,6 +141,21 @@ def delta_projection(qkvz: str, ba: str, out: str, a_log: str, norm: str) -> Sta
         parts += np.split(second, [value_heads // heads], axis=1)
         cut = (np.split(part, rank.num_tp, axis=0)[rank.tp] for part in parts)
         return np.concatenate([part.reshape(-1, part.shape[2]) for part in cut])
+
+    return held
+
+
+def flat_delta_projection(qkv: str, z: str, b: str, a: str) -> StatedParameter:
+    """``delta_projection`` of four tensors, of which the first has all queries, all keys, all values.
+
+    There are as many gates as values, and as many keys as queries.
+    """
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        values = len(read(z))
+        key = (len(read(qkv)) - values) // 2
+        parts = [*np.split(read(qkv), [key, 2 * key]), read(z), read(b), read(a)]
+        return np.concatenate([np.split(part, rank.num_tp)[rank.tp] for part in parts])
 
     return held
 
@@ -161,7 +180,8 @@ def fused_grouped(fused: str, output: str) -> StatedParameter:
     """
 
     def held(read: ReadHf, rank: Holder) -> Int64Array:
-        tensor, query = read(fused), read(output).shape[1]
+        tensor = read(fused)
+        query = read(output).shape[1]
         key = (len(tensor) - query) // 2
         return _by_head(np.split(tensor, [query, query + key]), rank)
 

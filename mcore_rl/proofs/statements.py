@@ -23,6 +23,7 @@ from mcore_rl.proofs.stated_slices import (
     delta_projection,
     expert_columns,
     expert_gate_up,
+    flat_delta_projection,
     fused_gate_up,
     fused_grouped,
     gate_up,
@@ -131,6 +132,19 @@ DELTA_NET: dict[str, StatedParameter] = {
     "self_attention.out_norm.weight": whole("linear_attn.norm.weight"),
     "self_attention.out_proj.weight": columns("linear_attn.out_proj.weight"),
 }  # fmt: skip
+# Qwen3_5GatedDeltaNet splits what in_proj_qkv makes into all queries, all keys, all values.
+FLAT_DELTA_NET = DELTA_NET | {
+    "self_attention.in_proj.weight": flat_delta_projection(
+        "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", "linear_attn.in_proj_b.weight",
+        "linear_attn.in_proj_a.weight",
+    ),
+}  # fmt: skip
+GATED_ATTENTION: dict[str, StatedParameter] = {
+    "self_attention.linear_qkv.weight": gated_grouped(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
+}
 GATED_SHARED_EXPERT: dict[str, StatedParameter] = {
     "mlp.shared_experts.linear_fc1.weight": gate_up(
         "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
@@ -169,20 +183,10 @@ STATEMENTS: dict[str, Statement] = {
     "mixtral": Statement(ENDS, NORMS | ATTENTION | NUMBERED_EXPERTS),
     "qwen2_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP | EXPERTS | GATED_SHARED_EXPERT),
     "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
-    "qwen3_next": Statement(
-        ENDS,
-        NORMS
-        | DELTA_NET
-        | QK_NORM
-        | MLP
-        | EXPERTS
-        | GATED_SHARED_EXPERT
-        | {
-            "self_attention.linear_qkv.weight": gated_grouped(
-                "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
-            ),
-            "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
-        },
+    "qwen3_next": Statement(ENDS, NORMS | DELTA_NET | GATED_ATTENTION | QK_NORM | MLP | EXPERTS | GATED_SHARED_EXPERT),
+    "qwen3_5_text": Statement(ENDS, NORMS | FLAT_DELTA_NET | GATED_ATTENTION | QK_NORM | MLP),
+    "qwen3_5_moe_text": Statement(
+        ENDS, NORMS | FLAT_DELTA_NET | GATED_ATTENTION | QK_NORM | EXPERTS | GATED_SHARED_EXPERT
     ),
     "gemma2": Statement(ENDS, ATTENTION | MLP | SANDWICH),
     "gemma3_text": Statement(ENDS, ATTENTION | QK_NORM | MLP | SANDWICH),

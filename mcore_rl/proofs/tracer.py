@@ -85,6 +85,9 @@ def reduced_config(
     }
     if config.get("partial_rotary_factor") != 1:
         changes["partial_rotary_factor"] = 0.5
+    rope = config.get("rope_parameters") or {}
+    if "partial_rotary_factor" in rope:
+        changes["rope_parameters"] = rope | {"partial_rotary_factor": 0.5}
     narrowest = 2 if head_dim < WHOLE_EXPERTS or "swiglu_limit" not in config else WHOLE_EXPERTS
     changes |= dict.fromkeys(EXPERT_WIDTHS, narrowest * both * parallel.etp)
     changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}
@@ -200,7 +203,8 @@ class NumberedCheckpoint:
             of_expert = self.read(part.stored, TensorSlice((part.expert, *(0,) * len(slab)), (1, *slab)))[0]
             whole: Int64Array = part.within(of_expert)
             return whole if region is None else whole[index(region)]
-        shape, start = self.shapes[name], self._starts[name]
+        shape = self.shapes[name]
+        start = self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         region = TensorSlice.whole(shape) if region is None else region
         numbers = np.asarray(start, dtype=np.int64)
@@ -248,7 +252,8 @@ class Tracer:
 
     def __init__(self, plan: ReshardPlan) -> None:
         self.plan = plan
-        table, shapes = plan.table, {name: info.shape for name, info in plan.table.hf_tensors.items()}
+        table = plan.table
+        shapes = {name: info.shape for name, info in plan.table.hf_tensors.items()}
         parts = stacked_parts(table.family.stacks, table.model)
         self.checkpoint = NumberedCheckpoint(stored_shapes(shapes, parts, table.model), parts)
         self.locals = lru_cache(maxsize=None)(self._locals)
@@ -294,11 +299,19 @@ class Tracer:
 
 
 def trace(
-    config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout
+    config: Mapping[str, Any],
+    parallel: ParallelConfig,
+    world_size: int,
+    rollout: RolloutLayout,
+    family: Family | None = None,
 ) -> tuple[str, list[str]]:
-    """(size of the trace in words, failures) over every rollout rank, for the model of ``config`` at reduced size."""
-    family, model = subject_of(reduced_config(config, parallel, rollout))
+    """(size of the trace in words, failures) over every rollout rank, for the model of ``config`` at reduced size.
+
+    family: with the tables that are traced; None: that of ``config``.
+    """
+    of_config, model = subject_of(reduced_config(config, parallel, rollout))
+    family = family or of_config
     table = Table(family, model, parallel, world_size)
     tracer = Tracer(plan_reshard(table, RolloutTable(family, model, rollout)))
     failures = list(tracer.failures(range(rollout.world_size)))
-    return f"{tracer.checkpoint.num_elements:,} integers, {rollout.world_size} ranks", failures
+    return f"{tracer.checkpoint.num_elements:,} elements, {rollout.world_size} ranks", failures

@@ -21,7 +21,7 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Rule, Stage, megatron_vocab
-from mcore_rl.proofs.placement import MegatronRank, module_failures
+from mcore_rl.proofs.placement import MegatronRank, first_ranks, module_failures
 from mcore_rl.proofs.reshard_proof import Traffic, reshard_failures, traffic
 from mcore_rl.weights.binding import bind_states
 from mcore_rl.weights.reshard import plan_reshard
@@ -79,7 +79,8 @@ def check(proves: str, make: Callable[[], tuple[str, Iterable[str]]]) -> Check:
         counts, made = make()
         failures = tuple(dict.fromkeys(made))
     except Exception as error:  # noqa: BLE001  a wrong table may raise anything
-        counts, failures = "", (f"{proves}: it cannot be checked: {type(error).__name__}: {error}",)
+        counts = ""
+        failures = (f"{proves}: it cannot be checked: {type(error).__name__}: {error}",)
     return Check(proves=proves, found=counts, failures=failures, seconds=time.perf_counter() - begin)
 
 
@@ -89,14 +90,12 @@ def verify(
     modules_of: ModulesOf,
     *,
     checkpoint: HfCheckpoint | None = None,
-    itemsize: int = 2,
     notice: Callable[[str], None] = lambda proves: None,
 ) -> ProofReport:
     """Prove ``table``, and the plan from it to ``rollout`` if one is given.
 
     modules_of: what the real modules say, for every rank of ``table``.  checkpoint: also
-    compare its names and shapes with the table.  itemsize: bytes of an element on its way to the rollout.  notice:
-    called with each claim before it is checked.
+    compare its names and shapes with the table.  notice: called with each claim before it is checked.
     """
     wanted: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
         "every parameter of every rank: one rule, its shape, layer and expert": lambda: _parameters(table, modules_of),
@@ -113,7 +112,7 @@ def verify(
     if rollout is not None:
         proves = "every rollout element: written once, evenly"
         notice(proves)
-        checks.append(check(proves, lambda: _reshard(table, rollout, itemsize, sent)))
+        checks.append(check(proves, lambda: _reshard(table, rollout, sent)))
     return ProofReport(
         family=table.family.name,
         layout=str(table.parallel),
@@ -125,7 +124,8 @@ def verify(
 
 
 def _parameters(table: Table, modules_of: ModulesOf) -> tuple[str, list[str]]:
-    failures, count = [], 0
+    failures = []
+    count = 0
     for rank in range(table.layout.world_size):
         modules = modules_of(rank)
         states = [{key: torch.empty(shape, device="meta") for key, shape in chunk.items()} for chunk in modules.shapes]
@@ -167,15 +167,9 @@ def _names(table: Table) -> tuple[str, list[str]]:
 
 def _cover(table: Table) -> tuple[str, list[str]]:
     """Over the ranks of each replica, the distinct pieces of a tensor are disjoint and cover it."""
-    layout = table.layout
     held: dict[str, set[TensorSlice]] = defaultdict(set)
     failures = []
-    seen: set[tuple[int, ...]] = set()
-    for rank in range(layout.world_size):
-        at = layout.coords(rank)
-        if (at.pp, at.tp, at.ep, at.etp) in seen:
-            continue  # the table knows no other coordinates, so the next replica is this one again
-        seen.add((at.pp, at.tp, at.ep, at.etp))
+    for rank in first_ranks(table.layout):
         for local in table.tensors(rank):
             pieces = table.pieces(local)
             for piece in pieces:
@@ -207,7 +201,8 @@ def cover_problem(regions: Sequence[TensorSlice], shape: tuple[int, ...]) -> str
     pairs = pairwise(ordered) if len(cut) <= 1 else combinations(ordered, 2)
     if any(a.overlaps(b) for a, b in pairs):
         return "some of its elements are held twice"
-    held, wanted = sum(region.num_elements for region in regions), prod(shape)
+    held = sum(region.num_elements for region in regions)
+    wanted = prod(shape)
     return None if held == wanted else f"{held} of its {wanted} elements are held"
 
 
@@ -220,8 +215,8 @@ def _checkpoint(table: Table, checkpoint: HfCheckpoint) -> tuple[str, list[str]]
     return counts, []
 
 
-def _reshard(table: Table, rollout: RolloutTable, itemsize: int, sent: list[Traffic]) -> tuple[str, list[str]]:
-    plan = plan_reshard(table, rollout, itemsize)
+def _reshard(table: Table, rollout: RolloutTable, sent: list[Traffic]) -> tuple[str, list[str]]:
+    plan = plan_reshard(table, rollout)
     failures = reshard_failures(plan)
     bytes_ = traffic(plan)
     if bytes_.total != bytes_.bound:

@@ -1,1 +1,4 @@
-"""Reports about models, for people; several engines or processes take part in each."""
+"""Why log-probabilities differ: vLLM, transformers and Megatron score the same tokens, each in its own processes.
+
+Read ``scoring.py`` first, which runs the three; ``report.py`` compares their log-probs.
+"""

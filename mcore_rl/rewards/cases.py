@@ -43,7 +43,6 @@ class ScriptCase:
     stdin: str
     stdout: str
     steps: tuple[Step, ...] = ()
-    is_outside = True
 
     def passed(self, outcome: Outcome) -> bool:
         """Whether the script ended by itself with exit code 0 and printed ``stdout``; see ``same_output``."""
@@ -57,7 +56,6 @@ class CallCase:
     steps: tuple[Step, ...]
     expected: Any
     stdin: str = ""
-    is_outside = True
 
     def passed(self, outcome: Outcome) -> bool:
         """Whether the result equals ``expected``, or its only item, since APPS wraps the result in a list."""
@@ -93,7 +91,6 @@ class AssertCase:
     steps: tuple[Step, ...]
     expected: tuple[Any, ...] = field(default=())
     stdin: str = ""
-    is_outside = True
 
     def passed(self, outcome: Outcome) -> bool:
         """Whether nothing raised and every value equals its literal, by Python's ``==``, or meets its Condition."""
@@ -106,33 +103,32 @@ class AssertCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedCase:
+class _TestsCase:
+    """Tests as Python source, which give a verdict."""
+
+    tests: str
+
+    def passed(self, outcome: Outcome) -> bool:
+        """Whether the tests reached their end and something was checked, by what their process says."""
+        return outcome.ending is Ending.finished and outcome.values == (True,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedCase(_TestsCase):
     """Tests that run in a process of their own.
 
     names: the built-in names that are the program's in them.  has_prelude: they use names of ``PRELUDE``.
     """
 
-    tests: str
     names: tuple[str, ...] = ()
     has_prelude: bool = False
-    is_outside = True
-
-    def passed(self, outcome: Outcome) -> bool:
-        """Whether the tests reached their end and something was checked."""
-        return outcome.ending is Ending.finished and outcome.values == (True,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InsideCase:
+class InsideCase(_TestsCase):
     """Tests that only run in the program's own process, which could forge what they say; ``why`` they do."""
 
-    tests: str
     why: str
-    is_outside = False
-
-    def passed(self, outcome: Outcome) -> bool:
-        """Whether the program's process says that they passed."""
-        return outcome.ending is Ending.finished and outcome.values == (True,)
 
 
 Case = ScriptCase | CallCase | AssertCase | JudgedCase | InsideCase

@@ -56,7 +56,7 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
         raise ConfinementError(f"{'; '.join(weaknesses())}. {WEAK}")
     deadline = time.monotonic() + BUDGET * config.timeout_s
     cases = read_cases(request.ground_truth)
-    inside = next((case for case in cases if isinstance(case, InsideCase)), None)
+    inside = _inside(cases)
     if inside is not None and not config.code.allow_inside_judging:
         raise ValueError(f"its tests would be judged in the program's own process: {inside.why}. {INSIDE}")
     program = program_of(request.response)
@@ -79,6 +79,11 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
     return Score(
         value, {"passed": passed / len(cases), "timed_out": timed_out / len(cases)}, correct=float(passed == len(cases))
     )
+
+
+def _inside(cases: Iterable[Case]) -> InsideCase | None:
+    """The first of ``cases`` that only the program's own process could judge."""
+    return next((case for case in cases if isinstance(case, InsideCase)), None)
 
 
 def _run(case: Case, program: str, config: CodeConfig, limit_s: float) -> Outcome:
@@ -104,7 +109,7 @@ class CodeRows:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, str, object]]) -> CodeRows:
-        """Of (name, data source, ground truth) of each row."""
+        """Reads the tests of rows: (name, data source, ground truth) of each."""
         code_rows = cls()
         for name, data_source, ground_truth in rows:
             try:
@@ -114,7 +119,7 @@ class CodeRows:
                 if len(code_rows.unusable) < NAMED_ROWS:
                     code_rows.unusable.append((name, str(error)))
                 continue
-            inside = next((case for case in cases if isinstance(case, InsideCase)), None)
+            inside = _inside(cases)
             (code_rows.outside if inside is None else code_rows.inside)[data_source] += 1
             if inside is not None and len(code_rows.inside_rows) < NAMED_ROWS:
                 code_rows.inside_rows.append((name, inside.why))
@@ -123,16 +128,10 @@ class CodeRows:
     def violations(self, config: CodeConfig) -> list[Violation]:
         """Every row that cannot be used, and those that are judged inside where nobody asked for it."""
         more = self.num_unusable - len(self.unusable)
-        violations = [
-            Violation("reward_model.ground_truth", name, why, "Correct the row or leave it out")
-            for name, why in self.unusable
-        ]
+        key = "reward_model.ground_truth"
+        violations = [Violation(key, name, why, "Correct the row or leave it out") for name, why in self.unusable]
         if more > 0:
-            violations.append(
-                Violation(
-                    "reward_model.ground_truth", f"{more} more rows", "as these", "Correct them or leave them out"
-                )
-            )
+            violations.append(Violation(key, f"{more} more rows", "as these", "Correct them or leave them out"))
         if self.inside and not config.allow_inside_judging:
             rows = "; ".join(f"{name}: {why}" for name, why in self.inside_rows)
             count = self.inside.total()

@@ -16,7 +16,7 @@ from mcore_rl.rewards.score import NotANumberError, RewardRequest, finite
 
 COMPLETIONS = "completions"
 NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # of what TRL hands over
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def takes_completions(signature: inspect.Signature) -> bool:
@@ -27,7 +27,7 @@ def takes_completions(signature: inspect.Signature) -> bool:
 def required(signature: inspect.Signature) -> list[str]:
     """The names that a function of ``signature`` cannot be called without."""
     return [
-        name for name, each in signature.parameters.items() if each.kind in _NAMED and each.default is each.empty
+        name for name, each in signature.parameters.items() if each.kind in NAMED and each.default is each.empty
     ]  # fmt: skip
 
 

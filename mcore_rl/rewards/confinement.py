@@ -22,7 +22,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.rewards import confined_program
@@ -30,6 +30,7 @@ from mcore_rl.rewards.plain_data import read_value
 from mcore_rl.rewards.wire import UnjudgedError
 
 LAYERS = ("landlock", "seccomp", "namespaces")
+NEWEST_ABI = 99  # of Landlock: whichever the kernel has
 STRONG = {"landlock", "seccomp"}
 RESULT_BYTES = 4096  # of a file, beyond what the program may print, since the repr and JSON of values take extra bytes
 MAX_THREADS = 64  # the kernel does not limit root's threads, and each takes memory outside of the address space
@@ -87,7 +88,7 @@ def run_confined(
     inside: str | None = None,
     timeout_s: float | None = None,
     layers: Sequence[str] = LAYERS,
-    landlock_abi: int = 99,
+    landlock_abi: int = NEWEST_ABI,
 ) -> Outcome:
     """Runs ``program``, Python source, as a script that reads ``stdin``; with ``steps``, as a module before the steps.
 
@@ -104,7 +105,9 @@ def run_confined(
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     job = {"program": _encodable(program), "steps": list(steps)} | ({} if inside is None else {"tests": inside})
     with ExitStack() as stack:
-        started = _Confined(stack, "program", job, config, limit_s, layers, landlock_abi, stdin=stdin)
+        started = _Confined(
+            stack, "program", job, config, limit_s, layers=layers, landlock_abi=landlock_abi, stdin=stdin
+        )
         broken = _wait([started.process], limit_s)
         return started.outcome(broken)
 
@@ -117,8 +120,6 @@ def run_judged(
     *,
     has_prelude: bool = True,
     timeout_s: float | None = None,
-    layers: Sequence[str] = LAYERS,
-    landlock_abi: int = 99,
 ) -> Outcome:
     """Runs ``tests``, Python source, against ``program``, each in a confined process of its own; see ``judge``.
 
@@ -129,10 +130,12 @@ def run_judged(
     the program.
     """
     limit_s = config.timeout_s if timeout_s is None else timeout_s
-    common = (config, limit_s, layers, landlock_abi)
+    common = (config, limit_s)
     with ExitStack() as stack:
         (questions, ask), (answers, answer) = os.pipe(), os.pipe()
-        ends = stack.enter_context(_Closing(questions, ask, answers, answer))
+        ends = stack.enter_context(ExitStack())
+        for end in (questions, ask, answers, answer):
+            ends.callback(os.close, end)
         job = {"program": _encodable(program), "steps": []}
         work = {"tests": tests, "names": list(names), "prelude": has_prelude}
         judge = _Confined(stack, "judge", work, *common, wire=(answers, ask))
@@ -153,23 +156,6 @@ def run_judged(
     return replace(outcome, stdout=of_program.stdout, values=values, message=message)
 
 
-class _Closing:
-    """Descriptors, closed at the end or before."""
-
-    def __init__(self, *descriptors: int) -> None:
-        self._descriptors = list(descriptors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-
 class _Confined:
     """A process that confines itself, its files in memory, and what came of it."""
 
@@ -180,9 +166,9 @@ class _Confined:
         job: dict[str, Any],
         config: CodeConfig,
         limit_s: float,
-        layers: Sequence[str],
-        landlock_abi: int,
         *,
+        layers: Sequence[str] = LAYERS,
+        landlock_abi: int = NEWEST_ABI,
         stdin: str = "",
         wire: tuple[int, int] | None = None,
     ) -> None:

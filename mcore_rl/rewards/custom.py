@@ -26,7 +26,7 @@ from typing import Any
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.rewards.completions import COMPLETIONS, NOT_GIVEN, CompletionsFunction, required, takes_completions
+from mcore_rl.rewards.completions import COMPLETIONS, NAMED, NOT_GIVEN, CompletionsFunction, required, takes_completions
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 
 MODULE = "custom_reward_function"
@@ -197,12 +197,11 @@ def _demand_taken(module: ModuleType, custom: CustomRewardFunction) -> None:
 
 
 def _taken(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``kwargs`` that a function of ``signature`` takes by name."""
+    """The ``kwargs`` that a function of ``signature`` takes by name."""
     parameters = signature.parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return dict(kwargs)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {each.name: kwargs[each.name] for each in parameters if each.kind in by_name and each.name in kwargs}
+    return {each.name: kwargs[each.name] for each in parameters if each.kind in NAMED and each.name in kwargs}
 
 
 def _with_kwargs(

@@ -49,7 +49,7 @@ def outer_brackets(text: str) -> tuple[str, str] | None:
 
 
 def unwrapped(text: str) -> str:
-    """Without brackets and grouping braces around the whole."""
+    """``text`` without brackets and grouping braces around the whole."""
     text = text.strip()
     while (inner := outer_brackets(text)) is not None and inner[0] == "()":
         text = inner[1].strip()
@@ -57,7 +57,7 @@ def unwrapped(text: str) -> str:
 
 
 def ungrouped(text: str) -> str:
-    """Without grouping braces around the whole."""
+    """``text`` without grouping braces around the whole."""
     text = text.strip()
     if text.startswith("{") and text.endswith("}") and all(depth > 0 for _, depth in tokens(text)[1:-1]):
         return text[1:-1].strip()

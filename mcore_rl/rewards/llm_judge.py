@@ -78,7 +78,7 @@ class Judge:
 
     @property
     def cost(self) -> float:
-        """Of all judgements in the file, in the currency of ``price_per_million``; 0 without prices."""
+        """The cost of all judgements in the file, in the currency of ``price_per_million``; 0 without prices."""
         read, written = self._config.price_per_million or (0.0, 0.0)
         judgements = self._judgements
         return (judgements.prompt_tokens * read + judgements.completion_tokens * written) / MILLION
@@ -168,24 +168,21 @@ class Judge:
         task.cancelled() or task.exception()  # nobody may be waiting for it any more
 
     async def _asked(self, key: str, request: Mapping[str, Any], retries: int) -> Judgement:
-        async with self._room:  # and only then is looked whether it may be asked: others have cost something meanwhile
-            return await self._asked_now(key, request, retries)
-
-    async def _asked_now(self, key: str, request: Mapping[str, Any], retries: int) -> Judgement:
-        if self._is_at_limit:
-            problem = f"it has cost {self.cost:.6g}, and reward.judge.max_cost={self._config.max_cost:g}"
-            if self.at_limit is None:
-                raise JudgeCostError(f"the judge is not asked any more: {problem}. Raise the limit to go on")
-            self.at_limit()
-            raise JudgeError(problem)
-        self._requests += 1
-        begun = time.perf_counter()
-        try:
-            judgement = await self._client.ask(request, retries)
-        finally:
-            self._seconds += time.perf_counter() - begun
-        self._judgements.add(key, judgement)
-        return judgement
+        async with self._room:
+            if self._is_at_limit:  # only now: others have cost something while this one waited
+                problem = f"it has cost {self.cost:.6g}, and reward.judge.max_cost={self._config.max_cost:g}"
+                if self.at_limit is None:
+                    raise JudgeCostError(f"the judge is not asked any more: {problem}. Raise the limit to go on")
+                self.at_limit()
+                raise JudgeError(problem)
+            self._requests += 1
+            begun = time.perf_counter()
+            try:
+                judgement = await self._client.ask(request, retries)
+            finally:
+                self._seconds += time.perf_counter() - begun
+            self._judgements.add(key, judgement)
+            return judgement
 
 
 def rendered(template: str, request: RewardRequest) -> str:
@@ -216,9 +213,7 @@ def score_in(judgement: Judgement, config: JudgeConfig) -> float:
     if judgement.truncated:
         raise NotANumberError(f"the judge's answer was cut off at reward.judge.max_tokens={config.max_tokens}")
     text, (low, high) = judgement.text, config.scale
-    last = None
-    for match in re.finditer(config.pattern, text):
-        last = match
+    *_, last = (None, *re.finditer(config.pattern, text))
     if last is None:
         raise NotANumberError(f"the judge gave no score; its answer ends {text[-80:]!r}")
     try:

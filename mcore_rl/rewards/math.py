@@ -32,9 +32,7 @@ def boxed(text: str) -> str | None:
     """
     contents: list[str] = []
     before = len(text)
-    for match in (
-        reversed(list(_BOX.finditer(text))) if text.count("\\boxed") + text.count("\\fbox") > 1 else _one(text)
-    ):
+    for match in reversed(list(_BOX.finditer(text))):
         end, content = _content(text, match.end())
         if content is None:
             continue
@@ -45,11 +43,6 @@ def boxed(text: str) -> str | None:
     if not contents:
         return None
     return ", ".join(dict.fromkeys(content.strip() for content in reversed(contents)))
-
-
-def _one(text: str) -> list[re.Match[str]]:
-    match = _BOX.search(text)
-    return [] if match is None else [match]
 
 
 def _content(text: str, start: int) -> tuple[int, str | None]:
@@ -131,10 +124,8 @@ def grade_math(request: RewardRequest, config: RewardConfig) -> Score:
     ValueError: the ground truth is empty.
     """
     gold = gold_form(str(request.ground_truth))
-    said = boxed(request.response)
+    said = answer_of(request.response)
     parts = {"boxed": float(_BOX.search(request.response) is not None)}
-    if said is None:
-        said = answer_of(request.response)
     if said is None or not said.strip() or len(said) > MAX_ANSWER:
         return Score(0.0, parts, correct=0.0)
     answer = read(said)

@@ -132,7 +132,6 @@ _SET_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*[^|:]*)?[|:]\s*(.+)\\\
 _ORDER = re.compile(r"(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))")
 _CLOCK = re.compile(r"\d+(?:\s*:\s*\d+)+", re.ASCII)
 _MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", re.DOTALL)
-_RELATION_SIDES = frozenset(["<", ">", r"\le", r"\ge"])
 
 
 @lru_cache(maxsize=4096)

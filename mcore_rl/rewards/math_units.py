@@ -101,6 +101,6 @@ def _with_unit(text: str, quantity: str, word: str, power: str | None) -> tuple[
 
 
 def letter_unit(text: str) -> tuple[str, Unit | None]:
-    """As ``split_unit`` for one bare letter, ``12 m``, which is a unit only where the ground truth has one."""
+    """(the quantity, its unit) of ``12 m``: a bare letter is a unit only where the ground truth has one."""
     match = re.fullmatch(r"(.*[\d}])\s*(m|g|s|h|l|L)\s*(?:\^\s*\{?\s*([23])\s*\}?)?", text, re.DOTALL)
     return (text, None) if match is None else _with_unit(text, match[1], match[2], match[3])

@@ -14,7 +14,6 @@ import math
 import os
 import pickle
 import queue
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -47,11 +46,9 @@ class _Worker:
     """A grading process and its pipe."""
 
     def __init__(self, config: RewardConfig, custom: CustomRewardFunction) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = GuardedProgram(WORKER, theirs, without_secrets(custom.env), shows=True)
+        self._process = GuardedProgram(WORKER, without_secrets(custom.env), shows=True)
         PRINTS.relay(self._process.output)
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(self._process.socket.detach())
         self._settings = (config, custom)
         self._is_ready = False
 

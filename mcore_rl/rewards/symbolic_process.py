@@ -82,16 +82,16 @@ class Algebra:
         """``symbolic.equal``; False if it needs longer than the limits."""
         return bool(self._ask("equal", [gold, answer], limit_s))
 
-    def reads(self, latex: str, limit_s: float | None = None) -> bool:
+    def reads(self, latex: str) -> bool:
         """``symbolic.reads``; False if it needs longer than the limits."""
-        return bool(self._ask("reads", [latex], limit_s))
+        return bool(self._ask("reads", [latex]))
 
-    def last_statement(self, response: str, limit_s: float | None = None) -> str | None:
+    def last_statement(self, response: str) -> str | None:
         """``symbolic.last_statement``; None if it needs longer than the limits."""
-        said = self._ask("last_statement", [response], limit_s)
+        said = self._ask("last_statement", [response])
         return None if said is None else str(said)
 
-    def _ask(self, name: str, arguments: list[str], limit_s: float | None) -> Any:
+    def _ask(self, name: str, arguments: list[str], limit_s: float | None = None) -> Any:
         with self._lock:
             if self._owner != os.getpid():  # a fork does not share its parent's process
                 self._process, self._owner = None, os.getpid()

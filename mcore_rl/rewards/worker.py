@@ -16,10 +16,9 @@ import sys
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.config.reward import CustomRewardFunction, OverlongConfig, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.custom import load_custom
-from mcore_rl.rewards.overlong import overlong_penalty
 from mcore_rl.rewards.registry import Grader, grader_of
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 from mcore_rl.secrets import redacted
@@ -45,6 +44,18 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
         parts["overlong"] = overlong_penalty(request.num_tokens, request.max_tokens, config.overlong)
         value += parts["overlong"]
     return replace(score, value=value, parts=parts, error=None)
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, config: OverlongConfig) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), which is added to a value.
+
+    It is 0 up to ``max_tokens - length``, then falls linearly to ``-penalty_factor`` at ``max_tokens``, and stays
+    there.
+    num_tokens: length of the response.  max_tokens: its limit.
+    """
+    length = config.tokens(max_tokens)
+    exceeded = num_tokens - (max_tokens - length)
+    return -config.penalty_factor * min(max(exceeded / length, 0.0), 1.0)
 
 
 def _answer_part(request: RewardRequest, config: RewardConfig) -> RewardRequest:

@@ -68,18 +68,13 @@ def shares(response: str, ground_truth: object) -> tuple[dict[str, float], str]:
 
 def grade_xml(request: RewardRequest, config: RewardConfig) -> Score:
     """The sum of the weighted parts of ``reward.xml``: correctness, integer, strict_format, soft_format, tag_count."""
-    weights, ours = config.xml, config.xml.compatibility is XmlCompatibility.none
-    if ours:
+    weights = config.xml
+    if weights.compatibility is XmlCompatibility.none:
         of_parts, answer = shares(request.response, request.ground_truth)
+        value = as_number(answer)
     else:
         of_parts, answer = published_shares(request.response, request.ground_truth, weights.compatibility)
-    parts = {
-        "correctness": weights.correctness * of_parts["correctness"],
-        "integer": weights.integer * of_parts["integer"],
-        "strict_format": weights.strict_format * of_parts["strict_format"],
-        "soft_format": weights.soft_format * of_parts["soft_format"],
-        "tag_count": weights.tag_count * of_parts["tag_count"],
-    }
-    value = as_number(answer) if ours else None
+        value = None
+    parts = {name: getattr(weights, name) * share for name, share in of_parts.items()}
     said = (answer if value is None else plain(value)) or None
     return Score(sum(parts.values()), parts, correct=of_parts["correctness"], answer=said)

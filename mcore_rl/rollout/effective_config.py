@@ -39,7 +39,8 @@ SWIGLUOAI = MoEActivation.SWIGLUOAI.value
 
 
 def effective_config(model: Any) -> EffectiveConfig:
-    """The configuration of vLLM's causal language model ``model``, all layers."""
+    """The configuration of vLLM's causal language model ``model``, or of that in a model with a tower; all layers."""
+    model = model._modules.get("language_model", model)
     decoder = model.model
     hidden_size = _embedding(decoder).embedding_dim
     places: EffectiveConfig = {

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,10 +26,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -46,6 +42,7 @@ from mcore_rl.families.text_part import text_part_of
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.proofs.placement import NOTHING, Stored
 from mcore_rl.proofs.tracer import NumberedCheckpoint
+from mcore_rl.rollout import torchvision_names
 from mcore_rl.rollout.adapter_placements import placed_adapters
 from mcore_rl.rollout.vllm_groups import VllmLayout, standing_as
 
@@ -391,20 +388,6 @@ def _import_architecture(source: Path) -> None:
     if unknown or not names:
         raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")
     for name in names:
-        if "vision_config" in read_config(source):
-            _stand_in_for_torchvision()
+        if "vision_config" in read_config(source) or name in torchvision_names.BESIDE_A_TOWER:
+            torchvision_names.stand_in()
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
-def _stand_in_for_torchvision() -> None:
-    """Lets vLLM's classes with a vision tower be imported without torchvision: they name it for pixels alone.
-
-    vLLM's CPU build does without it; nothing here is given a picture.
-    """
-    if find_spec("torchvision") is not None:
-        return
-    for name in (f"torchvision{below}" for below in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.__path__ = []
-        sys.modules[name] = module

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.arrays import RoutesArray
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
 
@@ -70,6 +71,33 @@ class Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
+@dataclass(frozen=True)
+class MadePatches:
+    """Patches that are there, as ``PromptPicture.read``."""
+
+    patches: NDArray[np.uint8]
+
+    def __call__(self) -> NDArray[np.uint8]:
+        """Returns the patches."""
+        return self.patches
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPicture:
+    """A picture of a prompt.
+
+    placed: which one it is, and which of the prompt's tokens stand for it, one for each of its features.
+    read: makes its patches, [patches, width] uint8 (``data.media.pixels``).  It is called when the prompt is sent to an
+        engine, once for all samples that go there together; so prompts that wait hold no pixels.
+    """
+
+    placed: Placed
+    read: Callable[[], NDArray[np.uint8]]
+
+    def __reduce__(self) -> tuple[type[PromptPicture], tuple[Placed, MadePatches]]:
+        return PromptPicture, (self.placed, MadePatches(self.read()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """The tokens that a response continues.
@@ -78,11 +106,14 @@ class Prompt:
         id: names the prompt in seeds, samples and messages; the same in every run.
         tokens: at least one token.
         opening: the id of the prompt that its conversation began with; "" if it is that one.
+        pictures: in the order of their places, one behind another.  A token that stands for none is text, whatever
+            its id is.
     """
 
     id: str
     tokens: tuple[int, ...]
     opening: str = ""
+    pictures: tuple[PromptPicture, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -73,6 +73,8 @@ class Opening:
     sites: where all ranks are; None: the plan does not depend on it, and there are no rounds.
     bucket_bytes: half of them may be in flight, half may wait to be packed.
     plan: ``messages.plan_id`` of the sender, or ``rounds.rounds_id``.
+    language_plan: the same of later updates, where they bring the language model without the vision tower, which is
+    frozen; None: they are as the first.
     adapters: that the engine applies; the first update of the channel brings the weights and these, each later one
     these alone.  None: every update brings the weights.
     quantization: in which the engine holds its matrices; weights are sent plain.
@@ -90,6 +92,7 @@ class Opening:
     sites: Sites | None
     bucket_bytes: int
     plan: str
+    language_plan: str | None = None
     adapters: SentAdapters | None = None
     quantization: Quantization = Quantization.none
     transport: str

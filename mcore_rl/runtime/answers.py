@@ -77,20 +77,21 @@ class Answering:
         return self._answer(message)[0]
 
     @ray.method(num_returns=2)
-    def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
+    def call_on(self, message: bytes, portion: bytes, *given: Any) -> tuple[Answer, Shard | None]:
         """Like ``call``, for a method that takes a ``WorkerInput`` and returns a ``WorkerOutput``.
 
-        portion: a pickled ``Portion`` of ``shards``.  Returns (the output's value, the output's shard).
+        portion: a pickled ``Portion`` of what is ``given``: shards, and patches of pictures.  Returns (the output's
+        value, the output's shard).
         """
-        return self._answer(message, portion, shards)
+        return self._answer(message, portion, given)
 
-    def _answer(self, message: bytes, portion: bytes = b"", shards: tuple[Shard, ...] = ()) -> tuple[Answer, Any]:
+    def _answer(self, message: bytes, portion: bytes = b"", given: tuple[Any, ...] = ()) -> tuple[Answer, Any]:
         try:
             name, args, kwargs = pickle.loads(message)
             with phase(name):
                 if portion:
                     wanted: Portion[Any] = pickle.loads(portion)
-                    args = (WorkerInput(wanted.join(shards), wanted.payload), *args)
+                    args = (WorkerInput(wanted.join(given), wanted.payload), *args)
                 result = getattr(self, name)(*args, **kwargs)
             return (Answer(result.value), result.shard) if isinstance(result, WorkerOutput) else (Answer(result), None)
         except BaseException as error:  # noqa: BLE001  the controller raises it, with the state of the other workers

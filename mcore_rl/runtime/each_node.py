@@ -9,14 +9,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreServer
-from mcore_rl.runtime.cluster import ray_cluster, this_host
+from mcore_rl.runtime.cluster import on_node, ray_cluster, this_host
 
 T = TypeVar("T")
 
@@ -65,16 +64,11 @@ def on_each_node(
         chosen = alive[:num_nodes]
         with StoreServer(this_host()) as store:
             more = (store.access,) if with_store else ()
-            options = {
-                "num_cpus": 0,
-                "num_gpus": platform.num_devices if platform.is_accelerator else 0,
-                "max_retries": 0,
-            }
+            num_gpus = platform.num_devices if platform.is_accelerator else 0
+            tasks = [on_node(function, each["NodeID"], num_gpus=num_gpus, max_retries=0) for each in chosen]
             calls = {
-                ray.remote(function)
-                .options(scheduling_strategy=NodeAffinitySchedulingStrategy(each["NodeID"], soft=False), **options)
-                .remote(index, num_nodes, *args, *more, limit_s): str(each["NodeName"])
-                for index, each in enumerate(chosen)
+                task.remote(index, num_nodes, *args, *more, limit_s): str(each["NodeName"])
+                for index, (task, each) in enumerate(zip(tasks, chosen, strict=True))
             }
             return _answers(calls, limit_s)
 

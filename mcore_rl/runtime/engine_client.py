@@ -23,8 +23,7 @@ from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
 from mcore_rl.rollout.worker_methods import WeightReceiverMethods
-from mcore_rl.runtime.engine_watch import EngineWatch
-from mcore_rl.runtime.hung_engine import EnginePlace
+from mcore_rl.runtime.engine_watch import EnginePlace, EngineWatch
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.tracking.lanes import Lane, State
 
@@ -88,9 +87,10 @@ class EngineClient(RemoteEngine):
         *,
         awaits_weights: bool = False,
         adapters: EngineAdapters | None = None,
+        pictures: bool = False,
     ) -> None:
         """Starts the engine with the weights of ``directory``, or without any; see ``start_engine``."""
-        self._started = (directory, config, awaits_weights, adapters)
+        self._started = (directory, config, awaits_weights, adapters, pictures)
         await self._start("starting")
 
     async def restart(self) -> None:
@@ -106,14 +106,14 @@ class EngineClient(RemoteEngine):
     async def _start(self, doing: str) -> None:
         """Starts all parts, which wait for one another; raises the error of the first that fails."""
         assert self._started is not None
-        directory, config, awaits_weights, adapters = self._started
+        directory, config, awaits_weights, adapters, pictures = self._started
         actors = [await self._answered(doing, "whereabouts", worker.whereabouts.remote()) for worker in self._workers]
         parts = list(zip(actors, self._parts, strict=True))
         self.hang_watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
         nodes = await self._nodes(doing)
         calls = [
             worker.start.remote(
-                directory, config, part.cores, part.device_ids, part.log, awaits_weights, adapters, node
+                directory, config, part.cores, part.device_ids, part.log, awaits_weights, adapters, node, pictures
             )
             for worker, part, node in zip(self._workers, self._parts, nodes, strict=True)
         ]

@@ -1,8 +1,8 @@
 """Checks the nodes of a Slurm job: what each has, whether they can run together, and whether all have joined Ray.
 
-``launch/slurm/train.sbatch`` first runs ``node_facts`` on every node, each of which writes a line, and then the
-commands of this module:
+``launch/slurm/train.sbatch`` runs the commands of this module:
 
+- ``facts``, on every node, before anything else: a line of JSON; a problem of the node is a fact, not an error
 - ``check``, on one: refuses nodes that could not run together
 - ``environment``, on every: shell lines that set what Ray must be started with there
 - ``wait``, on one: until every node has joined Ray
@@ -15,22 +15,27 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import resource
 import shlex
 import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from mcore_rl import __version__
+from mcore_rl.config.engine import Device
 from mcore_rl.errors import McoreRLError
 from mcore_rl.secrets import secret_names
 
 POLL_S = 0.5
+PATIENCE_S = 10.0  # how long a shared file system may take to show a new file
 QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -70,6 +75,54 @@ class NodesError(McoreRLError):
     """The nodes of a job cannot run together; the message names each that is wrong, and the remedy."""
 
 
+def facts_here(node: str, device: Device, marker: Path, listen: str | None) -> Facts:
+    """The facts of this machine.
+
+    node: its name in Slurm.  device: the kind of accelerators that the job wants.  marker: a file that the first node
+    wrote into the run directory.  listen: HOST:PORT at which Ray's head will listen here; None on the other nodes.
+    """
+    from mcore_rl.parallel.device import detect, num_cores, ray_environment  # torch, which takes seconds
+    from mcore_rl.parallel.device_details import driver_version
+
+    locked, files = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    known: dict[str, Any] = dict(node=node, host=socket.gethostname(), sees_run=_appears(marker))
+    known |= dict(locked_bytes=locked, open_files=files)
+    try:
+        platform = detect(device)
+    except McoreRLError as error:
+        return Facts(**known, error=str(error))
+    return Facts(
+        **known,
+        version=__version__,
+        python=".".join(map(str, sys.version_info[:3])),
+        num_cores=num_cores(),
+        num_devices=platform.num_devices if platform.is_accelerator else 0,
+        device_name=platform.device_name if platform.is_accelerator else "",
+        driver=driver_version(platform.kind),
+        environment=ray_environment(platform.kind),
+        port_taken="" if listen is None else _taken(listen),
+    )
+
+
+def _appears(marker: Path) -> bool:
+    """Whether ``marker`` exists, or appears within ``PATIENCE_S``."""
+    until = time.monotonic() + PATIENCE_S
+    while not marker.is_file():
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _taken(listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError as error:
+        return f"{listen}: {os.strerror(error.errno) if error.errno else error}"
+    return ""
+
+
 def node_problems(facts: Sequence[Facts], nodes: Sequence[str], gpus_per_node: int, marker: Path) -> list[str]:
     """Why ``nodes`` cannot run together: one sentence with a remedy for each problem.
 
@@ -107,7 +160,8 @@ def limit_warnings(facts: Sequence[Facts], open_files: int) -> list[str]:
     open_files: that the job asks for.  Locked memory counts where nodes with accelerators talk to each other: RDMA
     registers memory, and NCCL fails where it may not.
     """
-    few, little = dict[int, list[str]](), dict[int, list[str]]()
+    few = dict[int, list[str]]()
+    little = dict[int, list[str]]()
     for each in facts:
         if 0 <= each.open_files < open_files:
             few.setdefault(each.open_files, []).append(_name(each))
@@ -180,7 +234,8 @@ def wait_for(address: str, nodes: Sequence[str], timeout_s: float, logs: Path) -
     """
     import ray  # only needed here, and it takes a second
 
-    until, head = time.monotonic() + timeout_s, nodes[0]
+    until = time.monotonic() + timeout_s
+    head = nodes[0]
     while not _listens(address):
         if time.monotonic() > until:
             raise NodesError(_not_joined([head], address, timeout_s, logs))
@@ -223,8 +278,14 @@ def _not_joined(missing: Sequence[str], address: str, timeout_s: float, logs: Pa
 def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m mcore_rl.runtime.nodes", description=__doc__.split("\n")[0])
     commands = top.add_subparsers(dest="command", required=True)
+    facts = commands.add_parser("facts", help="what this node has and sees, as a line of JSON")
+    facts.add_argument("--node", required=True, help="its name to Slurm")
+    facts.add_argument("--device", type=Device, required=True, metavar="|".join(each.value for each in Device))
+    facts.add_argument("--marker", type=Path, required=True, help="a file that the first node has just written")
+    facts.add_argument("--head", required=True, help="name of the node of Ray's head")
+    facts.add_argument("--listen", required=True, help="HOST:PORT of Ray's head")
     check = commands.add_parser("check", help="refuse nodes that could not run together")
-    check.add_argument("--facts", type=Path, required=True, help="what node_facts wrote")
+    check.add_argument("--facts", type=Path, required=True, help="what the command facts printed")
     check.add_argument("--gpus", type=int, required=True, help="that each must have")
     check.add_argument("--marker", type=Path, required=True)
     check.add_argument("--open-files", type=int, default=0, help="that a process of the job is to have")
@@ -245,6 +306,9 @@ def _run(chosen: argparse.Namespace) -> list[str]:
     if chosen.command == "wait":
         wait_for(chosen.address, chosen.nodes, chosen.timeout, chosen.logs)
         return []
+    if chosen.command == "facts":
+        listen = chosen.listen if chosen.node == chosen.head else None
+        return [json.dumps(asdict(facts_here(chosen.node, chosen.device, chosen.marker, listen)))]
     facts = read_facts(chosen.facts)
     if chosen.command == "environment":
         (environment,) = [each.environment for each in facts if each.node == chosen.node]

@@ -166,7 +166,8 @@ async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "r
     if not platform.is_accelerator:
         return replace(await _on_cpu(alone, {"rollout": layout}), train=())
     per_node = _devices_per_node(alone, layout, platform)
-    groups, nodes = _engine_groups(layout, per_node), engine_nodes(layout, per_node)
+    groups = _engine_groups(layout, per_node)
+    nodes = engine_nodes(layout, per_node)
     of_nodes = "one node" if nodes == 1 else f"{nodes} whole nodes"
     wanted = f"{layout.num_engines} times {layout.engine_size} accelerators of {of_nodes}"
     await _ready(groups, wanted, (f"{key}.dp", f"{key}.tp"))
@@ -229,7 +230,8 @@ def _devices_per_node(trainer: TrainerConfig, layout: RolloutLayout, platform: P
 
 def _colocated(layout: RolloutLayout, per_node: int, train: Sequence[Bundle]) -> tuple[EngineBundles, ...]:
     """The bundle of each engine's first device on each of its nodes."""
-    size, nodes = layout.engine_size, engine_nodes(layout, per_node)
+    size = layout.engine_size
+    nodes = engine_nodes(layout, per_node)
     firsts = [train[rank] for rank in range(0, layout.world_size, size // nodes)]
     return tuple(tuple(firsts[at : at + nodes]) for at in range(0, len(firsts), nodes))
 
@@ -254,7 +256,8 @@ async def _on_cpu(trainer: TrainerConfig, layouts: Mapping[str, RolloutLayout]) 
     Ray places the bundles wherever there is room.
     """
     nodes = sorted((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), reverse=True)
-    apart, world_size = len(nodes) >= trainer.nnodes, trainer.world_size
+    apart = len(nodes) >= trainer.nnodes
+    world_size = trainer.world_size
     share = nodes[trainer.nnodes - 1] / trainer.n_gpus_per_node if apart else nodes[-1] / -(-world_size // len(nodes))
     wanted = [trainer.n_gpus_per_node] * trainer.nnodes if apart else [world_size]
     strategy = "STRICT_PACK" if apart else "PACK"

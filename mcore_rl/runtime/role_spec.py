@@ -39,6 +39,8 @@ class RoleSpec:
     leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
     teacher: whose output projections it has beside its own, for its loss; None: nobody's.
     beside: further weights of the same architecture that it scores with, by the name of their snapshot.
+    pictures: whether its model is the whole of a multimodal checkpoint, with its vision tower; else the text part.
+    train_tower: whether that tower learns.
     """
 
     role: str
@@ -53,3 +55,5 @@ class RoleSpec:
     leaves_behind: bool = False
     teacher: TeacherSpec | None = None
     beside: Mapping[str, Path] = field(default_factory=dict)
+    pictures: bool = False
+    train_tower: bool = True

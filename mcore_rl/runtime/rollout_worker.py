@@ -61,6 +61,7 @@ class RolloutWorker:
     async def start(
         self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
         log: Path, awaits_weights: bool, adapters: EngineAdapters | None = None, node: EngineNode = ONE_NODE,
+        pictures: bool = False,
     ) -> McoreRLError | None:  # fmt: skip
         """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
         try:
@@ -78,6 +79,7 @@ class RolloutWorker:
                 awaits_weights=awaits_weights,
                 adapters=adapters,
                 node=node,
+                pictures=pictures,
                 wait=False,
             )
             await asyncio.to_thread(engine.wait_until_ready)

@@ -10,23 +10,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.hub.names import named
+from mcore_rl.runtime.cluster import on_node
 
 
 async def demand_seen(paths: Mapping[str, Path], nodes: Collection[str]) -> None:
     """Raises ConfigError with each of ``paths``, by key, that is no directory on one of ``nodes``, by Ray's ids."""
-    here, texts = ray.get_runtime_context().get_node_id(), {key: str(path) for key, path in paths.items()}
+    here = ray.get_runtime_context().get_node_id()
+    texts = {key: str(path) for key, path in paths.items()}
     names = {each["NodeID"]: str(each["NodeName"]) for each in ray.nodes() if each["NodeID"] in nodes}
-    asked = {
-        name: ray.remote(unseen)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(texts)
-        for node, name in names.items()
-        if node != here
-    }
+    asked = {name: on_node(unseen, node).remote(texts) for node, name in names.items() if node != here}
     refuse_if_any(unseen_violations(texts, {name: await answer for name, answer in asked.items()}))
 
 
@@ -45,6 +40,7 @@ def unseen_violations(paths: Mapping[str, str], by_node: Mapping[str, list[str]]
         problem = f"is not seen by {', '.join(blind[:4])}{f' and {len(blind) - 4} more' if blind[4:] else ''}"
         remedy = "Put it on a file system that all nodes see"
         if named(path) != path:
-            problem, remedy = f"was downloaded to {path}, which {problem}", f"{remedy}: set HF_HOME to a folder there"
+            problem = f"was downloaded to {path}, which {problem}"
+            remedy = f"{remedy}: set HF_HOME to a folder there"
         wrong.append(Violation(key, named(path), problem, remedy))
     return wrong

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.types import HIDDEN, TrainBatch
+from mcore_rl.types import HIDDEN, Picture, TrainBatch
 
 X = TypeVar("X")
 R = TypeVar("R")
@@ -111,6 +111,9 @@ class Portion(Generic[X]):
     payload: whatever else the controller sends along with them.
     pairs: for each batch, its ``pairs_S``; None if no sequence has a pair.
     extra: for each batch, its ``extra_S``.
+    images: for each batch, its ``images_S``; None if models are given no pictures.
+    patches: the pictures whose patches follow the shards, where the rank has a vision tower.
+    num_shards: that come before these; None: all are shards.
     """
 
     fields: tuple[tuple[str, int], ...]
@@ -118,9 +121,18 @@ class Portion(Generic[X]):
     payload: X
     pairs: tuple[tuple[int | None, ...], ...] | None = None
     extra: tuple[dict[str, NDArray[np.float32]], ...] = ()
+    images: tuple[tuple[tuple[Picture, ...], ...], ...] | None = None
+    patches: tuple[str, ...] = ()
+    num_shards: int | None = None
 
-    def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
-        """The batches, copied out of ``shards``, tokens as int64, and hidden states in their dtype."""
+    def join(self, given: Sequence[Any]) -> list[TrainBatch]:
+        """The batches, copied out of the shards, tokens as int64, and hidden states in their dtype.
+
+        given: the shards, and behind them the patches of pictures, which are not copied.
+        """
+        shards: Sequence[Shard] = given[: self.num_shards]
+        following = given[len(shards) :]
+        patches = dict(zip(self.patches, following, strict=True)) if following else {}
         joined = []
         for number, columns in enumerate(self.batches):
             parts = {
@@ -133,7 +145,9 @@ class Portion(Generic[X]):
                 tensors[HIDDEN] = hidden.view(torch.bfloat16)
             pairs_S = None if self.pairs is None else self.pairs[number]
             extra_S = {name: torch.from_numpy(x_S) for name, x_S in self.extra[number].items()} if self.extra else {}
-            joined.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S, extra_S))
+            images_S = None if self.images is None else self.images[number]
+            lengths_S = tuple(map(len, parts["tokens_T"]))
+            joined.append(TrainBatch.of_fields(lengths_S, tensors, pairs_S, extra_S, images_S, patches))
         return joined
 
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from ray import ObjectRef
 from torch import Tensor
 
 from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.runtime.shard import Pick, Portion, Shard
+from mcore_rl.types import Picture
 
+FEATURES = "feature_T"  # who is given it is given pictures
 T = TypeVar("T")
 X = TypeVar("X")
 ShardRef = ObjectRef[Shard]
+PatchesRef = ObjectRef[NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,12 @@ class ShardRefs(Generic[X]):
     """What is sent to one data-parallel rank, from which it makes its batches.
 
     portion: a pickled ``Portion`` with a payload of type ``X``.  shards: references to the shards that it refers to.
+    patches: references to the patches of its pictures, for the ranks of the first pipeline stage.
     """
 
     portion: bytes
     shards: list[ShardRef]
+    patches: list[PatchesRef] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,9 @@ class SharedBatch:
     """The fields of a step's batch, as references; empty at first.
 
     lengths_S: tokens of each sequence.  assignment: ``assignment[r]`` lists the sequences that data-parallel rank r
-    trains.  pairs_S, extra_S: see ``TrainBatch``.  stems: of all sequences, where prompts are shared; empty elsewhere.
+    trains.  pairs_S, extra_S, images_S: see ``TrainBatch``.  patches: a reference to those of each picture, by its key.
+    costs_S: of each sequence, by which work is balanced over ranks; None: its tokens.
+    stems: of all sequences, where prompts are shared; empty elsewhere.
     """
 
     def __init__(
@@ -55,11 +64,17 @@ class SharedBatch:
         assignment: Sequence[Sequence[int]],
         pairs_S: tuple[int | None, ...] | None = None,
         extra_S: Mapping[str, Tensor] | None = None,
+        images_S: tuple[tuple[Picture, ...], ...] | None = None,
+        patches: Mapping[str, PatchesRef] | None = None,
+        costs_S: Sequence[float] | None = None,
         stems: Sequence[Stem] = (),
     ) -> None:
         self.stems = tuple(stems)
         self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
         self.pairs_S = pairs_S
+        self.images_S = images_S
+        self.patches = dict(patches or {})
+        self.costs_S: Sequence[float] = self.lengths_S if costs_S is None else costs_S
         self.extra_S = {name: x_S.numpy() for name, x_S in (extra_S or {}).items()}
         self._columns: dict[str, _Column] = {}  # by field
 
@@ -102,10 +117,31 @@ class SharedBatch:
             keys = self.pairs_S
             pairs = None if keys is None else tuple(tuple(keys[sequence] for sequence in batch) for batch in of_rank)
             extra = tuple({name: x_S[list(batch)] for name, x_S in self.extra_S.items()} for batch in of_rank)
-            portion = Portion(of_field, picks, payload, pairs, extra if self.extra_S else ())
+            images, keys_of_pictures = self._pictures(of_rank) if FEATURES in names else (None, [])
+            portion = Portion(
+                of_field,
+                picks,
+                payload,
+                pairs,
+                extra if self.extra_S else (),
+                images,
+                tuple(keys_of_pictures),
+                len(handed),
+            )
             pickled = pickle.dumps(portion, protocol=pickle.HIGHEST_PROTOCOL)
-            refs.append(ShardRefs(pickled, [columns[number].shards[shard] for number, shard in handed]))
+            shards = [columns[number].shards[shard] for number, shard in handed]
+            refs.append(ShardRefs(pickled, shards, [self.patches[key] for key in keys_of_pictures]))
         return refs
+
+    def _pictures(
+        self, batches: Sequence[Sequence[int]]
+    ) -> tuple[tuple[tuple[tuple[Picture, ...], ...], ...], list[str]]:
+        """(the pictures of each of ``batches``' sequences; the key of each picture, once)."""
+        images_S = self.images_S
+        assert images_S is not None, "features of no pictures"
+        images = tuple(tuple(images_S[sequence] for sequence in batch) for batch in batches)
+        shown = (image.key for batch in images for of_sequence in batch for image in of_sequence)
+        return images, list(dict.fromkeys(shown))
 
     def in_order(self, members: Sequence[Sequence[int]], parts: Sequence[T]) -> T:
         """Joins records of tensors [S] into one record, of the sequences that they are of, in the order of the batch.

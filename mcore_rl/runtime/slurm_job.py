@@ -109,7 +109,8 @@ def _written(key: str, overrides: Sequence[str]) -> bool:
 
 def _violations(job: Job) -> list[Violation]:
     """Of the run by itself; where there are none, of the run on its cluster."""
-    run, cluster = job.run, job.cluster
+    run = job.run
+    cluster = job.cluster
     violations = run_violations(run) if isinstance(run, RunConfig) else run.violations()
     if cluster.slurm.requeue and run.trainer.resume_mode.value != "auto":
         problem = "a job that is queued again would begin anew"
@@ -161,7 +162,8 @@ def absent(job: Job) -> list[Violation]:
 
 def render(job: Job) -> str:
     """The sbatch script: ``train.sbatch`` with every ``{{name}}`` filled in."""
-    cluster, slurm = job.cluster, job.cluster.slurm
+    cluster = job.cluster
+    slurm = job.cluster.slurm
     program = program_of(job.recipe)
     config = ["--config-dir", str(job.recipe.parent), "--config-name", job.recipe.stem]
     container, srun_options = _container(job)
@@ -195,7 +197,8 @@ def render(job: Job) -> str:
             ['"$python" -m mcore_rl.cli ' + shlex.join([program, *config]), *map(shlex.quote, job.overrides)]
         ),
     }
-    text, place = SBATCH.read_text(encoding="utf-8"), re.compile(r"{{(\w+)}}")
+    text = SBATCH.read_text(encoding="utf-8")
+    place = re.compile(r"{{(\w+)}}")
     asked = set(place.findall(text))
     assert asked == values.keys(), f"{SBATCH.name} asks for others: {asked ^ values.keys()}"
     return place.sub(lambda name: str(values[name[1]]), text)

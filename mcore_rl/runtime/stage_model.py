@@ -141,8 +141,11 @@ def _demand_room(under: Path, total: int, say: Callable[[str], None]) -> None:
 
 def _copy(source: Path, target: Path, sizes: dict[str, int], say: Callable[[str], None]) -> None:
     """Every file, several at a time."""
-    total, done, began = sum(sizes.values()), 0, time.monotonic()
-    lock, told = threading.Lock(), began
+    total = sum(sizes.values())
+    done = 0
+    began = time.monotonic()
+    lock = threading.Lock()
+    told = began
 
     def copied(count: int) -> None:
         nonlocal done, told

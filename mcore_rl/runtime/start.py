@@ -30,7 +30,6 @@ from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
-from mcore_rl.runtime.worker_group import WorkerGroup
 
 
 async def start_trainers(
@@ -54,7 +53,7 @@ async def start_trainers(
         for rank, place in enumerate(places.train)
     ]
     layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog, trainer.timeout_s)
-    group = TrainGroup(WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog))
+    group = TrainGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog)
     try:
         await group.join(store, spec, trainer.timeout_s)
     except BaseException:
@@ -96,6 +95,7 @@ async def start_engines(
     name: str = "engine",
     awaits_weights: bool = False,
     adapters: EngineAdapters | None = None,
+    pictures: bool = False,
     watchdog: Watchdog | None = None,
     joins: Joining | None = None,
 ) -> list[EngineClient]:
@@ -106,7 +106,7 @@ async def start_engines(
     name: the engines are called by it and a number.
     awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
     reads the checkpoint.
-    adapters: see ``start_engine``.
+    adapters, pictures: see ``start_engine``.
     watchdog: says when an engine hangs; it learns from the calls of all of them.  None: by the default limits.
     joins: of one that joins others.
     On CPU the engines share this machine's cores, each, and each of its parts on other nodes, with cores of its own if
@@ -136,7 +136,10 @@ async def start_engines(
         EngineClient(f"{name} {joins.number + engine}", [part(engine, node) for node in range(nodes)], watchdog)
         for engine in range(len(bundles))
     ]
-    starting = [engine.start(directory, config, awaits_weights=awaits_weights, adapters=adapters) for engine in engines]
+    starting = [
+        engine.start(directory, config, awaits_weights=awaits_weights, adapters=adapters, pictures=pictures)
+        for engine in engines
+    ]
     try:
         results = await asyncio.gather(*starting, return_exceptions=True)
         for error in (result for result in results if isinstance(result, BaseException)):

@@ -18,11 +18,9 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
 from mcore_rl.config.rollout import Quantization, RolloutLayout
-from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.role_spec import RoleSpec
-from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
@@ -37,59 +35,24 @@ if TYPE_CHECKING:
     from mcore_rl.training.engine import Loss
 
 
-class TrainGroup:
+class TrainGroup(WorkerGroup[TrainWorker]):
     """The workers that hold one role's model, over its layout.  Lists of results are in the order of the ranks."""
-
-    def __init__(self, workers: WorkerGroup[TrainWorker]) -> None:
-        self.workers = workers
-
-    @property
-    def role(self) -> str:
-        """The role's name in directories, logs and messages."""
-        return self.workers.role
-
-    @property
-    def layout(self) -> Layout:
-        """The parallel layout of the ranks."""
-        return self.workers.layout
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The machine of each rank."""
-        return self.workers.hosts
-
-    def title(self, rank: int) -> str:
-        """The name of a rank in messages."""
-        return self.workers.title(rank)
-
-    @property
-    def neighbours(self) -> list[list[int]]:
-        """The data-parallel coordinates, grouped by those that share a shard; see ``WorkerGroup``."""
-        return self.workers.neighbours
-
-    def put(self, shards: Sequence[Shard]) -> list[ShardRef]:
-        """Puts ``shards`` into Ray's store; returns references."""
-        return self.workers.put(shards)
-
-    def close(self) -> None:
-        """Kills the processes."""
-        self.workers.close()
 
     async def join(self, store: StoreAccess, spec: RoleSpec, timeout_s: float) -> None:
         """Joins the workers in the process groups of ``spec``'s layout.
 
         store: of the run.  timeout_s: limit of a collective.
         """
-        await self.workers.locate()
-        await self.workers.all(TrainWorker.join, store, spec, timeout_s)
+        await self.locate()
+        await self.all(TrainWorker.join, store, spec, timeout_s)
 
     async def device_ids(self) -> list[list[str]]:
         """The accelerators that Ray gave to each worker."""
-        return await self.workers.all(TrainWorker.device_ids)
+        return await self.all(TrainWorker.device_ids)
 
     async def build(self) -> None:
         """Builds the engines, with the weights of the role's Hugging Face checkpoint."""
-        await self.workers.all(TrainWorker.build)
+        await self.all(TrainWorker.build)
 
     async def shares_prompts(self) -> bool:
         """Whether the engines compute a prompt once for all of its samples."""
@@ -111,7 +74,7 @@ class TrainGroup:
         Returns (sums over each sequence's trained tokens, if there is one batch of log-probs or values; references to
         shards, in the store, that hold the fields).
         """
-        sums, shards = await self.workers.map(TrainWorker.score, inputs, makes, temperature, snapshots)
+        sums, shards = await self.map(TrainWorker.score, inputs, makes, temperature, snapshots)
         return [each for each in sums if each is not None], shards
 
     async def on_ranks(
@@ -121,7 +84,7 @@ class TrainGroup:
 
         Returns (what it makes beside fields, of each rank; references to shards, in the store, that hold the fields).
         """
-        made, shards = await self.workers.map(TrainWorker.on_ranks, inputs, function, *arguments)
+        made, shards = await self.map(TrainWorker.on_ranks, inputs, function, *arguments)
         return [each for each in made if each is not None], shards
 
     async def train(
@@ -144,7 +107,7 @@ class TrainGroup:
         distill: the loss receives this divergence from the teacher.
         with_scores: each rank also returns the ``OwnScores`` of its first minibatch.  numbers: of the whole step.
         """
-        results, _ = await self.workers.map(
+        results, _ = await self.map(
             TrainWorker.train,
             inputs,
             loss,
@@ -165,58 +128,58 @@ class TrainGroup:
 
         A role whose weights go to the engines keeps those on the device.
         """
-        await self.workers.all(TrainWorker.rest)
+        await self.all(TrainWorker.rest)
 
     async def take_snapshot(self, name: str, moves: Moves) -> None:
         """Keeps the first weights in host memory as ``name``.  moves: how ``move_snapshot`` will change them."""
-        await self.workers.all(TrainWorker.take_snapshot, name, moves)
+        await self.all(TrainWorker.take_snapshot, name, moves)
 
     async def move_snapshot(self, name: str) -> None:
         """Updates the frozen weights ``name`` from the live ones: to a copy of them, or an average with them."""
-        await self.workers.all(TrainWorker.move_snapshot, name)
+        await self.all(TrainWorker.move_snapshot, name)
 
     async def offload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> None:
         """Moves ``parts`` to host memory, to free the devices."""
-        await self.workers.all(TrainWorker.offload, parts)
+        await self.all(TrainWorker.offload, parts)
 
     async def onload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> None:
         """Moves ``parts`` back to the devices; methods that compute do this by themselves."""
-        await self.workers.all(TrainWorker.onload, parts)
+        await self.all(TrainWorker.onload, parts)
 
     async def num_state_bytes(self) -> int:
         """The bytes that ``save_state`` writes to disk, over all ranks."""
-        return sum(await self.workers.all(TrainWorker.num_state_bytes))
+        return sum(await self.all(TrainWorker.num_state_bytes))
 
     async def save_state(self, directory: Path, *, behind: bool) -> None:
         """Writes the state that the ranks need to resume into the empty ``directory``; ``saved`` tells the outcome.
 
         behind: return once the state is copied to host memory, else once it is written.
         """
-        await self.workers.all(TrainWorker.save_state, directory, behind)
+        await self.all(TrainWorker.save_state, directory, behind)
 
     async def saved(self) -> list[Written | None]:
         """The outcome of writing each rank's file; None while it is being written."""
-        return await self.workers.all(TrainWorker.saved)
+        return await self.all(TrainWorker.saved)
 
     async def load_state(self, directory: Path) -> bool:
         """Loads what ``save_state`` wrote.  False: it was written in another layout, so bits may differ from now on."""
-        return all(await self.workers.all(TrainWorker.load_state, directory))
+        return all(await self.all(TrainWorker.load_state, directory))
 
     async def save_hf(self, target: Path, source: Path) -> None:
         """Writes the live weights as a Hugging Face checkpoint, with the sidecar files of ``source``."""
-        await self.workers.all(TrainWorker.save_hf, target, source)
+        await self.all(TrainWorker.save_hf, target, source)
 
     async def checksum(self) -> list[int]:
         """A checksum of each rank's weights and optimizer state; equal bits give equal sums."""
-        return await self.workers.all(TrainWorker.checksum)
+        return await self.all(TrainWorker.checksum)
 
     async def start_profile(self) -> None:
         """Starts to trace what the processes compute."""
-        await self.workers.all(TrainWorker.start_profile)
+        await self.all(TrainWorker.start_profile)
 
     async def stop_profile(self, directory: Path) -> None:
         """Writes each rank's trace since ``start_profile``, for Perfetto or chrome://tracing."""
-        await self.workers.all(TrainWorker.stop_profile, directory)
+        await self.all(TrainWorker.stop_profile, directory)
 
     async def connect(
         self,
@@ -231,28 +194,28 @@ class TrainGroup:
 
         form: in which engines get adapters, if there are any.  quantization: in which they hold their matrices.
         """
-        await self.workers.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form, quantization)
+        await self.all(TrainWorker.connect, transport, layout, dtype, bucket_bytes, form, quantization)
 
     async def configuration(self) -> EffectiveConfig:
         """The configuration that the ranks compute with, of all layers."""
-        return joined(await self.workers.all(TrainWorker.configuration))
+        return joined(await self.all(TrainWorker.configuration))
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
         """``Publisher.opening`` on rank 0."""
-        return await self.workers.one(0, TrainWorker.opening, first_rank, attempt)
+        return await self.one(0, TrainWorker.opening, first_rank, attempt)
 
     async def open(self, attempt: int) -> None:
         """Calls ``Publisher.open`` on every rank."""
-        await self.workers.all(TrainWorker.open, attempt)
+        await self.all(TrainWorker.open, attempt)
 
     async def publish(self, version: int) -> list[Published]:
         """``Publisher.publish``: sends the live weights to the rollout ranks, as ``version``."""
-        return await self.workers.all(TrainWorker.publish, version)
+        return await self.all(TrainWorker.publish, version)
 
     async def expected(self, version: int) -> Expected:
         """``check.expected_weights``, whose result is the same on all ranks."""
-        return (await self.workers.all(TrainWorker.expected, version))[0]
+        return (await self.all(TrainWorker.expected, version))[0]
 
     async def demand_alive(self) -> None:
         """Returns once every rank has answered; raises DeadWorkerError if one is gone."""
-        await self.workers.all(TrainWorker.host)
+        await self.all(TrainWorker.host)

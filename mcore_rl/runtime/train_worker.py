@@ -91,13 +91,13 @@ class TrainWorker(Answering):
         from mcore_rl.training.engine import Engine
 
         spec = self.spec
-        family, model = model_of(read_config(spec.directory))
+        family, model = model_of(read_config(spec.directory), pictures=spec.pictures)
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
         self.adapters = adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
         self.trained = adapters or self.table  # the tensors that train
         self.engine = Engine(
             spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
-            head=spec.head, trainable=spec.trains, adapters=adapters,
+            head=spec.head, trainable=spec.trains, adapters=adapters, train_tower=spec.train_tower,
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
         for name, directory in spec.beside.items():
@@ -115,7 +115,7 @@ class TrainWorker(Answering):
 
     def _load(self, directory: Path) -> None:
         """Loads the weights of a Hugging Face checkpoint."""
-        with open_weights(directory) as checkpoint:
+        with open_weights(directory, pictures=self.spec.pictures) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def shares_prompts(self) -> bool:
@@ -324,6 +324,7 @@ class TrainWorker(Answering):
             bucket_bytes=bucket_bytes,
             adapters=self.adapters if form is PublishedLora.adapter else None,
             quantization=quantization,
+            frozen_tower=self.spec.pictures and not self.spec.train_tower,
         )
 
     def configuration(self) -> EffectiveConfig:

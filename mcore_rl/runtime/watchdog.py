@@ -1,8 +1,8 @@
 """Detects a call of workers or engines that takes too long, and reports what every training rank is doing.
 
 Workers that hang in a collective, or in C with Python's lock held, cannot answer a call.  So each gets a signal, on its
-own machine, at which it writes its stacks as in a crash.  Everything else is read from the run's logs.  ``hung_engine``
-does the same for an engine.
+own machine, at which it writes its stacks as in a crash.  Everything else is read from the run's logs.
+``engine_watch`` does the same for an engine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.runtime.answers import Whereabouts, last_phase, phase_since, stacks_file
+from mcore_rl.runtime.cluster import on_node
 
 STACKS_S = 10.0  # the time limit for workers to write their stacks
 SHOWN = 8  # groups of ranks that do the same, on the screen; the file has all
@@ -41,7 +41,8 @@ class Watchdog:
     """
 
     def __init__(self, config: WatchdogConfig, transport_s: float = 0.0) -> None:
-        self._config, self._transport_s = config, transport_s
+        self._config = config
+        self._transport_s = transport_s
         self._longest: dict[str, float] = defaultdict(float)
         self._count: dict[str, int] = defaultdict(int)
 
@@ -92,7 +93,8 @@ def look_at(
     """What each worker is doing, from its logs and stacks; waits for the stacks, ``STACKS_S`` at most."""
     before = [_size(stacks_file(log)) for log in logs]
     _ask_for_stacks(whereabouts)
-    until, sizes = time.monotonic() + STACKS_S, before
+    until = time.monotonic() + STACKS_S
+    sizes = before
     while time.monotonic() < until:
         time.sleep(0.3)
         new = [_size(stacks_file(log)) for log in logs]
@@ -101,7 +103,8 @@ def look_at(
         sizes = new
     hung = []
     for title, host, log, start in zip(titles, hosts, logs, before, strict=True):
-        stacks, since = _text(stacks_file(log), start), phase_since(log)
+        stacks = _text(stacks_file(log), start)
+        since = phase_since(log)
         collective = COLLECTIVE.search(stacks)
         hung.append(
             Hung(
@@ -151,12 +154,7 @@ def _ask_for_stacks(whereabouts: Sequence[Whereabouts]) -> None:
     nodes: dict[str, list[int]] = defaultdict(list)
     for each in whereabouts:
         nodes[each.node_id].append(each.pid)
-    calls = [
-        ray.remote(_signal)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(pids)
-        for node_id, pids in nodes.items()
-    ]
+    calls = [on_node(_signal, node_id).remote(pids) for node_id, pids in nodes.items()]
     try:
         ray.wait(calls, num_returns=len(calls), timeout=STACKS_S)
     except RayError:

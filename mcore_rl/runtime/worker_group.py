@@ -18,7 +18,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import OutOfMemoryError, RayError
 
 from mcore_rl.errors import DeadWorkerError, WorkerError
@@ -26,7 +28,7 @@ from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cau
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.answers import Answer, Answering, Whereabouts, last_phase, message_of
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
-from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
+from mcore_rl.runtime.shared_batch import PatchesRef, ShardRef, ShardRefs
 from mcore_rl.runtime.watchdog import Watchdog, look_at, summary, write_hung
 
 W = TypeVar("W", bound=Answering)
@@ -83,6 +85,10 @@ class WorkerGroup(Generic[W]):
         """Puts ``shards`` into Ray's store; returns references."""
         return [ray.put(shard) for shard in shards]
 
+    def put_patches(self, patches: NDArray[np.uint8]) -> PatchesRef:
+        """Puts the patches of a picture into Ray's store; any thread may."""
+        return ray.put(patches)
+
     async def map(
         self,
         method: Callable[Concatenate[W, WorkerInput[X], P], WorkerOutput[R]],
@@ -97,9 +103,10 @@ class WorkerGroup(Generic[W]):
         """
         assert len(inputs) == self.layout.dp, f"{len(inputs)} inputs for dp={self.layout.dp}"
         name, message, calls = method.__name__, message_of(method, args, kwargs), []
-        for worker, coordinate in zip(self._workers, self._coordinates, strict=True):
+        for rank, (worker, coordinate) in enumerate(zip(self._workers, self._coordinates, strict=True)):
             refs = inputs[coordinate]
-            calls.append(worker.call_on.remote(message, refs.portion, *refs.shards))
+            patches = refs.patches if self.layout.coords(rank).pp == 0 else []  # others have no vision tower
+            calls.append(worker.call_on.remote(message, refs.portion, *refs.shards, *patches))
         results = await self._collect(name, [answer for answer, _ in calls])
         return [results[rank] for rank in self.leaders], [calls[rank][1] for rank in self.leaders]
 

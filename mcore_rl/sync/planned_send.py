@@ -21,7 +21,7 @@ from mcore_rl.sync.transport import Outgoing, RoundOutgoing
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
 from mcore_rl.weights.published import PublishedView, StoredKey
-from mcore_rl.weights.quantised import SCALES, QuantisedMatrix, is_quantised, reaches_over_ranks
+from mcore_rl.weights.quantised import SCALES, QuantisedMatrix, is_quantised
 from mcore_rl.weights.reshard import Copy, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.rounds import Round, Rounds, rounds_id
@@ -142,8 +142,6 @@ class PlannedSend:
             matrix.widen(magnitudes[copy.target_rank, copy.slot or 0], self._sent(copy), copy.target_slice.start)
         if dist.is_initialized():
             dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
-        if reaches_over_ranks(self.quantization, tensor.rule):
-            magnitudes = self._over_ranks(magnitudes, tensor)
         scales = matrix.scales(magnitudes)
         for copy in copies:
             start, slot = copy.target_slice.start, -1 if copy.slot is None else copy.slot
@@ -156,17 +154,6 @@ class PlannedSend:
 
     def _sent(self, copy: Copy) -> Tensor:
         return self._elements(copy).to(self.dtype)
-
-    def _over_ranks(self, magnitudes: Tensor, tensor: RolloutTensor) -> Tensor:
-        """``magnitudes`` [ranks, slots, ...] with the greatest among the ranks that have shards of one tensor."""
-        if not tensor.rule.stacked:
-            return magnitudes.amax(0, keepdim=True).expand_as(magnitudes)
-        experts = [list(self.rollout.experts(rank)) for rank in range(len(magnitudes))]
-        of_expert: dict[int, Tensor] = {}
-        for rank, slot in product(range(len(magnitudes)), range(magnitudes.shape[1])):
-            expert, here = experts[rank][slot], magnitudes[rank, slot]
-            of_expert[expert] = torch.maximum(of_expert.get(expert, here), here)
-        return torch.stack([torch.stack([of_expert[expert] for expert in held]) for held in experts])
 
 
 class SendClock:

@@ -62,6 +62,7 @@ class Publisher(PlannedSend):
     adapters: the engines apply these themselves, so the first update of a channel sends the weights without them, and
     each update the adapters; None: adapters are merged into the weights.
     quantization: in which the engines hold their matrices.
+    frozen_tower: the vision tower is not trained, so only the first update of a channel sends it.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Publisher(PlannedSend):
         bucket_bytes: int = BUCKET_BYTES,
         adapters: AdapterTable | None = None,
         quantization: Quantization = Quantization.none,
+        frozen_tower: bool = False,
     ) -> None:
         self.transport, self.bucket_bytes = transport, bucket_bytes
         size = message_bytes(table, bucket_bytes, transport.sites)
@@ -85,6 +87,12 @@ class Publisher(PlannedSend):
             table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
             quantization=quantization,
         )  # fmt: skip
+        self.language: PlannedSend | None = None
+        if frozen_tower and adapters is None:
+            self.language = PlannedSend(
+                table, _without_tower(rollout), rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+                quantization=quantization,
+            )  # fmt: skip
         self.adapters: PlannedSend | None = None
         if adapters is not None:
             tensors = _bound(chunks, adapters, rank)
@@ -99,8 +107,9 @@ class Publisher(PlannedSend):
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
         return opening_of(
-            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.quantization
-        ).packed()
+            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.language,
+            self.quantization,
+        ).packed()  # fmt: skip
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -154,9 +163,14 @@ class Publisher(PlannedSend):
 
     def _due(self) -> list[PlannedSend]:
         """What the next update of the channel sends."""
-        if self.adapters is None:
-            return [self]
-        return [self.adapters] if self._has_base else [self, self.adapters]
+        if not self._has_base:
+            return [self] if self.adapters is None else [self, self.adapters]
+        return [self.adapters or self.language or self]
+
+
+def _without_tower(rollout: RolloutTable) -> RolloutTable:
+    latent = rollout.latent_attention
+    return RolloutTable(rollout.family, rollout.model, rollout.layout, latent_attention=latent, tower=False)
 
 
 def _bound(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> dict[StoredKey, Tensor]:
@@ -184,12 +198,13 @@ def opening_of(
     made: str,
     first_rank: int = 0,
     adapters: PlannedSend | None = None,
+    language: PlannedSend | None = None,
     quantization: Quantization = Quantization.none,
 ) -> Opening:
     """The opening for the workers of an engine.
 
     made: the hash of the plan's messages or rounds.  first_rank: the first rollout rank of that engine.  adapters: that
-    the engine applies.
+    the engine applies.  language: what updates after the first send, if not everything.
     """
     address, table, rollout = transport.address, plan.table, plan.rollout
     if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
@@ -209,6 +224,7 @@ def opening_of(
         sites=transport.sites,
         bucket_bytes=bucket_bytes,
         plan=made,
+        language_plan=None if language is None else language.id,
         adapters=None if adapters is None else sent_adapters(adapters),
         quantization=quantization,
         transport=transport.name,

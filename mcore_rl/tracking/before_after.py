@@ -36,6 +36,11 @@ def pairs(first: Sequence[SampleRow], last: Sequence[SampleRow]) -> list[tuple[s
     return chosen
 
 
+def prompt_of(row: SampleRow) -> tuple[str, str]:
+    """(data source, id) of the prompt that a sample answers."""
+    return str(row.get("data_source")), str(row.get("prompt_id"))
+
+
 def score_of(row: SampleRow) -> float:
     """The score of a sample; minus infinity if it has none."""
     score = row.get("score")
@@ -76,7 +81,7 @@ def _readable(run: RecordedRun, steps: Sequence[int]) -> tuple[int, list[dict[st
 def _by_prompt(rows: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
     by_prompt: dict[tuple[str, str], SampleRow] = {}
     for row in rows:
-        by_prompt.setdefault((str(row.get("data_source")), str(row["prompt_id"])), row)
+        by_prompt.setdefault(prompt_of(row), row)
     return by_prompt
 
 

@@ -124,7 +124,8 @@ def _means(numbers: _Floats, half: int) -> _Floats:
     """The mean of each number and of ``half`` on either side, as far as there are."""
     sums = np.concatenate([[0.0], np.cumsum(numbers)])
     at = np.arange(len(numbers))
-    starts, ends = np.maximum(at - half, 0), np.minimum(at + half + 1, len(numbers))
+    starts = np.maximum(at - half, 0)
+    ends = np.minimum(at + half + 1, len(numbers))
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
@@ -135,7 +136,8 @@ def axis_ends(values: Sequence[float]) -> tuple[float, float]:
     range of these.  A chart says how many it leaves out.
     """
     ordered = sorted(values)
-    lower, upper = ordered[math.ceil(0.05 * (len(ordered) - 1))], ordered[math.floor(0.95 * (len(ordered) - 1))]
+    lower = ordered[math.ceil(0.05 * (len(ordered) - 1))]
+    upper = ordered[math.floor(0.95 * (len(ordered) - 1))]
     reach = 4 * (upper - lower)
     near = [value for value in ordered if lower - reach <= value <= upper + reach]
     few = 0 < len(ordered) - len(near) <= max(2, len(ordered) // 500)

@@ -18,8 +18,12 @@ from mcore_rl.tracking.chart_points import Series, StepBin, axis_ends, bin_width
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import NUM_COLOURS
 
-WIDTH, HEIGHT = 420, 240
-LEFT, RIGHT, TOP, BOTTOM = 56, 18, 10, 34
+WIDTH = 420
+HEIGHT = 240
+LEFT = 56
+RIGHT = 18
+TOP = 10
+BOTTOM = 34
 MAX_BARS = 100
 MAX_BANDS = 3  # curves of one chart; bands of more hide one another, and the numbers under the pointer tell the range
 MAX_MARKED = 40  # points; more of them are a line
@@ -70,12 +74,14 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     size = max(abs(low), abs(high))
     if high - low <= 1e-9 * size:  # one number, apart from rounding
         pad = size * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        low = low - pad
+        high = high + pad
     raw = (high - low) / max(most - 1, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     for factor in (1, 2, 5, 10, 20, 50, 100):
         apart = factor * power
-        first, last = math.floor(low / apart + 1e-9), math.ceil(high / apart - 1e-9)
+        first = math.floor(low / apart + 1e-9)
+        last = math.ceil(high / apart - 1e-9)
         if last - first + 1 <= most:
             break
     return tuple(k * apart for k in range(first, last + 1))
@@ -141,11 +147,13 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Ba
     drawn: list[str] = [_axes(x, y, unit)]
     rows: _Rows = {}
     for k, place in enumerate(places):
-        below, said = 0.0, [f"{number(totals[k])} {unit}"]
+        below = 0.0
+        said = [f"{number(totals[k])} {unit}"]
         for part, values in zip(parts, heights, strict=True):
             said.append(number(values[k]) if values[k] > 0 else "")
             if values[k] > 0:
-                top, bottom = y(below + values[k]), y(below)
+                top = y(below + values[k])
+                bottom = y(below)
                 drawn.append(
                     f'<rect class="c{part.colour}" x="{x(place) - wide / 2:.2f}" y="{top:.2f}" '
                     f'width="{wide:.2f}" height="{bottom - top:.2f}" data-value="{values[k]:.6g}"/>'
@@ -158,9 +166,11 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Ba
 
 
 def _scales(steps: Sequence[float], low: float, high: float, margin: float = 0.0) -> tuple[Scale, Scale]:
-    first, last = min(steps) - margin, max(steps) + margin
+    first = min(steps) - margin
+    last = max(steps) + margin
     if last <= first:
-        first, last = first - 1, last + 1
+        first = first - 1
+        last = last + 1
     marks = tuple(tick for tick in ticks(first, last, 7) if first <= tick <= last and tick == round(tick))
     heights = ticks(0.0 if 0 < low <= high / 2 else low, high, 6)  # start at 0 if that costs little height
     return (
@@ -187,7 +197,8 @@ def _axes(x: Scale, y: Scale, unit: str) -> str:
 def _tick(tick: float, scale: Scale, unit: str) -> str:
     """The text of a tick, with enough decimals to differ from its neighbours."""
     factor = 100 if unit == "share" else 1
-    apart, size = factor * (scale.ticks[1] - scale.ticks[0]), factor * max(abs(scale.low), abs(scale.high))
+    apart = factor * (scale.ticks[1] - scale.ticks[0])
+    size = factor * max(abs(scale.low), abs(scale.high))
     if size >= 1e5 or size < 1e-3:
         return f"{factor * tick:.3g}"
     decimals = max(0, -math.floor(math.log10(apart) + 1e-9))
@@ -251,7 +262,8 @@ def _dot(x: float, y: float) -> str:
 
 def _mark(x: float, y: float, down: int) -> str:
     """A triangle at the edge: there is a value beyond it."""
-    base, tip = y - 3 * down, y + 4 * down
+    base = y - 3 * down
+    tip = y + 4 * down
     return f'<polygon class="beyond" points="{x - 4:.1f},{base:.1f} {x + 4:.1f},{base:.1f} {x:.1f},{tip:.1f}"/>'
 
 

@@ -19,11 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.tracking.lanes import Lane
+from mcore_rl.tracking.loggers import Sink
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.tracking.samples import Rows
 
 # Header, width, and metric keys: the column shows the first key that is present.
-COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+Columns = tuple[tuple[str, int, tuple[str, ...]], ...]
+COLUMNS: Columns = (
     ("reward", 8, ("reward/mean",)),
     ("acc", 6, ("reward/accuracy",)),
     ("val", 6, ("val/{data_source}/accuracy",)),
@@ -37,46 +38,41 @@ COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("seconds", 7, ("time/step",)),
 )
 # Of runs whose engines have devices of their own, beside those above.
-APART_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+APART_COLUMNS: Columns = (
     ("stale", 5, ("rollout/staleness_max",)),
     ("buffer", 6, ("rollout/buffer",)),
     ("eng idle", 8, ("perf/engines_idle_share",)),
     ("trn idle", 8, ("perf/trainer_idle_share",)),
 )
 APART = "perf/engines_idle_share"
-SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("loss", 8, ("sft/loss",)),
-    ("val loss", 8, ("sft/val_loss",)),
+UPDATE_COLUMNS: Columns = (
     ("grad", 8, ("actor/grad_norm",)),
     ("lr", 8, ("actor/lr",)),
     ("tok/s", 7, ("perf/trained_tokens_per_s",)),
     ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
-PREFERENCE_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+SUPERVISED_COLUMNS: Columns = (
+    ("loss", 8, ("sft/loss",)),
+    ("val loss", 8, ("sft/val_loss",)),
+    *UPDATE_COLUMNS,
+)
+PREFERENCE_COLUMNS: Columns = (
     ("loss", 8, ("prefer/loss",)),
     ("acc", 6, ("prefer/accuracy",)),
     ("margin", 8, ("prefer/margin",)),
     ("val loss", 8, ("prefer/val_loss",)),
     ("val", 6, ("prefer/val_accuracy",)),
-    ("grad", 8, ("actor/grad_norm",)),
-    ("lr", 8, ("actor/lr",)),
-    ("tok/s", 7, ("perf/trained_tokens_per_s",)),
-    ("MFU", 5, ("perf/mfu",)),
-    ("seconds", 7, ("time/step",)),
+    *UPDATE_COLUMNS,
 )
-SCORE_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+SCORE_COLUMNS: Columns = (
     ("loss", 8, ("reward/loss",)),
     ("acc", 6, ("reward/train_accuracy",)),
     ("margin", 8, ("reward/margin",)),
     ("val loss", 8, ("reward/val_loss",)),
     ("val", 6, ("reward/val_accuracy",)),
     ("val ECE", 7, ("reward/val_ece",)),
-    ("grad", 8, ("actor/grad_norm",)),
-    ("lr", 8, ("actor/lr",)),
-    ("tok/s", 7, ("perf/trained_tokens_per_s",)),
-    ("MFU", 5, ("perf/mfu",)),
-    ("seconds", 7, ("time/step",)),
+    *UPDATE_COLUMNS,
 )
 # Of runs without rollouts, by what some of their metrics begin with.
 OFFLINE_COLUMNS = (
@@ -97,7 +93,7 @@ EVERY_S = 30.0  # between two lines of one activity, where there is no live line
 Cell = tuple[str, int, str]  # head, width, text
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """Writes rows and the live line to ``console``.  now: seconds from any start."""
 
     name = "console"
@@ -123,16 +119,16 @@ class ConsoleSink:
         self._trains |= step > 0
         kinds = (each for marks, each in OFFLINE_COLUMNS if any(key.startswith(marks) for key in metrics))
         columns = next(kinds, COLUMNS)
-        cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
+        cells = _cells(columns, metrics)
         if APART in metrics:
-            apart = [(header, width, _cell(keys, metrics)) for header, width, keys in APART_COLUMNS]
-            cells += [cell for cell in apart if cell[2]]
+            cells += [cell for cell in _cells(APART_COLUMNS, metrics) if cell[2]]
         if self._live is None:
             words = [f"step {self._of_all(step)}", *(f"{h} {text}" for h, _, text in cells if text)]
             self._console.print(Text(" | ".join(words)), soft_wrap=True)
             return
         cells = _fitting(cells, self._console.width - self._width)
-        heads, before = [head for head, _, _ in cells], self._heads
+        heads = [head for head, _, _ in cells]
+        before = self._heads
         self._heads = heads
         if self._rows % ROWS_PER_HEADER == 0 or heads != before:
             header = " ".join(["step".rjust(self._width), *(h.rjust(width) for h, width, _ in cells)])
@@ -148,9 +144,6 @@ class ConsoleSink:
     def watch(self, lanes: Sequence[Lane]) -> None:
         """Show in the live line what the engines of ``lanes`` do."""
         self._line.lanes = lanes
-
-    def samples(self, step: int, kind: str, rows: Rows) -> None:
-        """Does nothing: samples are in the run directory."""
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Change the live line; without one, and before the first step, print it now and then."""
@@ -195,8 +188,11 @@ class LiveLine:
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Set the current activity; see ``Tracker.now``."""
         if text != self._text or (done or 0.0) < (self._done or 0.0):
-            self._since, self._done_first = self._now(), done or 0.0
-        self._text, self._done, self._total = text, done, total
+            self._since = self._now()
+            self._done_first = done or 0.0
+        self._text = text
+        self._done = done
+        self._total = total
 
     def words(self) -> str:
         """The line without the spinner."""
@@ -288,6 +284,10 @@ def _fitting(cells: Sequence[Cell], width: int) -> list[Cell]:
         if sum(size + 1 for _, size, _ in fitting) <= width:
             break
     return fitting
+
+
+def _cells(columns: Columns, metrics: Mapping[str, float]) -> list[Cell]:
+    return [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
 
 
 def _cell(keys: Sequence[str], metrics: Mapping[str, float]) -> str:

@@ -115,7 +115,8 @@ def _validation_chart(runs: Sequence[RecordedRun]) -> str:
 
 
 def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
-    series, row = [], _row(keys[0])
+    series = []
+    row = _row(keys[0])
     smooth = row is None or row.reduction != "last"  # what is set, as a rate is, has no noise
     for at, (name, run) in enumerate(zip(names_of(runs), runs, strict=True)):
         for line, key in enumerate(keys):

@@ -26,7 +26,8 @@ from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
 
 T = TypeVar("T", bound=msgspec.Struct)
 FOLDER = "engines"
-ASKS, ANSWERS = "ask-", "answer-"
+ASKS = "ask-"
+ANSWERS = "answer-"
 MOST_BYTES = 65536
 LOOK_S = 0.5  # between two looks at an answer
 SILENT_S = 60.0  # how long a run may take to begin to answer: it may be starting, or busy
@@ -69,8 +70,10 @@ def ask(run_dir: Path, add: int = 0, remove: tuple[str, ...] = (), remove_last: 
     Raises ConfigError: there is no run of this user's that goes on.  RunDirectoryError: it ended or is silent.
     """
     owner = _running(run_dir)
-    folder, name = run_dir / FOLDER, f"{secrets.token_hex(8)}.json"
-    asked, answered = folder / f"{ASKS}{name}", folder / f"{ANSWERS}{name}"
+    folder = run_dir / FOLDER
+    name = f"{secrets.token_hex(8)}.json"
+    asked = folder / f"{ASKS}{name}"
+    answered = folder / f"{ANSWERS}{name}"
     with replaced(asked) as path:
         path.write_bytes(
             msgspec.json.encode(EngineRequest(owner=owner.token, add=add, remove=remove, remove_last=remove_last))
@@ -83,7 +86,8 @@ def ask(run_dir: Path, add: int = 0, remove: tuple[str, ...] = (), remove_last: 
             goes_on = (now := read_owner(run_dir / OWNER)) is not None and now.token == owner.token
             answer = _read(answered, EngineAnswer)
             if answer is not None and answer != last:
-                last, is_done = answer, answer.state != "working"
+                last = answer
+                is_done = answer.state != "working"
                 yield answer
             elif not goes_on or owner.lives(Owner()) is False:
                 raise RunDirectoryError(f"{run_dir}: the run ended before it had done what it was asked")
@@ -100,7 +104,8 @@ def ask(run_dir: Path, add: int = 0, remove: tuple[str, ...] = (), remove_last: 
 
 def _running(run_dir: Path) -> Owner:
     """The owner of the run that goes on in ``run_dir``.  Raises ConfigError if there is none, or another user's."""
-    key, owner = "run_dir", read_owner(run_dir / OWNER)
+    key = "run_dir"
+    owner = read_owner(run_dir / OWNER)
     if run_dir.stat().st_uid != os.geteuid():
         raise ConfigError([Violation(key, run_dir, "is another user's", "Ask as the user who started the run")])
     if owner is None or owner.lives(Owner()) is False:
@@ -113,7 +118,9 @@ class EngineMailbox:
     """The controller's side: requests to the run in ``run_dir``.  Answers of an earlier start are removed."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._folder, self._seen = run_dir, run_dir / FOLDER, set[str]()
+        self._run_dir = run_dir
+        self._folder = run_dir / FOLDER
+        self._seen = set[str]()
         for path in self._folder.glob(f"{ANSWERS}*"):
             with suppress(OSError):
                 path.unlink()

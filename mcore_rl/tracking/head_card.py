@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from math import prod
 from typing import Any
-
-import yaml
 
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.tracking.console import duration, number, spent
 from mcore_rl.tracking.page import text
-from mcore_rl.tracking.run_files import RecordedRun
+from mcore_rl.tracking.run_files import RecordedRun, setting
 from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
 from mcore_rl.tracking.verdict import gain
 
@@ -23,7 +22,11 @@ SHARES = {
     "prefer/val_accuracy": ("Held-out pairs", "the preferred answer has the higher reward"),
     "reward/val_accuracy": ("Held-out pairs or outcomes", "scores agree with the labels"),
 }
-LOSSES = {"sft/val_loss": "nats per trained token", "reward/val_loss": "an answer"}
+LOSSES = {
+    "sft/val_loss": "nats per trained token",
+    "prefer/val_loss": "a pair or answer",
+    "reward/val_loss": "a pair or answer",
+}
 RECENT = 20  # steps, of which the mean tells how long the rest will take
 
 
@@ -48,7 +51,7 @@ def head_card(run: RecordedRun) -> str:
 
 def facts(run: RecordedRun) -> list[Fact]:
     """The tiles of ``run``; what its files do not tell is left out."""
-    config = _config(run)
+    config = run.settings
     made = [_result(run), _model(run, config), _algorithm(config), _data(config), _hardware(run, config), *_time(run)]
     return [fact for fact in made if fact is not None and fact.value]
 
@@ -63,7 +66,8 @@ def state_of(run: RecordedRun) -> tuple[str, str]:
     """The state of the run in words, and its class of the style sheet."""
     if run.complete:
         return "finished", "good"
-    owner, us = read_owner(run.path / OWNER), Owner()
+    owner = read_owner(run.path / OWNER)
+    us = Owner()
     if owner is None or (owner.machine == us.machine and owner.pid == os.getpid()):
         return "ended before its last step", ""
     lives = owner.lives(us) if owner.machine == us.machine else None
@@ -75,7 +79,8 @@ def state_of(run: RecordedRun) -> tuple[str, str]:
 def _result(run: RecordedRun) -> Fact | None:
     """The verdict in a number: of the first data source, or of the validation loss."""
     for source, validations in run.accuracies.items():
-        first, last = validations[0], validations[-1]
+        first = validations[0]
+        last = validations[-1]
         if len(validations) == 1:
             return Fact("Validated once", f"{last.mean:.1%}", [source], wide=True)
         change = gain(first, last)
@@ -85,13 +90,13 @@ def _result(run: RecordedRun) -> Fact | None:
         name = "Validation" if run.complete else "Validation so far"
         return Fact(name, f"{100 * change.points:+.1f} points", notes, kind, wide=True)
     for key, (title, note) in SHARES.items():
-        shares = [value for _, value in run.values(key) if value is not None]
+        shares = [value for _, value in run.numbers(key)]
         if not shares:
             continue
         kind = ("good" if shares[-1] > shares[0] else "bad") if len(shares) > 1 and run.complete else ""
         notes = [f"from {shares[0]:.1%}: {note}"]
         return Fact(title, f"{shares[-1]:.1%}", notes, kind, wide=True)
-    losses = [value for key in LOSSES for _, value in run.values(key) if value is not None]
+    losses = [value for key in LOSSES for _, value in run.numbers(key)]
     if not losses:
         return None
     unit = next(unit for key, unit in LOSSES.items() if run.values(key))
@@ -101,11 +106,11 @@ def _result(run: RecordedRun) -> Fact | None:
 
 
 def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
-    path = str(_at(config, "model.path") or "")
+    path = str(setting(config, "model.path") or "")
     count = run.plan.get("num_parameters")
     size = f"{count / 1e9:.1f}B" if isinstance(count, int) and count >= 1e8 else f"{(count or 0) / 1e6:.2f}M"
     notes = [f"{size} parameters"] if count else []
-    if title := _at(config, "recipe.title"):
+    if title := setting(config, "recipe.title"):
         notes.append(f"recipe: {title}")
     parts = path.rstrip("/").split("/")
     exported = parts[-2:-1] == ["hf"]  # of another run, whose folder is before
@@ -114,29 +119,31 @@ def _model(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
 
 def _offline(config: Mapping[str, Any], notes: list[str]) -> str:
     """What a run without an estimator trains by; adds its settings to ``notes``."""
-    preference, reward = _at(config, "actor.preference.loss"), _at(config, "actor.reward.loss")
+    preference = setting(config, "actor.preference.loss")
+    reward = setting(config, "actor.reward.loss")
     if reward is not None:
         return f"Reward model by {reward}"
     if preference is None:
         return "Supervised fine-tuning"
-    if (beta := _at(config, "actor.preference.beta")) is not None:
+    if (beta := setting(config, "actor.preference.beta")) is not None:
         notes.append(f"beta {beta}")
     return f"Preferences by {preference}"
 
 
 def _algorithm(config: Mapping[str, Any]) -> Fact | None:
-    estimator, loss = _at(config, "algorithm.adv_estimator"), _at(config, "actor.loss_mode")
-    rate = _at(config, "actor.optim.lr")
+    estimator = setting(config, "algorithm.adv_estimator")
+    loss = setting(config, "actor.loss_mode")
+    rate = setting(config, "actor.optim.lr")
     notes = [] if rate is None else [f"learning rate {float(rate):.3g}"] if isinstance(rate, int | float) else []
     if estimator is None:
         return Fact("Algorithm", _offline(config, notes), notes) if config else None
     notes.insert(0, f"advantages {estimator}, loss {loss}")
-    if _at(config, "algorithm.use_kl_in_reward"):
-        notes.append(f"KL in the reward, {_at(config, 'algorithm.kl_ctrl.kl_coef')}")
-    if _at(config, "actor.use_kl_loss"):
-        notes.append(f"KL in the loss, {_at(config, 'actor.kl_loss_coef')}")
-    if coef := _at(config, "algorithm.distill.coef"):
-        paths = [_at(config, "teacher.path"), *(_at(config, "teacher.by_source") or {}).values()]
+    if setting(config, "algorithm.use_kl_in_reward"):
+        notes.append(f"KL in the reward, {setting(config, 'algorithm.kl_ctrl.kl_coef')}")
+    if setting(config, "actor.use_kl_loss"):
+        notes.append(f"KL in the loss, {setting(config, 'actor.kl_loss_coef')}")
+    if coef := setting(config, "algorithm.distill.coef"):
+        paths = [setting(config, "teacher.path"), *(setting(config, "teacher.by_source") or {}).values()]
         named = ["/".join(str(each).rstrip("/").split("/")[-2:]) for each in paths if each]
         notes.append(f"teacher {', '.join(dict.fromkeys(named))}, {coef}")
     return Fact("Algorithm", title_of(config) or str(estimator), notes)
@@ -145,21 +152,24 @@ def _algorithm(config: Mapping[str, Any]) -> Fact | None:
 def title_of(config: Mapping[str, Any]) -> str:
     """The algorithm whose estimator and loss ``config`` has, and most of whose other keys; "" if there is none."""
     parts = ("algorithm.adv_estimator", "actor.loss_mode")
-    best, title = (1.0, 0), ""
+    best = (1.0, 0)
+    title = ""
     for each in algorithms().values():
         wanted = {key: _plain(setting.value) for key, setting in each.all_settings().items()}
-        if any(_at(config, key) != wanted[key] for key in parts):
+        if any(setting(config, key) != wanted[key] for key in parts):
             continue
         fixed = {key: value for key, value in wanted.items() if not (isinstance(value, str) and "${" in value)}
-        missed = sum(_at(config, key) != value for key, value in fixed.items())
+        missed = sum(setting(config, key) != value for key, value in fixed.items())
         if (rank := (missed / len(fixed), -len(fixed))) < best:
-            best, title = rank, each.title
+            best = rank
+            title = each.title
     return title
 
 
 def _data(config: Mapping[str, Any]) -> Fact | None:
-    train, val = (_names(_at(config, f"data.{part}_files")) for part in ("train", "val"))
-    size, draws = _at(config, "data.train_batch_size"), _at(config, "rollout.n")
+    train, val = (_names(setting(config, f"data.{part}_files")) for part in ("train", "val"))
+    size = setting(config, "data.train_batch_size")
+    draws = setting(config, "rollout.n")
     notes = [f"validated on {val}" if val else ""]
     if size is not None:
         notes.append(f"{size} prompts a step, {draws} responses each" if draws else f"{size} conversations a step")
@@ -170,7 +180,8 @@ def _hardware(run: RecordedRun, config: Mapping[str, Any]) -> Fact | None:
     machine = run.environment.get("hardware")
     if not isinstance(machine, dict):
         return None
-    devices, nodes = num_devices(run), run.plan.get("num_nodes") or _at(config, "trainer.nnodes") or 1
+    devices = num_devices(run)
+    nodes = run.plan.get("num_nodes") or setting(config, "trainer.nnodes") or 1
     where = f"{nodes} node" + ("s" if nodes != 1 else "")
     layout = _short(str(run.plan.get("layout") or ""))
     if on_accelerator(run):
@@ -189,7 +200,8 @@ def _short(layout: str) -> str:
 def _time(run: RecordedRun) -> list[Fact]:
     times = [value or 0.0 for _, value in run.values("time/step")]
     trained = [value or 0.0 for step, value in run.values("time/step") if step > 0]  # 0 is a validation
-    reached, total = run.last_step or 0, run.total_steps
+    reached = run.last_step or 0
+    total = run.total_steps
     if not times:
         return []
     notes = [f"{total} steps, {spent(sum(trained) / len(trained))} each"] if run.complete and total and trained else []
@@ -232,24 +244,8 @@ def num_devices(run: RecordedRun) -> int:
     planned = run.plan.get("num_gpus")
     if isinstance(planned, int):
         return planned
-    config = _config(run)
-    return int(_at(config, "trainer.nnodes") or 1) * int(_at(config, "trainer.n_gpus_per_node") or 1)
-
-
-def _config(run: RecordedRun) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(run.config)
-    except yaml.YAMLError:
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    sizes = (setting(run.settings, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    return prod(int(size or 1) for size in sizes)
 
 
 def _plain(value: object) -> object:

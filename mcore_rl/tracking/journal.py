@@ -22,7 +22,8 @@ class Journal:
     """Made by ``journal``.  entries: those of earlier attempts."""
 
     def __init__(self, file: IO[str] | None = None, entries: tuple[Any, ...] = ()) -> None:
-        self._file, self.entries = file, entries
+        self._file = file
+        self.entries = entries
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Note one finished piece; after the return, the death of this process no longer loses it."""

@@ -78,7 +78,8 @@ class StepFile:
 
     def _send(self) -> None:
         """Write all that is unsent, or nothing of it."""
-        size, rest = os.fstat(self._file.fileno()).st_size, self._unsent
+        size = os.fstat(self._file.fileno()).st_size
+        rest = self._unsent
         try:
             while rest:
                 rest = rest[self._file.write(rest) or 0 :]

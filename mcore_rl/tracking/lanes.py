@@ -110,8 +110,10 @@ class Lane:
             for each in self._spans
             if each.end > begin
         ]
-        self._spans, self._gap_s = [], GAP_S
-        self._taken, self._seconds = self._seconds, {}
+        self._spans = []
+        self._gap_s = GAP_S
+        self._taken = self._seconds
+        self._seconds = {}
         return tuple(spans)
 
     @property
@@ -127,7 +129,8 @@ class Lane:
 
     def _close(self, now: float) -> None:
         """Adds the span that ends now."""
-        state, since = self._shown, self._since
+        state = self._shown
+        since = self._since
         self._since = now
         if state is None or now <= since:
             return

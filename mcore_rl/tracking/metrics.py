@@ -7,7 +7,7 @@ included.  docs/metrics.md has this table (``markdown``); a test compares the tw
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -32,6 +32,12 @@ class Metric:
     help: str
     short: str
     better: Literal["up", "down"] | None = None
+
+
+def _validated(row: Metric) -> Metric:
+    """The same number of the validation files."""
+    section, _, name = row.key.partition("/")
+    return replace(row, key=f"{section}/val_{name}", help=f"as {row.key}, validation files", short=f"val {row.short}")
 
 
 _REWARD = (
@@ -236,7 +242,14 @@ _SUPERVISED = (
     Metric("sft/val_loss", "nats", "mean", "cross entropy of a trained token, validation files", "val loss", "down"),
 )
 
-_PREFERRED = (
+_PICTURES = (
+    Metric("pictures/count", "pictures", "sum", "of the sequences that a step trains", "pictures"),
+    Metric("pictures/different", "pictures", "sum", "of these, each once: what is decoded and sent", "different"),
+    Metric("pictures/patches", "patches", "sum", "of the sequences that a step trains", "patches"),
+    Metric("pictures/token_share", "share", "mean", "tokens that stand for pictures", "picture tokens"),
+)
+
+_PAIRS = (
     Metric("pairs/count", "pairs", "sum", "pairs of a step that are trained", "pairs"),
     Metric("pairs/missing_share", "share", "mean", "of what could be pairs: scores were equal, say", "missing"),
     Metric("pairs/same_share", "share", "mean", "pairs of twice the same response, which teach nothing", "same"),
@@ -247,6 +260,9 @@ _PREFERRED = (
     Metric("pairs/rejected_reward", "1", "mean", "the same of the other response", "rejected"),
     Metric("pairs/chosen_logprob", "nats", "mean", "log-prob of a whole preferred response", "chosen log-prob"),
     Metric("pairs/rejected_logprob", "nats", "mean", "the same of the other response", "other log-prob"),
+)
+
+_PAIRS_OF_FILES = (
     Metric("prefer/loss", "1", "mean", "loss of a pair, or with kto of a response", "loss", "down"),
     Metric("prefer/accuracy", "share", "mean", "pairs whose preferred answer has the higher reward", "accuracy", "up"),
     Metric("prefer/margin", "1", "mean", "reward of preferred answers less that of others", "margin", "up"),
@@ -254,14 +270,19 @@ _PREFERRED = (
     Metric("prefer/rejected_reward", "1", "mean", "the same of an answer that is not preferred", "rejected"),
     Metric("prefer/chosen_logprob", "nats", "mean", "log-prob of a whole preferred answer", "chosen log-prob"),
     Metric("prefer/rejected_logprob", "nats", "mean", "the same of an answer that is not preferred", "other log-prob"),
+)
+
+_PREFERRED = (
+    *_PAIRS_OF_FILES,
     Metric("prefer/kl", "nats", "mean", "kto's estimate of the KL to the reference, of an answer", "KL"),
-    Metric("prefer/val_loss", "1", "mean", "as prefer/loss, validation files", "val loss", "down"),
-    Metric("prefer/val_accuracy", "share", "mean", "as prefer/accuracy, validation files", "val accuracy", "up"),
-    Metric("prefer/val_margin", "1", "mean", "as prefer/margin, validation files", "val margin", "up"),
-    Metric("prefer/val_chosen_reward", "1", "mean", "as prefer/chosen_reward, validation files", "val chosen"),
-    Metric("prefer/val_rejected_reward", "1", "mean", "as prefer/rejected_reward, validation files", "val rejected"),
-    Metric("prefer/val_chosen_logprob", "nats", "mean", "as prefer/chosen_logprob, validation files", "val log-prob"),
-    Metric("prefer/val_rejected_logprob", "nats", "mean", "as prefer/rejected_logprob, validation files", "val other"),
+    *map(_validated, _PAIRS_OF_FILES),
+)
+
+_SCORED = (
+    Metric("reward/margin", "1", "mean", "score of preferred answers less that of others", "margin", "up"),
+    Metric("reward/chosen_score", "1", "mean", "of a preferred answer", "chosen"),
+    Metric("reward/rejected_score", "1", "mean", "of an answer that is not preferred", "rejected"),
+    Metric("reward/score", "1", "mean", "of a labelled answer", "score"),
 )
 
 _SCORES = (
@@ -269,18 +290,12 @@ _SCORES = (
     Metric(
         "reward/train_accuracy", "share", "mean", "pairs or outcomes of the batch that scores tell", "accuracy", "up"
     ),
-    Metric("reward/margin", "1", "mean", "score of preferred answers less that of others", "margin", "up"),
-    Metric("reward/chosen_score", "1", "mean", "of a preferred answer", "chosen"),
-    Metric("reward/rejected_score", "1", "mean", "of an answer that is not preferred", "rejected"),
-    Metric("reward/score", "1", "mean", "of a labelled answer", "score"),
+    *_SCORED,
     Metric("reward/val_loss", "1", "mean", "as reward/loss, validation files", "val loss", "down"),
     Metric("reward/val_accuracy", "share", "mean", "as reward/train_accuracy, validation files", "val accuracy", "up"),
     Metric("reward/val_ece", "share", "mean", "expected calibration error, validation files", "val ECE", "down"),
     Metric("reward/val_correlation", "1", "mean", "of scores and labels (Pearson), validation files", "val r", "up"),
-    Metric("reward/val_margin", "1", "mean", "as reward/margin, validation files", "val margin", "up"),
-    Metric("reward/val_chosen_score", "1", "mean", "as reward/chosen_score, validation files", "val chosen"),
-    Metric("reward/val_rejected_score", "1", "mean", "as reward/rejected_score, validation files", "val rejected"),
-    Metric("reward/val_score", "1", "mean", "as reward/score, validation files", "val score"),
+    *map(_validated, _SCORED),
 )
 
 _VALIDATION = (
@@ -365,8 +380,8 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_JUDGE, *_SUPERVISED, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS, *_AGREEMENT,
-    *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME,
+    *_REWARD, *_JUDGE, *_SUPERVISED, *_PICTURES, *_PAIRS, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS,
+    *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from mcore_rl import __version__
 from mcore_rl.hub.names import DATASET, MODEL, hub_name, named
-from mcore_rl.tracking.run_files import RecordedRun, read_run
+from mcore_rl.tracking.run_files import RecordedRun, read_run, setting
 from mcore_rl.tracking.verdict import Accuracy, best, gain
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -30,7 +30,7 @@ SETTINGS = (
 def model_card(title: str, source: Path) -> str:
     """The text of README.md of an export called ``title``.  source: the checkpoint, which may be one of a run."""
     run = _run_of(source.resolve())
-    config = _config(run)
+    config = run.settings if run else {}
     head = yaml.safe_dump(dict(_front(config)), sort_keys=False, allow_unicode=True)
     lines = [f"---\n{head}---\n", f"# {title.partition('/')[2]}\n"]
     lines.append(f"Made with mcore_rl {__version__}, on Megatron-core.\n")
@@ -47,33 +47,25 @@ def _run_of(source: Path) -> RecordedRun | None:
     return read_run(within.parents[1])
 
 
-def _config(run: RecordedRun | None) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(run.config) if run else {}
-    except yaml.YAMLError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def _front(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What the Hub reads.  No licence: it is the base model's, which is not known here."""
     yield "library_name", "transformers"
     yield "pipeline_tag", "text-generation"
-    base = hub_name(str(_at(config, "model.path") or ""), MODEL)
+    base = hub_name(str(setting(config, "model.path") or ""), MODEL)
     if base is not None:
         yield "base_model", base.name
-    files = [hub_name(str(each), DATASET) for each in _at(config, "data.train_files") or []]
+    files = [hub_name(str(each), DATASET) for each in setting(config, "data.train_files") or []]
     if ids := list(dict.fromkeys(each.name for each in files if each is not None)):
         yield "datasets", ids
-    estimator = _at(config, "algorithm.adv_estimator")
+    estimator = setting(config, "algorithm.adv_estimator")
     yield "tags", ["mcore_rl", *(["reinforcement-learning", str(estimator)] if estimator else [])]
 
 
 def _origin(config: Mapping[str, Any], source: Path) -> Iterator[str]:
-    name = _at(config, "recipe.title") or _at(config, "trainer.experiment_name") or "a run without a name"
-    data = {key: [_shown(each) for each in _at(config, f"data.{key}_files") or []] for key in ("train", "val")}
+    name = setting(config, "recipe.title") or setting(config, "trainer.experiment_name") or "a run without a name"
+    data = {key: [_shown(each) for each in setting(config, f"data.{key}_files") or []] for key in ("train", "val")}
     yield "| | |\n|---|---|"
-    yield f"| base model | {_shown(_at(config, 'model.path'))} |"
+    yield f"| base model | {_shown(setting(config, 'model.path'))} |"
     yield f"| recipe | {_cell(name)} |"
     yield f"| trained on | {', '.join(data['train']) or 'nothing'} |"
     yield f"| validated on | {', '.join(data['val']) or 'nothing'} |"
@@ -85,11 +77,13 @@ def _verdict(run: RecordedRun) -> Iterator[str]:
     if not run.accuracies:
         yield "There are no validation samples, and so no verdict.\n"
     for name, validations in run.accuracies.items():
-        first, last = validations[0], validations[-1]
+        first = validations[0]
+        last = validations[-1]
         if len(validations) < 2:
             yield f"- {_cell(name)}: {first.mean:.1%} after step {first.step}, validated once: no verdict."
             continue
-        change, top = gain(first, last), best(validations)
+        change = gain(first, last)
+        top = best(validations)
         sure = "more than chance" if change.significant else "which may be chance"
         yield (
             f"- {_cell(name)}: {first.mean:.1%} after step {first.step}, {last.mean:.1%} after step {last.step}: "
@@ -120,12 +114,13 @@ def _bars(validations: list[Accuracy]) -> str:
 
 def _some(validations: list[Accuracy]) -> list[Accuracy]:
     """At most ``MAX_ROWS`` at even distances, the first and the last among them."""
-    last, rows = len(validations) - 1, min(len(validations), MAX_ROWS)
+    last = len(validations) - 1
+    rows = min(len(validations), MAX_ROWS)
     return [validations[round(last * row / (rows - 1))] for row in range(rows)]
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[str]:
-    there = [(key, value) for key in SETTINGS if (value := _at(config, key)) is not None]
+    there = [(key, value) for key in SETTINGS if (value := setting(config, key)) is not None]
     if there:
         yield "## How it was trained\n"
         yield "| key | value |\n|---|---|"
@@ -149,10 +144,3 @@ def _shown(path: Any) -> str:
 def _cell(value: Any) -> str:
     """``value`` in a table of Markdown."""
     return str(value).replace("\n", " ").replace("|", "\\|").replace("<", "&lt;")
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -27,7 +27,10 @@ class WorkProgress:
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._text, self._total, self._unit, self._now = text, total, unit, now
+        self._text = text
+        self._total = total
+        self._unit = unit
+        self._now = now
         self._console = Console(stderr=True) if console is None else console
         self._begun = self._said = now()
         self._done = self._units = 0

@@ -31,14 +31,16 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.loggers import Sink
 from mcore_rl.tracking.metrics import METRICS, metric_of
-from mcore_rl.tracking.samples import Rows
 
 PATH = "/metrics"
 HOST = "trainer.prometheus.host"
 TOKEN = "prometheus_token"  # file of the run directory
 PREFIX = "mcore_rl_"
-STEP, TOTAL, TIME = f"{PREFIX}step", f"{PREFIX}total_steps", f"{PREFIX}last_step_timestamp_seconds"
+STEP = f"{PREFIX}step"
+TOTAL = f"{PREFIX}total_steps"
+TIME = f"{PREFIX}last_step_timestamp_seconds"
 OWN = {
     STEP: "the last step that is complete",
     TOTAL: "steps of the whole run",
@@ -83,14 +85,18 @@ class _Newest(Collector):
     """Metrics of the newest step, as Prometheus collects them.  run: what it is called.  step: the last before it."""
 
     def __init__(self, run: str, step: int, total_steps: int) -> None:
-        self._run, self._total = run, total_steps
+        self._run = run
+        self._total = total_steps
         self._numbers: dict[str, float] = {}
-        self._step, self._ended = step, time.time()
+        self._step = step
+        self._ended = time.time()
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation's numbers stay until the next one; others are those of the step alone."""
         kept = {key: value for key, value in self._numbers.items() if key.startswith("val/")}
-        self._step, self._ended, self._numbers = step, time.time(), kept | dict(metrics)
+        self._step = step
+        self._ended = time.time()
+        self._numbers = kept | dict(metrics)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """What is served now, a family for each metric."""
@@ -99,7 +105,8 @@ class _Newest(Collector):
             row = metric_of(key)
             matched = _places(row.key).fullmatch(key)
             assert matched is not None, key
-            name, labels = exposed_name(row.key), labels_of(row.key)
+            name = exposed_name(row.key)
+            labels = labels_of(row.key)
             if name not in families:
                 families[name] = GaugeMetricFamily(name, f"{row.help} ({row.unit})", labels=["run", *labels])
             families[name].add_metric([self._run, *(matched[label] for label in labels)], value)
@@ -110,7 +117,7 @@ class _Newest(Collector):
             yield family
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Serves from its making on.  OSError: the address or the port cannot be had.  ConfigError: the secret cannot."""
 
     name = "prometheus"
@@ -119,7 +126,8 @@ class PrometheusSink:
         self._newest = _Newest(redact(trainer.experiment_name), step, total_steps)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._newest)
-        host, port = trainer.prometheus.host, trainer.prometheus.port
+        host = trainer.prometheus.host
+        port = trainer.prometheus.port
         assert port is not None
         token = None if ip_address(host).is_loopback else _token(run_dir / TOKEN, host)
         self._server = _Server(host, port, registry, token)
@@ -134,12 +142,6 @@ class PrometheusSink:
         """Serve the step's metrics from now on."""
         self._newest.take(step, metrics)
 
-    def samples(self, step: int, kind: str, rows: Rows) -> None:
-        """Does nothing: Prometheus has numbers."""
-
-    def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Does nothing: Prometheus has numbers."""
-
     def close(self) -> None:
         """End the server."""
         self._server.shutdown()
@@ -152,7 +154,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, token: str | None) -> None:
-        self.registry, self.token = registry, token
+        self.registry = registry
+        self.token = token
         self.address_family = AF_INET6 if isinstance(ip_address(host), IPv6Address) else AF_INET
         self._begun = dict[Any, float]()  # open connection -> when it came
         super().__init__((host, port), _Handler)
@@ -183,7 +186,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    server_version, sys_version = "mcore-rl", ""
+    server_version = "mcore-rl"
+    sys_version = ""
     timeout = REQUEST_S  # for one that outlives the server
 
     def log_message(self, *_: object) -> None:

@@ -8,32 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import OFFLINE_LOSSES, before_after
-from mcore_rl.tracking.compared_runs import run_table, settings_that_differ
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.curves import curves, names_of
-from mcore_rl.tracking.head_card import head_card
+from mcore_rl.tracking.head_card import LOSSES, facts, head_card, state_of
 from mcore_rl.tracking.metrics import METRICS
-from mcore_rl.tracking.page import details, page, table, text
-from mcore_rl.tracking.run_files import RecordedRun, read_run
+from mcore_rl.tracking.page import LIGHT, details, page, table, text
+from mcore_rl.tracking.run_files import RecordedRun, leaves, read_run
 from mcore_rl.tracking.sample_browser import sample_browser
 from mcore_rl.tracking.time_section import time_section
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
-# What runs without samples are judged by: the metric, and what is said of it.
-SUPERVISED = {
-    "sft/val_loss": "nats per trained token",
-    "prefer/val_loss": "a pair or answer",
-    "reward/val_loss": "a pair or answer",
-}
-# The shares by which they are judged: what is held out, and the sentence about a share of it.
+# The shares by which runs without samples are judged: what is held out, and the sentence about a share of it.
 HELD_OUT = {
     "prefer/val_accuracy": ("Held-out pairs", "the preferred answer of {} of the pairs has the higher reward"),
     "reward/val_accuracy": ("Held-out pairs or outcomes", "scores agree with the labels of {} of them"),
 }
+
+# The tiles of the head that the table of several runs has, after the result.
+TILES = ("Model", "Algorithm", "Data", "Hardware", "Time in steps", "Cost")
+ABSENT = "-"
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -69,13 +65,51 @@ def write_comparison(run_dirs: Sequence[Path | str], path: Path) -> Path:
     """Write one page with the curves of several runs over one another.  ConfigError: one of them is no run."""
     runs = [read_run(each) for each in run_dirs]
     names = ", ".join(names_of(runs))
-    sections = [f"<h1>{text(names)}</h1>", run_table(runs), _learned(runs), settings_that_differ(runs), curves(runs)]
+    sections = [f"<h1>{text(names)}</h1>", _run_table(runs), _learned(runs), _settings_that_differ(runs), curves(runs)]
     named = zip(names_of(runs), runs, strict=True)
     sections += [details(f"Configuration of {name}", f"<pre>{text(run.config)}</pre>") for name, run in named]
     body = f'<main data-together="together">{"".join(sections)}</main>'
     with replaced(path) as new:
         new.write_text(page(f"Runs: {names}", [body]), encoding="utf-8")
     return path
+
+
+def _run_table(runs: Sequence[RecordedRun]) -> str:
+    """The HTML of a table with a column for each run, headed by its colour in the charts."""
+    names = names_of(runs)
+    keys = "".join(f'<li><i class="c{at % len(LIGHT)}"></i>{text(name)}</li>' for at, name in enumerate(names))
+    columns = [{fact.name: fact for fact in facts(run)} for run in runs]
+    results = [next((fact for fact in column.values() if fact.wide), None) for column in columns]
+    rows = [
+        ["state", *(state_of(run)[0] for run in runs)],
+        ["steps", *(f"{run.last_step or 0} of {run.total_steps or 'unknown'}" for run in runs)],
+        ["result", *("" if fact is None else _all_of(fact.name, fact.value, fact.notes) for fact in results)],
+    ]
+    for tile in TILES:
+        told = [column.get(tile) for column in columns]
+        rows.append([tile.lower(), *("" if fact is None else _all_of("", fact.value, fact.notes) for fact in told)])
+    return f'<figure class="big"><ul>{keys}</ul>{table([], [["", *names], *rows])}</figure>'
+
+
+def _settings_that_differ(runs: Sequence[RecordedRun]) -> str:
+    """The HTML of a table of the keys of config.yaml that have not one value in all ``runs``.
+
+    Keys that some have not, as those of another program, are in a fold.
+    """
+    flat = [dict(leaves(run.settings)) for run in runs]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [[key, *(str(each.get(key, ABSENT)) for each in flat)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    of_all = [row for row in rows if all(row[0] in each for each in flat)]
+    others = [row for row in rows if row not in of_all]
+    head = ["key", *names_of(runs)]
+    title = "<h2>Settings that differ</h2>"
+    said = table(head, of_all) if of_all else '<p class="soft">None that all of these runs have.</p>'
+    return title + said + (details("Keys that not all of them have", table(head, others)) if others else "")
+
+
+def _all_of(name: str, value: str, notes: Sequence[str]) -> str:
+    return "; ".join(filter(None, [f"{name}: {value}" if name else value, *notes]))
 
 
 def _is_said_in_one(run: RecordedRun) -> bool:
@@ -90,11 +124,11 @@ def _heading(run: RecordedRun) -> str:
         sections.append(
             '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
         )
-    elif not run.accuracies and any(run.values(key) for key in SUPERVISED):
-        judged = [(_numbers(run, key), unit) for key, unit in SUPERVISED.items()]
+    elif not run.accuracies and any(run.values(key) for key in LOSSES):
+        judged = [(run.numbers(key), unit) for key, unit in LOSSES.items()]
         sections += [_loss_verdict(losses, unit) for losses, unit in judged if losses]
-        sections += [_share_verdict(*said, shares) for key, said in HELD_OUT.items() if (shares := _numbers(run, key))]
-        sections += [_calibration(errors)] if (errors := _numbers(run, "reward/val_ece")) else []
+        sections += [_share_verdict(*said, shares) for key, said in HELD_OUT.items() if (shares := run.numbers(key))]
+        sections += [_calibration(errors)] if (errors := run.numbers("reward/val_ece")) else []
     elif not run.accuracies:
         sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
     elif _is_said_in_one(run):
@@ -131,11 +165,6 @@ def _loss_verdict(losses: Sequence[tuple[int, float]], unit: str) -> str:
     return f'<div class="verdict {kind}"><p><b>Validation loss:</b> {text(sentence)}.</p></div>'
 
 
-def _numbers(run: RecordedRun, key: str) -> list[tuple[int, float]]:
-    """The finite numbers of ``key``, with their steps."""
-    return [(step, value) for step, value in run.values(key) if value is not None]
-
-
 def _progress(run: RecordedRun) -> str:
     total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
     reached = "no step" if run.last_step is None else f"step {run.last_step}"
@@ -154,7 +183,8 @@ def _troubles(run: RecordedRun) -> str:
 
 
 def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
-    first, last = validations[0], validations[-1]
+    first = validations[0]
+    last = validations[-1]
     if len(validations) == 1:
         sentence = f"validated once, at step {last.step}: {_accuracy(last)}, {last.num_prompts} prompts"
         return f'<div class="verdict"><p><b>{text(source)}:</b> {text(sentence)}.</p></div>'
@@ -180,7 +210,9 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
     rows = []
     for name, run in zip(names_of(runs), runs, strict=True):
         for source, validations in run.accuracies.items():
-            first, top, last = validations[0], best(validations), validations[-1]
+            first = validations[0]
+            top = best(validations)
+            last = validations[-1]
             cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
             rows.append([name, source, last.num_prompts, *cells, _change(gain(first, last), run.complete)])
     if not rows and any(run.values(key) for run in runs for key in OFFLINE_LOSSES):
@@ -199,16 +231,10 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
 
 def _notes_and_warnings(run: RecordedRun) -> str:
     config = f"<pre>{text(run.config)}</pre>" if run.config else '<p class="soft">config.yaml is missing.</p>'
-    rows = [[key, value] for key, value in _flat("", run.environment)]
+    values = leaves(run.environment)
+    rows = [[key, " ".join(map(str, value)) if isinstance(value, list) else value] for key, value in values]
     place = table([], rows) if rows else '<p class="soft">environment.json is missing.</p>'
     return "<h2>Notes and warnings</h2>" + details("Configuration", config) + details("Environment", place)
-
-
-def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
-    """(dotted name, text) of every leaf of ``value``."""
-    if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in _flat(f"{prefix}.{key}" if prefix else str(key), item)]
-    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
 
 
 def _accuracy(accuracy: Accuracy) -> str:

@@ -49,7 +49,9 @@ class LivePage:
     """
 
     def __init__(self, run_dir: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._now, self._lock = run_dir, now, threading.Lock()
+        self._run_dir = run_dir
+        self._now = now
+        self._lock = threading.Lock()
         self._made: tuple[str, bytes] = "", b""
         self._next = now()
 
@@ -68,7 +70,8 @@ class LivePage:
     def get(self) -> tuple[str, bytes]:
         """(tag, page).  ConfigError: the run is gone."""
         with self._lock:
-            tag, start = self.tag(), self._now()
+            tag = self.tag()
+            start = self._now()
             if self._made[0] != tag and start >= self._next:
                 live = {"live": str(LOOK_S), "tag": tag}
                 self._made = tag, report_page(read_run(self._run_dir), live).encode()
@@ -83,7 +86,8 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, run_dir: Path, port: int) -> None:
         read_run(run_dir)
-        self.page, self.path = LivePage(run_dir), f"/{secrets.token_urlsafe(16)}"
+        self.page = LivePage(run_dir)
+        self.path = f"/{secrets.token_urlsafe(16)}"
         try:
             super().__init__((LOOPBACK, port), PageHandler)
         except OSError as error:
@@ -100,7 +104,8 @@ class ReportServer(ThreadingHTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = HOSTS[1], self.server_address[1]
+        self.server_name = HOSTS[1]
+        self.server_port = self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: a browser may go away in the midst of an answer."""
@@ -110,7 +115,8 @@ class PageHandler(BaseHTTPRequestHandler):
     """Answers one browser."""
 
     server: ReportServer
-    server_version, sys_version = "mcore-rl", ""
+    server_version = "mcore-rl"
+    sys_version = ""
     timeout = 30  # seconds, for a client that says nothing
 
     def do_GET(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.json_text import read_json
@@ -57,6 +59,11 @@ class RecordedRun:
         steps = self.environment.get("total_steps")
         return steps if isinstance(steps, int) else None
 
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The values of config.yaml; {} where it cannot be read."""
+        return parsed_config(self.config)
+
     @property
     def complete(self) -> bool:
         """Whether the last step of the run is recorded."""
@@ -65,6 +72,10 @@ class RecordedRun:
     def values(self, key: str) -> list[tuple[int, float | None]]:
         """(step, number) of the steps that report ``key``; None for a number that was not finite."""
         return [(row["step"], _number(row[key])) for row in self.steps if key in row]
+
+    def numbers(self, key: str) -> list[tuple[int, float]]:
+        """The finite numbers of ``key``, with their steps."""
+        return [(step, value) for step, value in self.values(key) if value is not None]
 
     def metric_keys(self) -> list[str]:
         """Every metric that any step reports."""
@@ -84,7 +95,8 @@ class RecordedRun:
             rights: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
             for row in self.samples(step, "validation", EVIDENCE):
                 if row.get("correct") is not None:
-                    source, prompt = str(row.get("data_source")), str(row.get("prompt_id"))
+                    source = str(row.get("data_source"))
+                    prompt = str(row.get("prompt_id"))
                     rights[source][prompt].append(float(row["correct"]))
             for source, prompts in rights.items():
                 means = {prompt: sum(right) / len(right) for prompt, right in prompts.items()}
@@ -119,6 +131,32 @@ def read_run(path: Path | str) -> RecordedRun:
         read_timeline(path / TIMELINE),
         read_lanes(path / LANES),
     )
+
+
+def parsed_config(text: str) -> dict[str, Any]:
+    """The values of a config.yaml; {} where ``text`` is none."""
+    try:
+        values = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def setting(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in ``values`` that holds no further keys."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _object(path: Path) -> dict[str, Any]:

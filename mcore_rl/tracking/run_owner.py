@@ -106,8 +106,10 @@ class RunOwner:
     """
 
     def __init__(self, directory: Path, *, say: Callable[[str], None]) -> None:
-        self._directory, self._say = directory, say
-        self._path, self._me = directory / OWNER, Owner()
+        self._directory = directory
+        self._say = say
+        self._path = directory / OWNER
+        self._me = Owner()
         self._ended = threading.Event()
         self._descriptor = -1
 
@@ -148,7 +150,8 @@ class RunOwner:
         run owns it by now.
         """
         try:
-            ours, there = os.fstat(self._descriptor), os.stat(self._directory)
+            ours = os.fstat(self._descriptor)
+            there = os.stat(self._directory)
             if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
                 self._check_owner(warn)
                 return None
@@ -209,7 +212,8 @@ class RunOwner:
             f"{self._directory} belongs to {who}, of which nothing is known here: "
             f"waiting up to {WATCH_S:.0f} s for a sign of life"
         )
-        first, until = _touched(path), time.monotonic() + WATCH_S
+        first = _touched(path)
+        until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             time.sleep(min(1.0, BEAT_S / 4))
             if (now := _touched(path)) != first:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.json_text import read_json
-from mcore_rl.tracking.before_after import SampleRow, conversation, pairs, score_of
+from mcore_rl.tracking.before_after import SampleRow, conversation, pairs, prompt_of, score_of
 from mcore_rl.tracking.page import UNPRINTABLE
 from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.samples import Kind, sample_files
@@ -105,29 +105,27 @@ def _by_score(by_step: Mapping[int, Sequence[SampleRow]], most: int) -> dict[int
 def _of_prompts(by_step: Mapping[int, Sequence[SampleRow]], most: int) -> dict[int, list[int]]:
     """Step -> places of its first samples of ``most`` prompts: those that are compared above, and the file's first."""
     first, last = (by_step[step] for step in (min(by_step), max(by_step)))
-    told = [_prompt_of(after) for _, _, after in pairs(first, last)]
-    wanted = set(list(dict.fromkeys([*told, *map(_prompt_of, last), *map(_prompt_of, first)]))[:most])
+    told = [prompt_of(after) for _, _, after in pairs(first, last)]
+    wanted = set(list(dict.fromkeys([*told, *map(prompt_of, last), *map(prompt_of, first)]))[:most])
     chosen = {}
     for step, rows in by_step.items():
         places: dict[tuple[str, str], int] = {}
         for at, row in enumerate(rows):
-            if _prompt_of(row) in wanted:
-                places.setdefault(_prompt_of(row), at)
+            if prompt_of(row) in wanted:
+                places.setdefault(prompt_of(row), at)
         chosen[step] = sorted(places.values())
     return chosen
-
-
-def _prompt_of(row: SampleRow) -> tuple[str, str]:
-    return str(row.get("data_source")), str(row.get("prompt_id"))
 
 
 def _plain(step: int, at: int, row: SampleRow, prompts: dict[tuple[str, str, str, str | None], int]) -> list[Any]:
     """A sample as the script reads it; ``prompts`` grows by its prompt."""
     gold = row.get("ground_truth")
-    source, prompt_id = _prompt_of(row)
+    source, prompt_id = prompt_of(row)
     asked = shortened(conversation(row.get("prompt", "")))
     key = (shortened(source), shortened(prompt_id), asked, None if gold is None else shortened(str(gold)))
-    score, correct, error = score_of(row), row.get("correct"), row.get("error")
+    score = score_of(row)
+    correct = row.get("correct")
+    error = row.get("error")
     turns = _turns(row.get("segments"))
     finish = row.get("reason") or row.get("finish")
     return [

@@ -97,7 +97,8 @@ def as_row(step: ScheduledStep) -> dict[str, Any]:
 
 def read_schedule(path: Path) -> tuple[list[ScheduledStep], list[int]]:
     """(the steps of a schedule.jsonl in order, those whose line says something else); both [] if there is no file."""
-    steps, wrong = list[ScheduledStep](), list[int]()
+    steps = list[ScheduledStep]()
+    wrong = list[int]()
     for row in read_steps(path):
         try:
             steps.append(_step(row))

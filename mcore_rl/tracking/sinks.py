@@ -36,7 +36,7 @@ MAX_UNSENT = 8  # files of samples, which hold the responses of a step each
 Samples = tuple[int, Kind, Rows]
 
 
-class RunDirectorySink:
+class RunDirectorySink(Sink):
     """Writes metrics.jsonl, timeline.jsonl, lanes.jsonl, schedule.jsonl, rollouts/ and validation/.
 
     keep: existing records up to this step stay.
@@ -83,9 +83,6 @@ class RunDirectorySink:
         finally:
             self._writing = self._writer.submit(self._write_samples, [*self._unsent[-MAX_UNSENT:], (step, kind, rows)])
 
-    def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Does nothing: files hold steps, not progress."""
-
     def close(self) -> None:
         """Wait until everything is written.  OSError: something was not, and is lost."""
         with ExitStack() as closing:
@@ -115,7 +112,8 @@ class RunDirectorySink:
         self._unsent = []
 
     def _finish_writing(self) -> None:
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -138,7 +136,8 @@ class Tracker:
     def __init__(
         self, sinks: Sequence[Sink], last_step: int = -1, records: Callable[[], RunDirectorySink] | None = None
     ) -> None:
-        self._sinks, self._records = tuple(sinks), records
+        self._sinks = tuple(sinks)
+        self._records = records
         self._failed = set[str]()  # names of sinks
         self._last_step = last_step
 
@@ -163,7 +162,8 @@ class Tracker:
         hardware, for environment.json.  begin: False: nothing that is in the directory changes before ``begin``.
         Raises ConfigError with every violation: the directory cannot be written, a logger cannot start.
         """
-        run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
+        run_dir = Path(run_dir)
+        keep = -1 if resumed_step is None else resumed_step
         values = redact_settings(with_names(plain(config)))
         opening = LoggerStart(run_dir, trainer, values, resumed_step)
         sinks: list[Sink] = []
@@ -203,7 +203,8 @@ class Tracker:
     def begin(self) -> None:
         """Begin to record, where ``open`` did not.  Raises ConfigError: the directory cannot be written."""
         assert self._records is not None, "it has begun"
-        self._sinks, self._records = (self._records(), *self._sinks), None
+        self._sinks = (self._records(), *self._sinks)
+        self._records = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step, once a step, validation included; keys are in ``metrics.METRICS``.
@@ -228,30 +229,15 @@ class Tracker:
 
     def timeline(self, step: int, spans: Sequence[PhaseSpan], lanes: StepLanes | None = None) -> None:
         """Record when the phases of one step were open, and what engines did; only the run directory has it."""
-
-        def write(sink: Sink) -> None:
-            if isinstance(sink, RunDirectorySink):
-                sink.timeline(step, spans, lanes)
-
-        self._tell(write)
+        self._tell(lambda sink: sink.timeline(step, spans, lanes))
 
     def watch(self, lanes: Sequence[Lane]) -> None:
         """Show in the live line what the engines of ``lanes`` do."""
-
-        def show(sink: Sink) -> None:
-            if isinstance(sink, ConsoleSink):
-                sink.watch(lanes)
-
-        self._tell(show)
+        self._tell(lambda sink: sink.watch(lanes))
 
     def schedule(self, step: ScheduledStep) -> None:
         """Record which groups a step trained; only the run directory has it."""
-
-        def write(sink: Sink) -> None:
-            if isinstance(sink, RunDirectorySink):
-                sink.schedule(step)
-
-        self._tell(write)
+        self._tell(lambda sink: sink.schedule(step))
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """Show the current activity in the live line.  done, total: its progress, in any unit."""
@@ -259,7 +245,8 @@ class Tracker:
 
     def close(self) -> None:
         """Close every sink, even if one fails; idempotent."""
-        sinks, self._sinks = self._sinks, ()
+        sinks = self._sinks
+        self._sinks = ()
         self._tell(lambda sink: sink.close(), sinks[::-1], last=True)
 
     def __enter__(self) -> Self:

@@ -28,7 +28,8 @@ def write_trace(run_dir: Path | str, path: Path) -> Path:
     """Write the trace of the run in ``run_dir`` to ``path``.  ConfigError: it has no lanes, or cannot be written."""
     run = read_run(run_dir)
     if not run.lanes:
-        problem, remedy = f"has no {LANES}", "Give the directory of a run of mcore-rl train that has taken a step"
+        problem = f"has no {LANES}"
+        remedy = "Give the directory of a run of mcore-rl train that has taken a step"
         raise ConfigError([Violation("run_dir", run_dir, problem, remedy)])
     content = {"traceEvents": list(events(run)), "displayTimeUnit": "ms", "otherData": {"run": run.name}}
     try:

@@ -57,7 +57,8 @@ def wilson(successes: float, trials: int, z: float = Z_95) -> tuple[float, float
     """
     if trials == 0:
         return 0.0, 1.0
-    p, z2 = successes / trials, z * z
+    p = successes / trials
+    z2 = z * z
     middle = p + z2 / (2 * trials)
     half = z * math.sqrt(max(p * (1 - p) / trials + z2 / (4 * trials * trials), 0.0))
     scale = 1 + z2 / trials
@@ -66,7 +67,8 @@ def wilson(successes: float, trials: int, z: float = Z_95) -> tuple[float, float
 
 def sign_test(ups: int, downs: int) -> float:
     """Two-sided exact p-value of ``ups`` against ``downs`` under even odds (McNemar's exact test); 1 for no change."""
-    trials, fewer = ups + downs, min(ups, downs)
+    trials = ups + downs
+    fewer = min(ups, downs)
     if trials == 0:
         return 1.0
     tail = math.fsum(math.exp(_log_binomial(trials, k) - trials * math.log(2)) for k in range(fewer + 1))
@@ -82,7 +84,8 @@ def gain(first: Accuracy, last: Accuracy) -> Gain:
     points = last.mean - first.mean
     if first.by_prompt.keys() == last.by_prompt.keys():
         changes = [last.by_prompt[prompt] - first.by_prompt[prompt] for prompt in first.by_prompt]
-        ups, downs = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+        ups = sum(change > 0 for change in changes)
+        downs = sum(change < 0 for change in changes)
         p = sign_test(ups, downs)
         basis = f"exact sign test on the same {first.num_prompts} prompts: {ups} better, {downs} worse"
         return Gain(points, p, p < SIGNIFICANT, basis)

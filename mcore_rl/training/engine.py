@@ -397,6 +397,8 @@ class Engine:
         if batch.images_S is not None:
             assert self.model.vision is not None, "pictures, of which the model sees none"
             assert self.model.mrope is None or batch.positions_T3 is not None, "pictures without their positions"
+        if self.pictures is not None:
+            batch.demand_patches()
         with phase("microbatches"):
             gathers_experts = self.config.moe.dispatcher is Dispatcher.allgather
             return build_microbatches(
@@ -407,6 +409,7 @@ class Engine:
                 equal_over_experts=gathers_experts and self.groups.experts.size() > 1,
                 fill=self.fills_microbatches,
                 share_prompts=self.shares_prompts and batch.pairs_S is None,
+                patches=self.config.microbatch_patches,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:

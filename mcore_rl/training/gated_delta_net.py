@@ -9,7 +9,8 @@ Under context parallelism the projected queries, keys and values of all ranks ar
 every rank computes the rule of all tokens, since the state goes from token to token, for its part of the heads; an
 all-to-all brings back all heads of its own tokens.  Where key heads do not divide, every rank computes all of them.
 
-Invariant: equal to transformers' ``Qwen3NextGatedDeltaNet``, gradients too; nothing passes from sequence to sequence.
+Invariant: equal to transformers' ``Qwen3NextGatedDeltaNet`` and ``Qwen3_5GatedDeltaNet``, gradients too; nothing passes
+from sequence to sequence.
 """
 
 from __future__ import annotations

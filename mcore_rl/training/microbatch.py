@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
@@ -80,7 +82,7 @@ class Microbatch:
     shared: SharedRows | None = None
     pictures: tuple[Picture, ...] = ()
     feature_N: Tensor | None = None
-    patches: Mapping[str, Tensor] = field(default_factory=dict)
+    patches: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def at_targets(self, field_T: Tensor | None) -> Tensor | None:
         """A per-token field of the batch in predictor order; zero (False) for rows without a target."""
@@ -136,6 +138,7 @@ def build_microbatches(
     sequences: int | None,
     equal_over_experts: bool,
     fill: bool = False,
+    patches: int | None = None,
     share_prompts: bool = False,
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
@@ -146,11 +149,14 @@ def build_microbatches(
     fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
     share_prompts: compute a prompt once for those of its samples that are in one microbatch; needs ``tokens``, cp=1 and
     no pairs.
-    Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
-    data-parallel ranks.
+    patches: the most of a packed microbatch's pictures.
+    Raises ConfigError when a sequence or a pair has more than ``tokens``, ``sequences`` or ``patches``.  Collective
+    over the data-parallel ranks.
     """
     budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
-    refuse_if_any(_unit_violations(batch, units, groups, tokens, sequences))
+    refuse_if_any(
+        [*_unit_violations(batch, units, groups, tokens, sequences), *_patch_violations(batch, units, patches)]
+    )
     assert tokens is not None or batch.positions_T3 is None, "an engine of a model that sees pictures packs"
     if tokens is not None:
         budget = tokens // split_multiple(groups) * split_multiple(groups)
@@ -160,7 +166,7 @@ def build_microbatches(
         of_units = _shared_units(batch, budget)
     else:
         of_units = [[Stem((index,)) for index in unit] for unit in units]
-    plan = _plan(batch.lengths_S, of_units, groups, budget, sequences)
+    plan = _plan(batch, of_units, groups, budget, sequences, patches)
     shapes = [_padded_shape(_run_lengths(stems, batch.lengths_S), groups, packed=tokens is not None) for stems in plan]
     if groups.layout.pp > 1:
         # With one shape for all, stages never ask each other what is coming, which would make the host wait at each
@@ -225,12 +231,35 @@ def _routed_alike(batch: TrainBatch, stems: Sequence[Stem]) -> list[Stem]:
     return [part for stem in routed for part in parted(stem)]
 
 
+def _patch_violations(batch: TrainBatch, units: Sequence[Sequence[int]], patches: int | None) -> list[Violation]:
+    """Violations of sequences and pairs whose pictures exceed a microbatch even alone."""
+    if patches is None:
+        return []
+    patches_S = batch.patches_S
+    costs = [sum(patches_S[index] for index in members) for members in units]
+    return budget_violations(costs, patches, "microbatch_patches", what="patches")
+
+
+def _costs(batch: TrainBatch, groups: ProcessGroups, budget: int | None, patches: int | None) -> list[int]:
+    """What each sequence takes of a microbatch's ``budget`` of tokens.
+
+    Of one with pictures as large a share as it has of the tokens or of the ``patches``, whichever is the larger: a
+    microbatch within the budget then holds neither too many tokens nor too many patches.
+    """
+    costs = list(padded_lengths(batch.lengths_S, groups.layout.cp))
+    if budget is None or patches is None:
+        return costs
+    shares = [-(-count * budget // patches) for count in batch.patches_S]
+    return [max(pair) for pair in zip(costs, shares, strict=True)]
+
+
 def _plan(
-    lengths: Sequence[int],
+    batch: TrainBatch,
     units: Sequence[Sequence[Stem]],
     groups: ProcessGroups,
     budget: int | None,
     sequences: int | None,
+    patches: int | None,
 ) -> list[list[Stem]]:
     """Which stems go into which microbatch, by their first members; some microbatches may be empty.
 
@@ -241,8 +270,9 @@ def _plan(
     def stems_in(placed: Sequence[Sequence[int]]) -> list[list[Stem]]:
         return [sorted((stem for unit in chosen for stem in units[unit]), key=_first) for chosen in placed]
 
+    costs_S = _costs(batch, groups, budget, patches)
+    costs = [sum(sum(costs_S[index] for index in stem.members) - stem.saved for stem in unit) for unit in units]
     if budget is not None:
-        costs = [sum(padded_lengths(_run_lengths(unit, lengths), groups.layout.cp)) for unit in units]
         plan = pack(costs, budget)
     else:
         assert sequences is not None

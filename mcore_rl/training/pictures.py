@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -148,8 +149,8 @@ class PictureFeatures:
         width = (1 + len(self.vision.deepstack)) * self.hidden_size
         if not pictures:
             return torch.zeros(0, width, dtype=next(self.tower.parameters()).dtype, device=self.device)
-        patches = torch.cat([microbatch.patches[each.key] for each in pictures]).to(self.device)
-        return features_of(self.tower, self.vision, pictures, patches)
+        patches = torch.from_numpy(np.concatenate([microbatch.patches[each.key] for each in pictures]))
+        return features_of(self.tower, self.vision, pictures, patches.to(self.device))
 
 
 class _Gather(torch.autograd.Function):

@@ -30,7 +30,7 @@ BLOCK = 128
 MX_BLOCK = 32
 LEAST_OF_BLOCK = 1e-4  # the least magnitude of a block: its scale is never 0
 SCALES = " (scales)"  # follows a tensor's name in the name of its scales
-SCHEMES_OVER_RANKS = (Quantization.fp8_channel, Quantization.fp8_tensor)  # their blocks may span rollout ranks
+STORED_BY_COLUMNS = (Quantization.fp8_channel, Quantization.fp8_tensor)  # vLLM's linear layers have the transpose
 
 
 def is_quantised(rule: Rule) -> bool:
@@ -68,11 +68,6 @@ def num_scales(quantization: Quantization, shape: tuple[int, int]) -> tuple[int,
 def bytes_of_scale(quantization: Quantization) -> int:
     """Bytes of a scale: float32, or the exponent of a power of two."""
     return 1 if quantization is Quantization.mxfp8 else 4
-
-
-def reaches_over_ranks(quantization: Quantization, rule: Rule) -> bool:
-    """Whether the shards of a tensor that is split along ``rule.dim`` share scales."""
-    return quantization is Quantization.fp8_tensor or (quantization is Quantization.fp8_channel and rule.dim == 1)
 
 
 def partial_columns(quantization: Quantization, rule: Rule, model: ModelConfig, num_shards: int) -> int | None:
@@ -156,4 +151,5 @@ def _greatest(values: Tensor, dim: int, begin: int, size: int, *, whole: bool) -
     before = begin % size
     after = -(before + values.shape[dim]) % size
     padding = (before, after) if dim == 1 else (0, 0, before, after)
-    return torch.nn.functional.pad(values, padding).unflatten(dim, (-1, size)).amax(dim + 1)
+    padded = torch.nn.functional.pad(values, padding)
+    return padded.view(*padded.shape[:dim], -1, size, *padded.shape[dim + 1 :]).amax(dim + 1)

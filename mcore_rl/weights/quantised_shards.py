@@ -26,12 +26,18 @@ def shard_violations(family: Family, model: ModelConfig, rollout: RolloutConfig)
     table = RolloutTable(family, model, rollout.layout)
     for what, there in (
         ("latent attention, which vLLM multiplies out after quantising,", model.mla is not None),
+        ("a model with a vision tower", model.vision is not None),
         ("experts whose halves take turns", any(rule.turn[1] > 1 for rule in table.rules)),
     ):
         if there:
             problem = f"updates of {what} are not quantised yet"
             yield Violation(KEY, quantization.value, problem, f"Write {KEY}=none")
             return
+    tp = rollout.layout.tp
+    if tp > 1 and quantization in (Quantization.fp8_channel, Quantization.fp8_tensor):
+        problem = "has scales of elements that several ranks hold, and these would wait for one another in an update"
+        remedy = f"Write rollout.tp=1, or {KEY}={Quantization.fp8_block.value}"
+        yield Violation(KEY, quantization.value, problem, remedy)
     partial = {}
     for rule in table.rules:
         if is_quantised(rule) and table.layers(rule):
@@ -42,7 +48,8 @@ def shard_violations(family: Family, model: ModelConfig, rollout: RolloutConfig)
         names = ", ".join(f"{name} has {columns} on a rank" for name, columns in partial.items())
         size = block_shape(quantization, (1, 1))[1]
         problem = f"scales {size} columns of a matrix at a time, and {names}"
-        remedy = f"Write a rollout.tp that leaves multiples of {size}, or {KEY}={Quantization.fp8_channel.value}"
+        other = f"{KEY}={Quantization.fp8_channel.value}"
+        remedy = f"Write {other}" if tp == 1 else f"Write a rollout.tp that leaves multiples of {size}"
         yield Violation(KEY, quantization.value, problem, remedy)
 
 

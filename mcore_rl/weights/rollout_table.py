@@ -17,6 +17,7 @@ from mcore_rl.config.rollout import RolloutLayout, rollout_violations
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
+from mcore_rl.families.towers import TOWER
 from mcore_rl.weights.table import Piece, pieces
 
 
@@ -57,18 +58,26 @@ class RolloutTable:
     """The tensors of every rank of ``layout``.
 
     latent_attention: False if vLLM expands the keys and values of a model with latent attention (``VLLM_MLA_DISABLE``).
+    tower: False leaves out the tensors of the vision tower.
     Raises ConfigError if vLLM cannot run ``model`` in this layout.
     """
 
     def __init__(
-        self, family: Family, model: ModelConfig, layout: RolloutLayout, *, latent_attention: bool = True
+        self,
+        family: Family,
+        model: ModelConfig,
+        layout: RolloutLayout,
+        *,
+        latent_attention: bool = True,
+        tower: bool = True,
     ) -> None:
         refuse_if_any(rollout_violations(model, layout))
         rules = family.rollout if latent_attention or model.mla is None else family.rollout_without_latent
         self.family = family
         self.model = model
         self.layout = layout
-        self.rules = tuple(rule for rule in rules if rule.only(model))
+        self.latent_attention = latent_attention
+        self.rules = tuple(rule for rule in rules if rule.only(model) and (tower or not rule.name.startswith(TOWER)))
         for rule in self.rules:
             assert rule.stage is not Stage.last_copy, f"{rule.name}: vLLM has no pipeline here, so nothing is copied"
             assert rule.stacked == rule.per_expert, f"{rule.name}: vLLM stacks its experts"

@@ -30,12 +30,15 @@ from tools.record_requirements import PYTHONS, holds_for, locked
 
 WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "deepseek-v2", "glm4-moe", "olmoe", "glm4-moe-lite",
                 "minimax-m2"}  # fmt: skip
+LINEAR = "its layers with linear attention take no packed sequences"
 LACKS = {
     "gemma2": "its attention has no soft cap",
     "gemma3-text": "its output linears have no norm",
     "gpt-oss": "its attention has no sinks",
     "ernie4-5": "its rotation of neighbouring pairs",
-    "qwen3-next": "its layers with linear attention take no packed sequences",
+    "qwen3-next": LINEAR,
+    "qwen3-5-text": LINEAR,
+    "qwen3-5-moe-text": LINEAR,
 }
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "seed-oss", "smollm3", *WITH_EXPERTS, *LACKS}
 WITH_ROUTER_BIAS = {"deepseek-v3", "glm4-moe", "glm4-moe-lite", "minimax-m2"}

@@ -65,3 +65,15 @@ def test_half_characters_become_question_marks() -> None:
     assert TextEncoder(style("qwen2.5")).encode([("a\ud83db", False)]) == TextEncoder(style("qwen2.5")).encode(
         [("a?b", False)]
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["hello world, " * 4000, "x" * 40_000, " " * 60_000, "\n\n  a" * 9000, "<|im_end|>" * 5000]
+)
+def test_what_is_refused_has_more_tokens_than_the_limit(text: str) -> None:
+    tokenizer = style("qwen2.5")
+    count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    encoder = TextEncoder(tokenizer)
+    for limit in range(max(1, count - 3), count + 3):
+        assert not encoder.is_longer(text, limit) or count > limit
+    assert encoder.is_longer(text * 2, count) and encoder.is_longer(text * 100, count)

@@ -38,7 +38,7 @@ class Counting(EpisodeTool):
 class Incomplete:
     """Lacks all of it."""
 
-    create = execute = calc_reward = release = None
+    create = None
 
 
 def load(**settings: Any) -> ToolSet:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.checkpoints import convert, distcp_writer, megatron_checkpoint
+from mcore_rl.checkpoints import convert, distcp_writer, megatron_checkpoint, safetensors
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
@@ -382,6 +382,7 @@ def test_memory_is_one_chunk(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """Nothing larger than a chunk or a window is ever made, whatever the tensors."""
     monkeypatch.setattr(megatron_checkpoint, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(convert, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(safetensors, "WINDOW_BYTES", 1000)
     made: list[int] = []
     real = torch.empty
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mcore_rl.checkpoints import export
-from mcore_rl.checkpoints.export import buckets_of, export_stream, save_hf
+from mcore_rl.checkpoints.export import export_stream, save_hf
 from mcore_rl.checkpoints.hf_directory import INDEX, HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
-from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.launch import Rank
@@ -234,9 +233,3 @@ def test_transformers_loads_a_critic(root: Path, streams: dict[Case, list[list[t
     model, info = AutoModelForSequenceClassification.from_pretrained(root / "critic", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(model.score.weight, held["score.weight"])
-
-
-def test_buckets_keep_the_order_and_the_size() -> None:
-    sizes = {"a": 3, "b": 4, "c": 9, "d": 1, "e": 7, "f": 1}
-    specs = {name: TensorSpec(name, torch.uint8, (size,)) for name, size in sizes.items()}
-    assert buckets_of(specs, 8) == [["a", "b"], ["c"], ["d", "e"], ["f"]]

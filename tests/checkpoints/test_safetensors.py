@@ -1,11 +1,10 @@
-"""The file format: regions against slices of what the safetensors package loads, headers, damage, checksums."""
+"""The file format: regions against slices of what the safetensors package loads, headers, damage."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.checkpoints import safetensors
-from mcore_rl.checkpoints.safetensors import DTYPES, TensorSpec, checksum, encode_header, read_header, read_slice
+from mcore_rl.checkpoints.safetensors import DTYPES, TensorSpec, encode_header, in_groups, read_header, read_slice
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
@@ -228,12 +227,7 @@ def test_a_file_cut_after_it_was_opened_is_an_error_and_not_a_crash(tmp_path: Pa
         read_slice(file.fileno(), info, TensorSlice((0, 0), tuple(out.shape)), out)
 
 
-def test_checksum_is_crc32_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = random_tensor((33, 5), torch.bfloat16)
-    expected = f"crc32:{zlib.crc32(bytes(bits(tensor))):08x}"
-    assert checksum(tensor) == checksum(torch.nn.Parameter(tensor)) == expected
-    monkeypatch.setattr(safetensors, "WINDOW_BYTES", 7)
-    assert checksum(tensor) == expected
-    assert checksum(torch.tensor(1.0)) == f"crc32:{zlib.crc32(bytes([0, 0, 128, 63])):08x}"
-    assert checksum(torch.empty(0)) == "crc32:00000000"
-    assert checksum(tensor.flip(0)) != expected  # order matters
+def test_groups_keep_the_order_and_the_size() -> None:
+    sizes = {"a": 3, "b": 4, "c": 9, "d": 1, "e": 7, "f": 1}
+    groups = in_groups([TensorSpec(name, torch.uint8, (size,)) for name, size in sizes.items()], 8)
+    assert [[spec.name for spec in group] for group in groups] == [["a", "b"], ["c"], ["d", "e"], ["f"]]

@@ -47,6 +47,8 @@ def linear(**changes: object) -> ModelConfig:
         models.phi3(),
         models.gpt_oss(),
         models.qwen3_next(),
+        models.qwen3_5(),
+        models.qwen3_5_moe(),
         moe(QWEN, top_k=8),
         moe(DEEPSEEK, top_k=8),
         moe(DEEPSEEK, num_groups=12, top_k_groups=12),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mcore_rl.doctor.checks import (
     Subject,
     Verdict,
     judged,
+    problem_diagnosis,
     worst,
 )
 from mcore_rl.parallel.device import detect
@@ -44,8 +46,15 @@ def test_what_a_check_needs_is_said_in_words(tmp_path: Path) -> None:
     subject = Subject(platform=detect(Device.cpu), directory=tmp_path, quick=True)
     check = HealthCheck(name="x", about="", limit_s=1, run=lambda *_: [], needs=(THOROUGH, ACCELERATOR))
     assert check.lacking(subject) == "left out by --quick"
-    assert NODES.lacking(subject) == "needs two nodes: --nodes N"
-    assert HealthCheck(name="x", about="", limit_s=1, run=lambda *_: []).lacking(subject) == ""
+    assert replace(check, needs=(NODES,)).lacking(subject) == "needs two nodes: --nodes N"
+    assert replace(check, needs=()).lacking(subject) == ""
+
+
+def test_problems_come_with_the_remedy_and_none_is_a_pass() -> None:
+    diagnosis = problem_diagnosis("limits", ["few", "small"], "all", "more", "Set them", verdict=Verdict.WARN)
+    assert (diagnosis.verdict, diagnosis.measured, diagnosis.remedy) == (Verdict.WARN, "few; small", "Set them")
+    diagnosis = problem_diagnosis("limits", [], "all", "more", "Set them")
+    assert (diagnosis.verdict, diagnosis.measured, diagnosis.remedy) == (Verdict.PASS, "all", "")
 
 
 def test_the_worst_verdict() -> None:

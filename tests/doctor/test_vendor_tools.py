@@ -37,39 +37,39 @@ def recorded(name: str) -> str:
             "nvidia_smi_535_h100.txt",
             "535.129.03",
             "12.2",
-            [("NVIDIA H100 80GB HBM3", 72459, 81559, 0, "Default")],
+            [("NVIDIA H100 80GB HBM3", 72459, 0, "Default")],
         ),
         (
             "nvidia_smi_580_a100.txt",
             "580.126.09",
             "13.0",
             [
-                ("NVIDIA A100-SXM4-40GB", 598, 40960, 0, "E. Process"),
-                ("NVIDIA A100-SXM4-40GB", 602, 40960, 0, "E. Process"),
+                ("NVIDIA A100-SXM4-40GB", 598, 0, "E. Process"),
+                ("NVIDIA A100-SXM4-40GB", 602, 0, "E. Process"),
             ],
         ),
         (
             "nvidia_smi_610_b200.txt",
             "610.43.02",
             "13.3",
-            [("NVIDIA B200", 0, 183359, 0, "Default"), ("NVIDIA B200", 0, 183359, 0, "Default")],
+            [("NVIDIA B200", 0, 0, "Default"), ("NVIDIA B200", 0, 0, "Default")],
         ),
         (
             "nvidia_smi_331_gtx680.txt",
             "331.62",
             "",
-            [("GeForce GTX 680", 9, 4095, None, "Default"), ("GeForce GTX 680", 9, 4095, None, "Default")],
+            [("GeForce GTX 680", 9, None, "Default"), ("GeForce GTX 680", 9, None, "Default")],
         ),
     ],
 )
 def test_nvidia_smi_of_several_drivers(
-    file: str, driver: str, runtime: str, gpus: list[tuple[str, int, int, int | None, str]]
+    file: str, driver: str, runtime: str, gpus: list[tuple[str, int, int | None, str]]
 ) -> None:
     report = parse_nvidia_smi(recorded(file))
     assert (report.driver, report.runtime) == (driver, runtime)
     assert report.gpus == tuple(
-        GpuState(index=index, name=name, used_mib=used, total_mib=total, uncorrected=errors, compute_mode=mode)
-        for index, (name, used, total, errors, mode) in enumerate(gpus)
+        GpuState(index=index, name=name, used_mib=used, uncorrected=errors, compute_mode=mode)
+        for index, (name, used, errors, mode) in enumerate(gpus)
     )
 
 
@@ -110,7 +110,7 @@ def test_rocm_topology() -> None:
 def test_rocm_smi() -> None:
     report = parse_rocm_smi(recorded("rocm_smi_rx7900xt.json"), recorded("rocm_driver.json"))
     assert report.driver == "6.12.12"
-    assert report.gpus == (GpuState(index=0, name="Radeon RX 7900 XT", used_mib=26, total_mib=20464),)
+    assert report.gpus == (GpuState(index=0, name="Radeon RX 7900 XT", used_mib=26),)
     report = parse_rocm_smi("WARNING: low power\n" + recorded("rocm_smi_mi100.json"), "")
     assert [(gpu.index, gpu.name, gpu.used_mib) for gpu in report.gpus] == [
         (0, "AMD Instinct MI100", None),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoints.convert import to_megatron
 from mcore_rl.cli import main
-from mcore_rl.reports.logprobs import vllm_scorer
+from mcore_rl.reports import vllm_scorer
 from tests.support import tiny_models
 
 AGREES = 1e-4  # float32; 2e-6 is measured

@@ -19,7 +19,7 @@ from tests.support.text_parts import TEXT
 pytestmark = [pytest.mark.timeout(900), pytest.mark.tier("full"), pytest.mark.usefixtures("processes")]
 
 
-WITH_EXPERTS = ("Qwen3VLMoeForConditionalGeneration", "KimiK25ForConditionalGeneration")
+WITH_EXPERTS = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen3VLMoe", "Qwen3_5Moe", "KimiK25"))
 
 
 # (family, the trainer's precision, the engines'): neither side's numbers are the other's.

@@ -11,13 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.families.flops import forward_flops, matmul_parameters, train_flops, visible_pairs
+from mcore_rl.families.flops import forward_flops, matmul_parameters, patch_cost, train_flops, visible_pairs
 from mcore_rl.families.registry import model_of
-from tests.support import models
+from mcore_rl.training.vision import build_tower
+from tests.support import models, picture_models
 from tests.support.published import TINY, class_config
 
 LENGTH, BATCH = 40, 2
 MODELS = TINY | {"deepseek_v3 without a latent of queries": TINY["deepseek_v3"] | {"q_lora_rank": None}}
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Eager attention multiplies queries and keys in batches; all weights are plain matrices, experts one at a time.
 BATCHED = {"bmm", "baddbmm"}
 # Counted beside attention: the angles of the rotation, a batched product of one frequency with one position, once.
@@ -48,13 +50,16 @@ def seen(model: ModelConfig, layer: int) -> int:
     return sum(key <= query and query - key < window for query in range(LENGTH) for key in range(LENGTH))
 
 
-def test_linear_attention_by_its_weights_and_its_rule() -> None:
+@pytest.mark.parametrize("name", HYBRID)
+def test_linear_attention_by_its_weights_and_its_rule(name: str) -> None:
     """torch counts the chunks of transformers' rule, and a convolution's padding; the definition has neither."""
-    _, model = model_of(TINY["qwen3_next"])
+    _, model = model_of(TINY[name])
     linear, moe = model.linear_attention, model.moe
-    assert linear is not None and moe is not None
-    theirs = AutoModelForCausalLM.from_config(class_config(TINY["qwen3_next"]))
-    shares = {"embed_tokens": 0.0, ".mlp.experts.": moe.top_k / moe.num_experts}
+    assert linear is not None
+    theirs = AutoModelForCausalLM.from_config(class_config(TINY[name]))
+    shares = {"embed_tokens": float(model.tie_output)}
+    if moe is not None:
+        shares[".mlp.experts."] = moe.top_k / moe.num_experts
     multiplying = sum(
         parameter.numel() * next((share for part, share in shares.items() if part in name), 1.0)
         for name, parameter in theirs.named_parameters()
@@ -68,7 +73,7 @@ def test_linear_attention_by_its_weights_and_its_rule() -> None:
     assert forward_flops(model, [LENGTH]) == LENGTH * (2 * multiplying + rule) + attention
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_next"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in HYBRID])
 def test_every_family_as_torch_counts_it(name: str) -> None:
     _, model = model_of(MODELS[name])
     lengths, operations = [LENGTH] * BATCH, counted(name)
@@ -127,3 +132,18 @@ def test_llama_2_7b_by_hand() -> None:
     assert forward_flops(model, [4096]) == pytest.approx(54.13e12 + 4.40e12, rel=1e-3)
     wide = replace(model, sliding_window=1024, sliding_layers=list(range(32)))
     assert forward_flops(wide, [4096]) < forward_flops(model, [4096])
+
+
+@pytest.mark.parametrize("family", picture_models.ARCHITECTURES)
+def test_a_patch_costs_what_the_tower_multiplies_it_by(family: str) -> None:
+    """Oracle: the matrices of transformers' tower; what joins patches to a token counts for each of them in part."""
+    _, model = model_of(picture_models.config(family), pictures=True)
+    assert model.vision is not None
+    tower = build_tower(model.vision, model.hidden_size, torch.device("meta"), torch.float32)
+    matrices = {name: each.weight for name, each in tower.named_modules() if isinstance(each, torch.nn.Linear)}
+    of_blocks = sum(each.numel() for name, each in matrices.items() if name.startswith("blocks."))
+    of_mergers = sum(each.numel() for name, each in matrices.items() if not name.startswith("blocks."))
+    expected = (of_blocks + of_mergers / model.vision.merge_size**2) / matmul_parameters(model)
+    assert patch_cost(model, trained=True) == pytest.approx(expected)
+    assert patch_cost(model, trained=False) == pytest.approx(expected / 3)
+    assert patch_cost(replace(model, vision=None), trained=True) == 0

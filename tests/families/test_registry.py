@@ -24,7 +24,8 @@ from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_mod
 
 # As the model cards and safetensors indices count; DeepSeek-V3, GLM-4.5 and GLM-4.7-Flash without the multi-token
 # prediction layer (with it GLM-4.5 has 358,337,791,296, Air 110,468,824,832, and Flash 31,221,488,576).  MiniMax-M2.5
-# without the 13,880,064 scales of its fp8 blocks.
+# without the 13,880,064 scales of its fp8 blocks.  Of Qwen3.5 the language model: with the prediction layer and the
+# tower 27B has 27,781,427,952, and 35B-A3B 35,951,822,704.
 # Moonlight's is published in four digits: 15.29e9 without embedding and output, 671,088,640 more.
 PUBLISHED_PARAMETERS = {
     "google/gemma-3-1b-it": 999_885_952,
@@ -53,6 +54,8 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "Qwen/Qwen3.5-27B": 26_895_998_464,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "microsoft/phi-4": 14_659_507_200,
@@ -102,20 +105,28 @@ def test_the_table_and_the_model_are_those_of_transformers(hf_id: str) -> None:
     assert_same_numbers(model, reference.model, reference.config)
 
 
-def test_what_qwen3_next_leaves_out_is_its_layer_of_multi_token_prediction() -> None:
-    """The published checkpoint has 1,650,471,424 parameters beyond the model's, in tensors of these names."""
-    family, model = model_of(FACTS["Qwen/Qwen3-Next-80B-A3B-Instruct"])
-    assert model.moe is not None
+@pytest.mark.parametrize(
+    ("hf_id", "left_out"),
+    [
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 1_650_471_424),
+        ("Qwen/Qwen3.5-27B", 424_699_392),
+        ("Qwen/Qwen3.5-35B-A3B", 844_640_768),
+    ],
+)
+def test_what_is_left_out_is_the_layer_of_multi_token_prediction(hf_id: str, left_out: int) -> None:
+    """The published checkpoint has so many parameters beyond the model's, in tensors of these names."""
+    family, model = model_of(FACTS[hf_id])
     sizes = {tensor.name: prod(tensor.shape(model)) for rule in family.weights for tensor in rule.hf}
     hidden = model.hidden_size
     joining = {"fc": 2 * hidden**2, "norm": hidden, "pre_fc_norm_embedding": hidden, "pre_fc_norm_hidden": hidden}
     sizes |= {f"model.{name}.weight": size for name, size in joining.items()}
     assert len(set(family.ignored)) == len(family.ignored)
+    names = [name for name in family.ignored if not name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     total = sum(
-        sizes[name.replace("mtp.", "model.", 1)] * (model.moe.num_experts if "{e}" in name else 1)
-        for name in family.ignored
+        sizes[name.replace("mtp.", "model.", 1)] * (model.moe.num_experts if model.moe and "{e}" in name else 1)
+        for name in names
     )
-    assert total == 1_650_471_424
+    assert total == left_out
 
 
 def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[str, Any]) -> None:

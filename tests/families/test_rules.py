@@ -98,8 +98,12 @@ def test_a_fused_tensor_is_cut_like_its_parts(layout: ShardLayout, num_shards: i
     for index in range(num_shards):
         expected = laid_out(layout, QKV, num_shards, index)
         np.testing.assert_array_equal(laid_out(fused, [np.concatenate(QKV)], num_shards, index), expected)
-    with pytest.raises(AssertionError, match="one after another"):
-        fused(MODEL, [31], num_shards, 0)
+        # The first tensor by itself, the others as one.
+        partly = laid_out(fused, [QKV[0], np.concatenate(QKV[1:])], num_shards, index)
+        np.testing.assert_array_equal(partly, expected)
+    for sizes in ([31], [16, 15], [17, 15], [16, 16, 1], [33]):
+        with pytest.raises(AssertionError, match=r"one after another|no sections"):
+            fused(MODEL, sizes, num_shards, 0)
 
 
 def test_split_takes_the_same_part_of_gate_and_up() -> None:

@@ -116,6 +116,15 @@ def _linear_attention_cases() -> list[Case]:
             ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4),
         )
     ]  # fmt: skip
+    flat = {
+        "qwen3_5": (("tp=2", 2), ("cp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("tp=2,cp=2", 4)),
+        "qwen3_5_moe": (("tp=2,etp=1", 2), ("ep=2", 2), ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4)),
+    }
+    for name, of_model in flat.items():
+        cases += [Case(problem=Problem(model=name), layout=layout, world_size=size) for layout, size in of_model]
+    cases.append(replace(cases[-1], recompute=Recompute.full))
+    hybrid = Case(problem=Problem(model="qwen3_5"), layout="cp=2", world_size=2, recompute=Recompute.selective)
+    cases.append(replace(hybrid, microbatch_tokens=None, microbatch_sequences=3))
     unpacked = replace(cases[3], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.selective)
     return [*cases, unpacked, replace(cases[0], recompute=Recompute.full), replace(cases[5], microbatch_tokens=WHOLE)]
 

@@ -137,6 +137,8 @@ MODELS: dict[str, ModelConfig] = {
     "gemma3": models.gemma3(),
     "olmoe": models.olmoe(),
     "qwen3_next": models.qwen3_next(),
+    "qwen3_5": models.qwen3_5(),
+    "qwen3_5_moe": models.qwen3_5_moe(),
     "phi3": models.phi3(),
     "gpt_oss": models.gpt_oss(),
     "seed_oss": models.seed_oss(),

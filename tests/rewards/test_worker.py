@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.rewards.score import RewardRequest, Score
-from mcore_rl.rewards.worker import grade, packed, unpacked
+from mcore_rl.rewards.worker import grade, overlong_penalty, packed, unpacked
 
 CONFIG = RewardConfig(error_score=-0.5, overlong=OverlongConfig(enable=True, length=100, penalty_factor=0.5))
 REQUEST = RewardRequest(("p", 0), "gsm8k", "#### 18", "18", {}, num_tokens=950, max_tokens=1000)
@@ -20,6 +20,25 @@ def test_the_penalty_is_added_to_any_grader() -> None:
     assert grade(REQUEST, CONFIG) == Score(0.75, {"format": 1.0, "overlong": -0.25}, correct=1.0, answer="18")
     assert grade(REQUEST, CONFIG, lambda *_: Score(3.0)) == Score(2.75, {"overlong": -0.25})
     assert grade(REQUEST, RewardConfig()) == Score(1.0, {"format": 1.0}, correct=1.0, answer="18")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    [(0, 0.0), (600, 0.0), (800, 0.0), (801, -0.0025), (850, -0.125), (900, -0.25), (1000, -0.5), (1001, -0.5)],
+)
+def test_the_overlong_penalty_is_a_line(num_tokens: int, penalty: float) -> None:
+    config = OverlongConfig(enable=True, length=200, penalty_factor=0.5)
+    assert overlong_penalty(num_tokens, 1000, config) == pytest.approx(penalty, abs=1e-15)
+
+
+@pytest.mark.parametrize(("limit", "begins"), [(20480, 16384), (1000, 800), (4, 3)])
+def test_it_begins_a_fifth_before_the_limit_as_published(limit: int, begins: int) -> None:
+    """The paper expects 16,384 tokens and punishes 4,096 more."""
+    config = OverlongConfig(enable=True)
+    assert overlong_penalty(begins, limit, config) == 0.0
+    assert overlong_penalty(limit, limit, config) == -1.0
+    middle = (begins + limit) // 2
+    assert overlong_penalty(middle, limit, config) == pytest.approx(-(middle - begins) / (limit - begins))
 
 
 @pytest.mark.parametrize(

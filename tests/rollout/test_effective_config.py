@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.families.registry import model_of
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, joined, unread
-from mcore_rl.reports.logprobs import transformers_config
+from mcore_rl.reports import transformers_config
 from mcore_rl.rollout.parameters import VllmProcess
 from tests.support.published import TINY, class_config
 

@@ -31,6 +31,8 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -60,6 +62,10 @@ SIZES = dict(
 )
 MOE = dict(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=EXPERT_FFN)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=32)
+HYBRID = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4, linear_num_value_heads=8,
+    linear_key_head_dim=12, linear_value_head_dim=20,
+)  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES),
@@ -68,10 +74,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE),
-    "qwen3_next": Qwen3NextConfig(
-        **SIZES, **MOE, shared_expert_intermediate_size=80, layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
-    ),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **MOE, **HYBRID, shared_expert_intermediate_size=80),
+    "qwen3_5_text": Qwen3_5TextConfig(**SIZES, **HYBRID),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**SIZES, **MOE, **HYBRID, shared_expert_intermediate_size=80),
     "olmoe": OlmoeConfig(**SIZES | dict(intermediate_size=EXPERT_FFN), num_experts=EXPERTS, num_experts_per_tok=2),
     "phi3": Phi3Config(**SIZES | dict(tie_word_embeddings=True), pad_token_id=0),
     "gemma3_text": Gemma3TextConfig(**SIZES | dict(tie_word_embeddings=True)),
@@ -108,7 +113,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 MOE_FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "gpt_oss", "qwen3_next",
-    "glm4_moe_lite", "minimax_m2",
+    "glm4_moe_lite", "minimax_m2", "qwen3_5_moe_text",
 )  # fmt: skip
 
 

@@ -24,8 +24,7 @@ from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, Statist
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods, WeightReceiverMethods
 from mcore_rl.runtime import engine_watch
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
-from mcore_rl.runtime.engine_watch import WORK, EngineWatch
-from mcore_rl.runtime.hung_engine import EnginePlace
+from mcore_rl.runtime.engine_watch import WORK, EnginePlace, EngineWatch
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.tracking.lanes import State
 from tests.support.answerers import Scripted, ScriptedEngine, ScriptedPart

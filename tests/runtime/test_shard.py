@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.runtime.shard import Portion, Shard, shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.types import SequenceScores, TrainBatch
+from mcore_rl.types import Picture, SequenceScores, TrainBatch
 
 
 def whole() -> TrainBatch:
@@ -120,3 +120,33 @@ def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:
     joined = shared.in_order(shared.assignment, parts)
     assert joined.sums_S.tolist() == [0.0, 1.0, 2.0] and joined.entropy_S is None
     assert isinstance(joined.sums_S.numpy(), np.ndarray) and joined.sums_S.add_(1).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_pictures_go_to_who_reads_features_and_patches_to_who_has_a_tower() -> None:
+    """A picture of two sequences is handed once; other pipeline stages get none of the patches."""
+    one, two = Picture("one", 2, 2, 1), Picture("two", 2, 4, 2)
+    batch = replace(
+        whole(),
+        feature_T=torch.tensor([0, -1, 0, 1, 2, -1, -1, 0], dtype=torch.int32),
+        positions_T3=torch.arange(24, dtype=torch.int32).view(8, 3),
+        images_S=((one,), (one, two), (), (one,)),
+    )
+    patches = {"one": np.zeros((4, 6), np.uint8), "two": np.ones((8, 6), np.uint8)}
+    names = [name for name, _ in batch.token_fields()]
+    shared = SharedBatch(batch.lengths_S, [[0, 1, 2, 3]], images_S=batch.images_S, patches=patches)  # type: ignore[arg-type]
+    shared.add(shared.assignment, shards_of(batch, shared.assignment), names)
+    (refs,) = shared.shard_refs([[[3, 1], [2]]], names, [None])
+    assert [len(each) for each in refs.patches] == [4, 8]
+    portion = pickle.loads(refs.portion)
+    for given in ([*refs.shards, *refs.patches], refs.shards):
+        for indices, joined in zip([[3, 1], [2]], portion.join(given), strict=True):
+            expected = batch.select(indices)
+            assert joined.images_S == expected.images_S
+            assert joined.feature_T is not None and expected.feature_T is not None
+            assert torch.equal(joined.feature_T, expected.feature_T)
+            assert joined.positions_T3 is not None and expected.positions_T3 is not None
+            assert torch.equal(joined.positions_T3, expected.positions_T3)
+            assert joined.patches.keys() == (patches.keys() if given is not refs.shards else set())
+    (refs,) = shared.shard_refs([[[0, 1]]], ["tokens_T", "mask_T"], [None])
+    (joined,) = pickle.loads(refs.portion).join(refs.shards)
+    assert refs.patches == [] and joined.images_S is None and joined.feature_T is None

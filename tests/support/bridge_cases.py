@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, ModelConfig]] = {
     },
 }
 # Families without a bridge: neither registers one for their ``model_type`` (mbridge) or class (Megatron-Bridge).
-_NEITHER = {"phi3", "seed_oss", "smollm3", "ernie4_5"}
+_NEITHER = {"phi3", "seed_oss", "smollm3", "ernie4_5", "qwen3_5_text", "qwen3_5_moe_text"}
 UNKNOWN = {
     "mbridge": {"mistral", "gemma2", "gemma3_text", "olmoe", "deepseek_v2", "gpt_oss", "qwen3_next"}
     | _NEITHER

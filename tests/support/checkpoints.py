@@ -35,6 +35,8 @@ MODELS: dict[str, ModelConfig] = {
     "olmoe": models.olmoe(num_query_groups=4),  # vLLM takes no more ranks than these
     "deepseek_v2": models.deepseek_v2(),
     "qwen3_next": models.qwen3_next(num_query_groups=4),
+    "qwen3_5_text": models.qwen3_5(num_query_groups=4),
+    "qwen3_5_moe_text": models.qwen3_5_moe(num_query_groups=4),
     "glm4_moe": models.glm4_moe(),
     "glm4_moe_lite": models.glm4_moe_lite(),
     "minimax_m2": models.minimax_m2(num_query_groups=4),  # as olmoe

@@ -40,6 +40,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -116,6 +120,10 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
     if model.attention_sinks:
         return GptOssForCausalLM, gpt_oss_config(model, shared)
     if model.linear_attention is not None:
+        if model.moe is None:
+            return Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_of_axes(model, shared))
+        if not model.is_linear(model.num_layers - 1):  # all that tells it from Qwen3-Next
+            return Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**_of_axes(model, shared), **_gated_experts(model.moe))
         return Qwen3NextForCausalLM, _qwen3_next(model, shared)
     if model.moe is not None and model.moe.shared_gate:
         return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
@@ -240,22 +248,44 @@ def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:
 
 
 def _qwen3_next(model: ModelConfig, shared: dict[str, object]) -> Qwen3NextConfig:
-    linear, moe = model.linear_attention, model.moe
-    assert linear is not None and moe is not None and model.zero_centered_norm and model.attention_output_gate
+    moe = model.moe
+    assert moe is not None
     return Qwen3NextConfig(
-        **shared,
+        **_hybrid(model, shared),
+        **_gated_experts(moe),
+        norm_topk_prob=moe.norm_topk_prob,
+        mlp_only_layers=moe.dense_layers,
+    )
+
+
+def _hybrid(model: ModelConfig, shared: dict[str, object]) -> dict[str, object]:
+    """The fields of Qwen3-Next's and Qwen3.5's layers."""
+    linear = model.linear_attention
+    assert linear is not None and model.zero_centered_norm and model.attention_output_gate
+    return shared | dict(
         layer_types=["linear_attention" if model.is_linear(n) else "full_attention" for n in range(model.num_layers)],
         linear_num_key_heads=linear.num_key_heads,
         linear_num_value_heads=linear.num_value_heads,
         linear_key_head_dim=linear.key_head_dim,
         linear_value_head_dim=linear.value_head_dim,
         linear_conv_kernel_dim=linear.conv_kernel_dim,
+    )
+
+
+def _of_axes(model: ModelConfig, shared: dict[str, object]) -> dict[str, object]:
+    """``_hybrid`` with the positions of three axes that Qwen3.5's text parts speak of."""
+    third = model.rotary_dim // 6
+    axes = {"mrope_section": [model.rotary_dim // 2 - 2 * third, third, third], "mrope_interleaved": True}
+    return _hybrid(model, shared) | {"rope_parameters": rope_parameters(model) | axes}
+
+
+def _gated_experts(moe: MoeConfig) -> dict[str, object]:
+    """The fields of experts beside a gated shared one."""
+    return dict(
         num_experts=moe.num_experts,
         num_experts_per_tok=moe.top_k,
         moe_intermediate_size=moe.ffn_hidden_size,
         shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
-        norm_topk_prob=moe.norm_topk_prob,
-        mlp_only_layers=moe.dense_layers,
     )
 
 
@@ -427,6 +457,18 @@ def _linear_attention(value: Callable[[str], Tensor], model: ModelConfig, ours: 
         mine + "out_norm.weight": value(attention + "norm.weight"),
         mine + "out_proj.weight": value(attention + "out_proj.weight"),
     }
+    channels = {"query": linear.key_dim, "key": linear.key_dim, "value": linear.value_dim}
+
+    def by_channel(theirs: str, ours: str) -> Weights:
+        """All channels of each part in a row."""
+        parts = value(attention + theirs).split(list(channels.values()))
+        return {f"{mine}{ours}.{name}": part for name, part in zip(channels, parts, strict=True)}
+
+    full |= by_channel("conv1d.weight", "conv1d.weight")
+    if model.moe is None or not model.is_linear(model.num_layers - 1):  # Qwen3.5
+        others = {"z": "in_proj_z", "beta": "in_proj_b", "alpha": "in_proj_a"}
+        full |= {f"{mine}in_proj.weight.{part}": value(f"{attention}{name}.weight") for part, name in others.items()}
+        return full | by_channel("in_proj_qkv.weight", "in_proj.weight")
     # By key heads; Megatron's checkpoint has each part of them as a tensor of its own.
     values = linear.value_dim // linear.num_key_heads
     sizes = {"query": linear.key_head_dim, "key": linear.key_head_dim, "value": values, "z": values}
@@ -435,9 +477,6 @@ def _linear_attention(value: Callable[[str], Tensor], model: ModelConfig, ours: 
         by_head = value(f"{attention}{name}.weight").view(linear.num_key_heads, -1, model.hidden_size)
         for part, tensor in zip(parts, by_head.split(list(parts.values()), dim=1), strict=True):
             full[f"{mine}in_proj.weight.{part}"] = tensor.flatten(0, 1)
-    channels = [linear.key_dim, linear.key_dim, linear.value_dim]
-    for part, tensor in zip(("query", "key", "value"), value(attention + "conv1d.weight").split(channels), strict=True):
-        full[f"{mine}conv1d.weight.{part}"] = tensor
     return full
 
 

@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import ShardRefs
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import TrainWorker
+from mcore_rl.runtime.watchdog import Watchdog
 
 LEADER: Any = SimpleNamespace(_leads=True)
+NEVER = Watchdog(WatchdogConfig())
 
 
 class InProcessGroup(TrainGroup):
     """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, input, *arguments).  told: of ``all``."""
 
     def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
-        self.ranks = InProcessWorkers(dp, {"on_ranks": on_rank} | methods)
-        super().__init__(self.ranks)  # type: ignore[arg-type]
+        ranks = ["here"] * dp
+        super().__init__("role", ranks, Layout.of(parse_layout(""), dp), ranks, [Path(os.devnull)] * dp, NEVER)
+        self.told: list[str] = []
+        self.methods = {"on_ranks": on_rank} | methods
 
     @property
-    def told(self) -> list[str]:
-        return self.ranks.told
+    def neighbours(self) -> list[list[int]]:
+        coordinates = list(range(self.layout.dp))
+        return [coordinates[start : start + 2] for start in range(0, len(coordinates), 2)]
 
-
-class InProcessWorkers:
-    """A ``WorkerGroup`` whose workers are in this process."""
-
-    def __init__(self, dp: int, methods: dict[str, Callable[..., Any]]) -> None:
-        self.layout = Layout.of(parse_layout(""), dp)
-        self.told: list[str] = []
-        self.neighbours = [list(range(dp))[start : start + 2] for start in range(0, dp, 2)]
-        self.methods = methods
-
-    async def all(self, method: Callable[..., Any], *args: Any) -> None:
+    async def all(self, method: Callable[..., Any], *args: Any, **_: Any) -> Any:
         self.told.append(method.__name__)
 
-    def put(self, shards: Sequence[Shard]) -> list[bytes]:
+    def put(self, shards: Sequence[Shard]) -> Any:
         return [pickle.dumps(shard, protocol=5) for shard in shards]
 
     async def map(
-        self, method: Callable[..., Any], inputs: Sequence[ShardRefs[Any]], *args: Any
-    ) -> tuple[list[Any], list[bytes]]:
+        self, method: Callable[..., Any], inputs: Sequence[ShardRefs[Any]], *args: Any, **_: Any
+    ) -> tuple[list[Any], Any]:
         assert len(inputs) == self.layout.dp
         values, shards = [], []
         for rank, refs in enumerate(inputs):

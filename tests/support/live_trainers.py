@@ -24,6 +24,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import Quantization, parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST, Rank
 from mcore_rl.parallel.secret_store import SecretStore, StoreAccess, StoreServer
@@ -76,34 +77,42 @@ class _Rank:
         lora: LoraConfig | None,
         form: PublishedLora,
         quantization: Quantization,
+        frozen_tower: bool,
     ) -> None:
         from mcore_rl.training.model import DTYPES
         from tests.support import engines
 
         self.leave()
         self.groups = self.stack.enter_context(engines.groups_of(layout))
-        self.table = Table(FAMILIES[name], model, parse_layout(layout), self.rank.world_size)
+        family = (FAMILIES | PICTURES)[name]
+        self.table = Table(family, model, parse_layout(layout), self.rank.world_size)
         self.adapters = AdapterTable(self.table, lora) if lora else None
         self.engine = engines.build(
-            self.groups, model, layout=layout, trainable=False, load=self._loader(weights), adapters=self.adapters
-        )
+            self.groups, model, engines.config(microbatch_tokens=80) if model.vision else None,
+            layout=layout, trainable=False, load=self._loader(weights), adapters=self.adapters,
+        )  # fmt: skip
         self.publisher = Publisher(
             self.engine.models,
             self.table,
-            RolloutTable(FAMILIES[name], model, parse_rollout_layout(rollout), latent_attention=False),  # on the CPU
+            RolloutTable(family, model, parse_rollout_layout(rollout), latent_attention=False),  # on the CPU
             self.rank.rank,
             transport,
             dtype=DTYPES[precision_of(name)] if quantization is Quantization.none else torch.bfloat16,
             bucket_bytes=BUCKET_BYTES,
             adapters=self.adapters if form is PublishedLora.adapter else None,
             quantization=quantization,
+            frozen_tower=frozen_tower,
         )
 
     def _loader(self, weights: Path) -> Any:
+        from mcore_rl.checkpoints.convert import open_hf
         from mcore_rl.checkpoints.hf_directory import HfCheckpoint
         from mcore_rl.checkpoints.load import load_hf
 
-        checkpoint = self.stack.enter_context(HfCheckpoint.open(weights))
+        sees = self.table.model.vision is not None
+        checkpoint = self.stack.enter_context(
+            open_hf(weights, pictures=True)[0] if sees else HfCheckpoint.open(weights)
+        )
         return partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank.rank)
 
     def load(self, weights: Path) -> None:
@@ -266,10 +275,12 @@ class LiveTrainers:
         lora: LoraConfig | None = None,
         form: PublishedLora = PublishedLora.merged,
         quantization: Quantization = Quantization.none,
+        frozen_tower: bool = False,
     ) -> None:
         """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own.
 
         lora, form: the adapters that they train, and in which form these are published.  quantization: of the rollout.
+        frozen_tower: see ``Publisher``.
         """
         self.channel = f"channel{next(self._channels)}"
         address = Address(
@@ -278,7 +289,8 @@ class LiveTrainers:
             num_trainers=NUM_RANKS,
             num_rollout=parse_rollout_layout(rollout).world_size,
         )
-        await self.order("build", name, model, layout, weights, rollout, over(address), lora, form, quantization)
+        order = ("build", name, model, layout, weights, rollout, over(address), lora, form)
+        await self.order(*order, quantization, frozen_tower)
 
     async def stumbling(self) -> None:
         """Return once a rank that was told to stumble does."""

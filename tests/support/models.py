@@ -116,6 +116,19 @@ def qwen3_next(**changes: object) -> ModelConfig:
     return dense(**(settings | changes))
 
 
+def qwen3_5(**changes: object) -> ModelConfig:
+    """Qwen3.5-style, dense: Qwen3-Next's layers around an MLP; the output is tied."""
+    return qwen3_next(**({"moe": None, "tie_output": True} | changes))
+
+
+def qwen3_5_moe(**changes: object) -> ModelConfig:
+    """Qwen3.5-style with experts: Qwen3-Next's layers, of which the last is no linear one."""
+    linear = qwen3_next().linear_attention
+    assert linear is not None
+    settings = {"linear_attention": replace(linear, layers=[0, 1, 2]), "ffn_hidden_size": 32}  # of an expert
+    return qwen3_next(**(settings | changes))
+
+
 def olmoe(**changes: object) -> ModelConfig:
     """OLMoE-style: experts whose probabilities are not renormalised, one norm over all heads of a token."""
     experts = MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=32, norm_topk_prob=False)

@@ -28,6 +28,7 @@ TOP_K = (("0", "-2"), ("-1", "1", "50"))
 
 ROLE = {
     "max_nonfinite_steps": COUNT,
+    "microbatch_patches": COUNT,
     "microbatch_sequences": COUNT,
     "microbatch_tokens": COUNT,
     "moe.aux_loss_coeff": COEFFICIENT,
@@ -111,6 +112,9 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_reward_function.import_timeout_s": SECONDS,
     "custom_reward_function.weights": (("[nan]", "[inf]"), ("[1,0.5]", "0", "[-1]")),
     "data.gen_batch_size": COUNT,
+    "data.image_max_pixels": COUNT,
+    "data.image_min_pixels": COUNT,
+    "data.max_images": COUNT,
     "data.max_length": COUNT,
     "data.max_prompt_length": COUNT,
     "data.max_response_length": COUNT,

@@ -103,8 +103,7 @@ def batch_of(vision: VisionConfig) -> TrainBatch:
         images.append(tuple(Picture(name, *GRIDS[name], Grid(1, *GRIDS[name]).tokens) for name, _ in row.media))
     draw = np.random.default_rng(3)
     patches = {
-        name: torch.from_numpy(draw.integers(0, 256, (high * wide, patch_width), dtype=np.uint8))
-        for name, (high, wide) in GRIDS.items()
+        name: draw.integers(0, 256, (high * wide, patch_width), dtype=np.uint8) for name, (high, wide) in GRIDS.items()
     }
     return TrainBatch(
         lengths_S=lengths,
@@ -143,7 +142,9 @@ def whole_side(whole: PreTrainedModel, vision: VisionConfig, batch: TrainBatch) 
         tokens = batch.tokens_T[None, start : start + length]
         given: dict[str, Any] = {}
         if images:
-            given["pixel_values"] = torch.cat([(batch.patches[x.key].float() / 255 - mean) / std for x in images])
+            given["pixel_values"] = torch.cat(
+                [(torch.from_numpy(batch.patches[x.key]).float() / 255 - mean) / std for x in images]
+            )
             given["image_grid_thw"] = torch.tensor([(1, x.height, x.width) for x in images])
             given["mm_token_type_ids"] = (batch.feature_T[None, start : start + length] >= 0).int()
         logits = whole(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given).logits

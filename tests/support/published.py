@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from mcore_rl.families.text_part import text_config
 from tests.house.source import ROOT
 
 MODEL_CONFIGS = ROOT / "model_configs"
@@ -23,7 +24,8 @@ class _Copied(UserDict[str, dict[str, Any]]):
         return copy.deepcopy(super().__getitem__(name))
 
 
-FACTS = _Copied(json.loads((MODEL_CONFIGS / "hf_configs.json").read_text(encoding="utf-8")))
+_PUBLISHED = json.loads((MODEL_CONFIGS / "hf_configs.json").read_text(encoding="utf-8"))
+FACTS = _Copied({hf_id: text_config(facts) for hf_id, facts in _PUBLISHED.items()})  # of multimodal ones the text part
 TINY = _Copied({facts["model_type"]: facts for hf_id, facts in FACTS.items() if hf_id.startswith("tiny-")})
 
 # What every checkpoint of a family writes, because the class's default is none of vLLM's.

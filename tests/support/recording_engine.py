@@ -24,7 +24,7 @@ from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.programs import start
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
-from mcore_rl.reports.logprobs.transformers_scorer import _Choices
+from mcore_rl.reports.transformers_scorer import _Choices
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 
 Recorded = list[tuple[list[int], Sample]]  # the tokens of the prompt, and the sample with its experts

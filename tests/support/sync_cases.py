@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,10 @@ from tests.support.forked import start_engine
 from tests.support.vllm_device import VLLM_DEVICE
 
 SIZES = dict(hidden_size=64, head_dim=32)
+# Heads and taps that vLLM's CPU kernels know.
+CPU_DELTA_NET = LinearAttentionConfig(
+    layers=[0, 1, 3], num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64, conv_kernel_dim=4
+)
 MODELS: dict[str, ModelConfig] = {
     "llama": models.dense(**SIZES),
     # One key/value head: two ranks share it, in training as in vLLM.
@@ -47,13 +52,17 @@ MODELS: dict[str, ModelConfig] = {
     "smollm3": models.smollm3(hidden_size=128, head_dim=32),
     "ernie4_5": models.ernie4_5(**SIZES),
     "gpt_oss": models.gpt_oss(**SIZES),
-    # Heads and taps that vLLM's CPU kernels know.  A token has all experts: of some, bfloat16 would choose others than
+    # A token has all experts: of some, bfloat16 would choose others than
     # float32 (transformers by itself: log-probs 0.8 apart), and what is compared here are weights.
     "qwen3_next": models.qwen3_next(
         moe=MoeConfig(num_experts=8, top_k=8, ffn_hidden_size=32, shared_ffn_hidden_size=56, shared_gate=True),
-        linear_attention=LinearAttentionConfig(
-            layers=[0, 1, 3], num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64, conv_kernel_dim=4
-        ),
+        linear_attention=CPU_DELTA_NET,
+        **SIZES,
+    ),
+    "qwen3_5_text": models.qwen3_5(linear_attention=CPU_DELTA_NET, **SIZES),
+    "qwen3_5_moe_text": models.qwen3_5_moe(
+        moe=MoeConfig(num_experts=8, top_k=8, ffn_hidden_size=32, shared_ffn_hidden_size=56, shared_gate=True),
+        linear_attention=replace(CPU_DELTA_NET, layers=[0, 1, 2]),
         **SIZES,
     ),
     # Widths that vLLM's attention on the CPU knows.
@@ -66,7 +75,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
 }
 # Families of which vLLM's CPU build has kernels of bfloat16 alone; all others run in float32.
-BFLOAT16 = {"qwen3_next"}
+BFLOAT16 = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
 RESPONSE = 96  # tokens, the longest
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)

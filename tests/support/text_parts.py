@@ -20,6 +20,8 @@ TEXT = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3_vl_text", "qwen3"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_moe"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", "deepseek_v3", "deepseek_v3"),
 }
 _SIGLIP = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=56)
@@ -30,6 +32,8 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {**_QWEN, "fullatt_block_indexes": [1]},
     "qwen3_vl": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
     "qwen3_vl_moe": {**_QWEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+    "qwen3_5": {**_QWEN, "num_position_embeddings": 16},
+    "qwen3_5_moe": {**_QWEN, "num_position_embeddings": 16},
     "kimi_k25": dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, pos_emb_height=4,
         pos_emb_width=4,
@@ -57,12 +61,13 @@ def config(architecture: str, **text_changes: object) -> dict[str, Any]:
     if kind == "qwen3_vl_moe":  # transformers 5.19 misreads published experts whose gate and up are square
         text["moe_intermediate_size"] = text_changes.get("moe_intermediate_size", 96)
     vision = dict(_VISION[kind])
-    if "qwen" in kind:
+    if "qwen" in kind and "rope_parameters" not in text:
         axes = text["head_dim"] // 2 if "head_dim" in text else text["hidden_size"] // text["num_attention_heads"] // 2
         section = [axes - 2 * (axes // 3), axes // 3, axes // 3]
         rope = {"rope_theta": text.pop("rope_theta", 1e4), "rope_type": "default", "mrope_section": section}
         text["rope_parameters"] = rope | ({"mrope_interleaved": True} if "qwen3" in kind else {})
         text.pop("rope_scaling", None)  # of a type that no such model has
+    if "qwen" in kind:
         vision["out_hidden_size"] = text["hidden_size"]
     tied = bool(text.get("tie_word_embeddings", family == "gemma3_text"))
     whole = {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": tied}
@@ -100,6 +105,8 @@ PUBLISHED = {
     "Qwen2_5_VLForConditionalGeneration": ("flat", "newest"),
     "Qwen3VLForConditionalGeneration": ("newest",),
     "Qwen3VLMoeForConditionalGeneration": ("newest",),
+    "Qwen3_5ForConditionalGeneration": ("newest",),
+    "Qwen3_5MoeForConditionalGeneration": ("newest",),
     "KimiK25ForConditionalGeneration": ("within",),
 }
 
@@ -167,7 +174,7 @@ def write(
     _fill_padding(model)
     kind = TEXT[architecture][0]
     spelling = spelling or PUBLISHED[architecture][0]
-    experts = experts or ("alone" if kind == "kimi_k25" else "published")
+    experts = experts or {"kimi_k25": "alone", "qwen3_5_moe": "module"}.get(kind, "published")
     tensors = stored(model, architecture, spelling, experts)
     text, head, _ = SPELLINGS[spelling]
     for name in tensors:

@@ -104,7 +104,11 @@ def test_training_ranks_add_their_parts_up_as_64_bits_do(monkeypatch: pytest.Mon
     ]
     publishers: list[Any] = [
         SimpleNamespace(
-            rollout=table, tensors={(0, "w"): torch.zeros(1)}, fingerprints=lambda mine=mine: mine, adapters=None
+            rollout=table,
+            tensors={(0, "w"): torch.zeros(1)},
+            fingerprints=lambda mine=mine: mine,
+            adapters=None,
+            quantises=lambda _: False,
         )
         for mine in parts
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.config.rollout import Quantization, parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.secret_store import StoreAccess
@@ -23,6 +24,7 @@ from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import messages_to
+from mcore_rl.weights.quantised import SCALES, is_quantised, quantise
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
@@ -143,6 +145,7 @@ def world(
     rollout: str,
     dtype: torch.dtype = torch.float32,
     world_size: int = 2,
+    quantization: Quantization = Quantization.none,
 ) -> World:
     checkpoints.write(name, directory)
     table = Table(FAMILIES[name], checkpoints.MODELS[name], parse_layout(training), world_size)
@@ -154,8 +157,18 @@ def world(
             load_hf(chunks, checkpoint=checkpoint, table=table, rank=rank)
             address = Address(store=NOWHERE, name="x", num_trainers=world_size, num_rollout=target.layout.world_size)
             transport = Recorder(address)
-            publishers.append(Publisher(chunks, table, target, rank, transport, dtype=dtype, bucket_bytes=BUCKET_BYTES))
-            publishers[-1].open()
+            publisher = Publisher(
+                chunks,
+                table,
+                target,
+                rank,
+                transport,
+                dtype=dtype,
+                bucket_bytes=BUCKET_BYTES,
+                quantization=quantization,
+            )
+            publisher.open()
+            publishers.append(publisher)
     return World(directory, target, publishers)
 
 
@@ -203,6 +216,25 @@ def test_fingerprints_add_up_to_those_of_what_is_stored(tmp_path: Path, name: st
             for slot, values in slots.items():
                 sums = sum(part.get((target, key, slot), 0) for part in parts)
                 assert added(sums) == fingerprint(values, (0,) * values.dim()), (key, slot)
+
+
+@pytest.mark.parametrize("scheme", [each for each in Quantization if each is not Quantization.none], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_fingerprints_are_of_the_bytes_and_scales_that_ranks_have_quantised(
+    tmp_path: Path, name: str, scheme: Quantization
+) -> None:
+    made = world(tmp_path, name, "tp=1", "tp=2", torch.bfloat16, world_size=1, quantization=scheme)
+    prints = expected_weights(made.publishers[0], 2).values
+    assert prints.keys() == made.publishers[0].fingerprints().keys()
+    held = [made.by_hand(target) for target in range(2)]
+    stored = [tensor for tensor in made.rollout.tensors(0) if is_quantised(tensor.rule)]
+    assert len(stored) == 4 * made.rollout.model.num_layers
+    for tensor in stored:
+        for slot, rank in product([*range(len(tensor.experts))] or [-1], range(2)):
+            shard = held[rank][tensor.name].bfloat16()
+            its_bytes, its_scales = quantise(shard if slot < 0 else shard[slot], scheme)
+            assert prints[rank, tensor.name, slot] == fingerprint(its_bytes.view(torch.uint8), (0, 0))
+            assert prints[rank, tensor.name + SCALES, slot] == fingerprint(its_scales, (0, 0))
 
 
 def test_a_failure_is_told_and_the_channel_is_closed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.tracking import sinks
 from mcore_rl.tracking.jsonl import read_metrics
+from mcore_rl.tracking.loggers import LOGGERS, LoggerRow, Sink
 from mcore_rl.tracking.samples import sample_files
 from mcore_rl.tracking.sinks import Tracker
 
@@ -26,7 +27,7 @@ def open_tracker(
     return Tracker.open(run_dir, TrainerConfig(logger=list(loggers)), {"a": Logger.wandb}, 10, console, **more)
 
 
-class Failing:
+class Failing(Sink):
     name = "wandb"
     told = 0
 
@@ -36,9 +37,6 @@ class Failing:
 
     def samples(self, *_: object) -> None:
         raise ConnectionError("still")
-
-    def now(self, *_: object) -> None:
-        pass
 
     def close(self) -> None:
         raise ConnectionError("to the end")
@@ -155,7 +153,7 @@ def test_every_logger_that_cannot_start_is_named_with_its_remedy(
 
 def test_what_started_is_closed_where_another_logger_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Recording()
-    monkeypatch.setattr("mcore_rl.tracking.wandb_sink.WandbSink", lambda *_: recording)
+    monkeypatch.setitem(LOGGERS, Logger.wandb, LoggerRow(lambda _: recording, ""))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"trainer\.logger=tensorboard"):
         open_tracker(tmp_path, (Logger.wandb, Logger.tensorboard))

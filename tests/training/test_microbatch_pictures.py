@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mcore_rl.config.model import TowerKind, VisionConfig
-from mcore_rl.training.microbatch import NOWHERE
+from mcore_rl.errors import ConfigError
+from mcore_rl.training.microbatch import NOWHERE, build_microbatches
 from mcore_rl.types import TrainBatch
 from tests.support import picture_models
 from tests.training.test_microbatch import alone, cut, ranks_of
@@ -67,3 +68,19 @@ def test_a_part_of_a_batch_has_its_own_pictures() -> None:
     assert part.images_S is not None
     assert [[image.key for image in images] for images in part.images_S] == [["least"], []]
     assert part.patches.keys() == {"least"}
+
+
+@pytest.mark.parametrize("layout", ["", "cp=2"])
+def test_a_microbatch_holds_neither_too_many_tokens_nor_too_many_patches(layout: str) -> None:
+    """The six sequences would fit into one microbatch by their tokens, and need two by their patches."""
+    whole = batch()
+    assert whole.patches_S == [32, 0, 136, 8, 16, 8]
+    groups = next(iter(ranks_of(layout)))
+    options = {"tokens": 200, "sequences": None, "equal_over_experts": False}
+    assert len(build_microbatches(whole, groups, **options)) == 1  # type: ignore[arg-type]
+    parts = build_microbatches(whole, groups, patches=136, **options)  # type: ignore[arg-type]
+    assert sorted(member for part in parts for member in part.members) == list(range(6))
+    loads = [sum(whole.patches_S[member] for member in part.members) for part in parts]
+    assert len(parts) == 2 and max(loads) == 136, loads
+    with pytest.raises(ConfigError, match=r"microbatch_patches=135: 1 of 6 sequences do not fit.* takes 136 patches"):
+        build_microbatches(whole, groups, patches=135, **options)  # type: ignore[arg-type]

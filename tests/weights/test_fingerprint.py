@@ -25,7 +25,7 @@ def factor(dim: int, index: int) -> int:
 
 
 def by_hand(values: torch.Tensor) -> int:
-    bits = values.view({2: torch.int16, 4: torch.int32}[values.dtype.itemsize])
+    bits = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.dtype.itemsize])
     total = 0
     for place in product(*map(range, values.shape)):
         weight = int(np.prod([factor(dim, index) for dim, index in enumerate(place)], dtype=object))
@@ -33,9 +33,9 @@ def by_hand(values: torch.Tensor) -> int:
     return signed(total)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_it_is_the_formula(dtype: torch.dtype) -> None:
-    values = torch.randn(3, 5, 4).to(dtype)
+    values = (60 + 9 * torch.randn(3, 5, 4)).to(dtype)
     assert fingerprint(values, (0, 0, 0)) == by_hand(values)
 
 

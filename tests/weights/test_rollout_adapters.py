@@ -68,6 +68,7 @@ def test_memory_by_hand() -> None:
         ("llama", models.dense(), LoraConfig(rank=513), "beyond 512", "rollout.lora=merged"),
         ("deepseek_v2", models.deepseek_v2(), LORA, "latent attention", "rollout.lora=merged"),
         ("qwen3_next", models.qwen3_next(), LORA, "linear attention", "rollout.lora=merged"),
+        ("qwen3_5_text", models.qwen3_5(), LORA, "linear attention", "rollout.lora=merged"),
     ],
 )
 def test_what_vllm_cannot_apply_is_refused_by_name(

@@ -5,23 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.agents.arithmetic import evaluated, written
-from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.agents.tools import EpisodeTool, ToolResult, schema_of_texts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 
-SCHEMA = ToolSchema(
-    type="function",
-    function={
-        "name": "calculator",
-        "description": "Calculates an arithmetic expression exactly.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "As 12 * (3 + 4). Operators: + - * / // % **"}
-            },
-            "required": ["expression"],
-        },
-    },
+SCHEMA = schema_of_texts(
+    "calculator",
+    "Calculates an arithmetic expression exactly.",
+    expression="As 12 * (3 + 4). Operators: + - * / // % **",
 )
 
 

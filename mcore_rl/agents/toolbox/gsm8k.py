@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema, schema_of_texts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.rewards.gsm8k import gold_number
 from mcore_rl.rewards.numbers import last_number
 
-SCHEMA = ToolSchema(
-    type="function",
-    function={
-        "name": "calc_gsm8k_reward",
-        "description": "Says whether an answer to the problem is right. 1.0: it is. 0.0: it is not.",
-        "parameters": {
-            "type": "object",
-            "properties": {"answer": {"type": "string", "description": "The answer, a number"}},
-            "required": ["answer"],
-        },
-    },
+SCHEMA = schema_of_texts(
+    "calc_gsm8k_reward",
+    "Says whether an answer to the problem is right. 1.0: it is. 0.0: it is not.",
+    answer="The answer, a number",
 )
 PENALTY = -0.05
 

@@ -15,24 +15,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema, schema_of_texts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.code import WEAK, program_of
 from mcore_rl.rewards.confinement import ConfinementError, Ending, run_confined, weaknesses
 
-SCHEMA = ToolSchema(
-    type="function",
-    function={
-        "name": "python",
-        "description": "Runs Python code and returns what it prints, and the value of its last line. Variables stay.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "Python source"}},
-            "required": ["code"],
-        },
-    },
+SCHEMA = schema_of_texts(
+    "python",
+    "Runs Python code and returns what it prints, and the value of its last line. Variables stay.",
+    code="Python source",
 )
 NOTHING = "(no output)"
 # Runs in the confined process.  Earlier cells are silent, and what they raise was said when they first ran.

@@ -15,22 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema
+from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema, schema_of_texts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.errors import ConfigError, Violation, pip_line
 
-SCHEMA = ToolSchema(
-    type="function",
-    function={
-        "name": "search",
-        "description": "Searches the documents for words, and returns those that fit best.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "Words to search for"}},
-            "required": ["query"],
-        },
-    },
+SCHEMA = schema_of_texts(
+    "search", "Searches the documents for words, and returns those that fit best.", query="Words to search for"
 )
 KEY = "rollout.agent.search_corpus"
 TEXTS = ("text", "contents", "content")  # fields that hold a document, the first that is there

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.asynchrony import trains_stale
+from mcore_rl.config.data import ImagesConfig
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Mode
@@ -43,6 +44,8 @@ def draw_settings(config: RunConfig, identity: Identity) -> dict[str, Any]:
     settings["reward_model.model"] = None  # as above: its files are compared
     settings["algorithm.adv_estimator (greedy samples)"] = config.needs_greedy
     settings["actor.router_replay=r3"] = config.actor.router_replay is RouterReplay.r3
+    if config.sees_pictures:
+        settings |= {f"data.{each.name}": getattr(config.data, each.name) for each in fields(ImagesConfig)}
     if config.trainer.mode is Mode.one_step_off:
         settings["data.train_batch_size"] = config.data.train_batch_size
     written: dict[str, Any] = json.loads(json.dumps(plain(settings)))

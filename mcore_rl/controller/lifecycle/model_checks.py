@@ -13,6 +13,7 @@ from mcore_rl.checkpoints.peft import changed_base, open_peft
 from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.algorithm_object import ACTOR
+from mcore_rl.config.data import ImagesConfig
 from mcore_rl.config.lora import EngineAdapters, PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
@@ -25,12 +26,15 @@ from mcore_rl.config.roles import AdaptedConfig, RoleConfig
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import BY_SOURCE, Teachers
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.packing import budget_violations, padded_length
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
 from mcore_rl.errors import CheckpointError, DataError, Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.text_part import text_part_of
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.parallel.context import padded_lengths, rows_multiple
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, target_violations
@@ -39,12 +43,28 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
 
-def demand_weights(directory: Path, head: Head) -> None:
-    """Raises CheckpointError unless ``directory`` has the tensors that its config.json describes; reads headers."""
-    family, model = model_of(read_config(directory))
+def sight_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]:
+    """Refuses models without a vision tower that is read, where models are given the pictures of rows."""
+    for role in config.group_rows if config.sees_pictures else ():
+        for key, path in config.checkpoints_of(role).items():
+            part = text_part_of(read_config(Path(path)))
+            if part is None or part.model_type not in PICTURES:
+                known = ", ".join(each.architectures[0] for each in PICTURES.values())
+                problem = f"gives models pictures, and {key}={path} has no vision tower that is read"
+                remedy = f"Name a checkpoint of one of {known}, or leave it out"
+                assert isinstance(config.data, ImagesConfig), "else nothing sees pictures"
+                yield Violation("data.image_key", config.data.image_key, problem, remedy)
+
+
+def demand_weights(directory: Path, head: Head, *, pictures: bool = False) -> None:
+    """Raises CheckpointError unless ``directory`` has the tensors that its config.json describes; reads headers.
+
+    pictures: those of the vision tower, too.
+    """
+    family, model = model_of(read_config(directory), pictures=pictures)
     if head is Head.hidden:  # the role does without the output projection, and the policy's processes read it
         head = Head.lm
-    with open_weights(directory) as checkpoint:
+    with open_weights(directory, pictures=pictures) as checkpoint:
         check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
 
 
@@ -57,7 +77,7 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
     for role in config.group_rows:
         of_role = config.role_config(role)
         if isinstance(of_role, AdaptedConfig) and of_role.lora.rank:
-            family, model = model_of(read_config(Path(config.weights_of(role))))
+            family, model = model_of(read_config(Path(config.weights_of(role))), pictures=config.sees_pictures)
             table, prefix = Table(family, model, head=role.head), f"{role.name}.lora."
             wrong = list(target_violations(of_role.lora, table, prefix))
             if role.publishes and isinstance(config, RunConfig) and config.rollout.lora is PublishedLora.adapter:
@@ -67,11 +87,11 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
                 directory = Path(of_role.lora.path)
                 with open_peft(directory, AdapterTable(table, of_role.lora)) as adapters:
                     if adapters.base_copies:
-                        _demand_own_base(adapters, Path(config.weights_of(role)))
+                        _demand_own_base(adapters, Path(config.weights_of(role)), config.sees_pictures)
 
 
-def _demand_own_base(adapters: PeftCheckpoint, base: Path) -> None:
-    with open_weights(base) as checkpoint:
+def _demand_own_base(adapters: PeftCheckpoint, base: Path, pictures: bool) -> None:
+    with open_weights(base, pictures=pictures) as checkpoint:
         if problems := changed_base(adapters, checkpoint):
             raise CheckpointError(str(adapters.directory), problems)
 
@@ -81,7 +101,7 @@ def engine_adapters(config: RunConfig) -> EngineAdapters | None:
     lora, rollout = config.actor.lora, config.rollout
     if not lora.rank:
         return None
-    family, model = model_of(read_config(Path(config.model_directory)))
+    family, model = model_of(read_config(Path(config.model_directory)), pictures=config.sees_pictures)
     table = Table(family, model)
     if published_form(lora, rollout.published_lora, table) is PublishedLora.merged:
         return None
@@ -217,6 +237,14 @@ def unit_violations(
     multiple = rows_multiple(parallel.cp, parallel.tp)
     costs = [padded_length(sum(padded_lengths(each, parallel.cp)), multiple) for each in units]
     yield from budget_violations(costs, tokens, f"{name}.microbatch_tokens", unit)
+
+
+def patch_violations(name: str, config: RoleConfig, media: Sequence[Sequence[Placed]]) -> list[Violation]:
+    """Rows with more patches than a microbatch may have.  name: of the role.  media: the pictures of each row."""
+    if config.microbatch_patches is None or not media:
+        return []
+    costs = [sum(each.grid.patches for each in of_row) for of_row in media]
+    return budget_violations(costs, config.microbatch_patches, f"{name}.microbatch_patches", "row", "patches")
 
 
 def model_offline_violations(config: OfflineConfig, model: ModelConfig) -> list[Violation]:

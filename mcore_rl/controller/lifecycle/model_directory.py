@@ -13,10 +13,11 @@ from mcore_rl.families.registry import unread_fields
 from mcore_rl.families.text_part import text_part_of
 
 
-def prepare_model(model: PolicyModelConfig, directory: Path) -> None:
+def prepare_model(model: PolicyModelConfig, directory: Path, *, pictures: bool = False) -> None:
     """Make ``directory`` the view of ``model.path`` where config.json is changed, and note what is read in part.
 
-    directory: that which every reader reads; ``model.path`` itself where nothing is changed.
+    directory: that which every reader reads; ``model.path`` itself where nothing is changed.  pictures: whether a
+    vision tower is read, too.
 
     Raises CheckpointError: no readable config.json, or the view cannot be written.  ConfigError: a change that nobody
     would read; a family or a field that is not supported.
@@ -26,7 +27,7 @@ def prepare_model(model: PolicyModelConfig, directory: Path) -> None:
         changes = ConfigChanges.of(model)
         _say(f"{source}: config.json is read with changes: {changes.describe(read_config(source))}")
         changes.view(source, directory)
-    if part := text_part_of(read_config(directory)):
+    if not pictures and (part := text_part_of(read_config(directory))):
         rest = " and ".join(f"{name}*" for name in part.rest)
         trained = f"the text part, {part.text_architecture}, is trained and drawn from"
         _say(f"{source}: {part.architecture}: {trained}; {rest} are left as they are, and exported with it")

@@ -42,6 +42,8 @@ from mcore_rl.controller.lifecycle.model_checks import (
     answer_violations,
     demand_weights,
     model_run_violations,
+    patch_violations,
+    sight_violations,
     teacher_violations,
     unit_violations,
     vocabulary_violations,
@@ -53,6 +55,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress, complete_che
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
 from mcore_rl.data.answers import OwnAnswers
+from mcore_rl.data.media.prompts import PictureReader, picture_reader
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.rows import named
 from mcore_rl.data.sampler import PromptSampler
@@ -228,15 +231,18 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     """
     refuse_if_any(run_violations(config))
     directory = Path(config.model_directory)
-    prepare_model(config.model, directory)
-    policy = admit(directory, config.rollout, platform)
+    prepare_model(config.model, directory, pictures=config.sees_pictures)
+    refuse_if_any(list(sight_violations(config)))
+    policy = admit(directory, config.rollout, platform, pictures=config.sees_pictures)
     models = {
-        role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]
+        role.name: policy
+        if role.publishes
+        else model_of(read_config(Path(config.weights_of(role))), pictures=config.sees_pictures)[1]
         for role in config.group_rows
     }
     violations = [*model_run_violations(config, models), *adapter_violations(config)]
     for role in config.group_rows:
-        violations += architecture_violations(config.checkpoints_of(role))
+        violations += architecture_violations(config.checkpoints_of(role), pictures=config.sees_pictures)
     violations += placement_violations(config.trainer, config.rollout.layout, platform)
     violations += replay_model_violations(config, policy, None if config.trainer.replay else why_unrecorded(platform))
     encoder, judge_tokenizer = _scorers(config, platform, violations)
@@ -248,7 +254,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
         config.data.max_prompt_length,
     )  # fmt: skip
-    train, validation = _prompts(config, tokenizer, agents)
+    train, validation = _prompts(config, tokenizer, agents, picture_reader(config.data, policy))
     if train is not None and config.teachers is not None and config.teachers.by_source:
         refuse_if_any(list(teacher_violations(config.teachers, train.data_sources)))
     refuse_if_any(list(_narrow_microbatches(config, train)))
@@ -287,7 +293,7 @@ def _demand_weights(config: RunConfig) -> None:
     """Raises CheckpointError unless every checkpoint of every role has its tensors."""
     for role in config.group_rows:
         for each in dict.fromkeys(config.checkpoints_of(role).values()):
-            demand_weights(Path(each), role.head)
+            demand_weights(Path(each), role.head, pictures=config.sees_pictures)
 
 
 def _scorers(
@@ -317,6 +323,7 @@ def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator
     for role in config.group_rows:
         for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
             yield replace(each, problem=f"{each.problem} with the longest response to it")
+        yield from patch_violations(role.name, config.role_config(role), train.media)
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:
@@ -338,7 +345,7 @@ def _kept(
 
 
 def _prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner, pictures: PictureReader | None
 ) -> tuple[PromptSet | None, PromptSet | None]:
     """The prompts for training and those for validation; None if there are none.
 
@@ -352,11 +359,13 @@ def _prompts(
             ends = {*end_tokens(config.model_directory), *config.rollout.stop_token_ids}
             turns = Turns.of(tokenizer, data.chat_template_kwargs, ends=ends)
             answers = OwnAnswers(turns, data.answer_key, data.prompt_key)
-        train = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents, answers=answers)
+        options: dict[str, Any] = {"max_samples": limit, "title": title, "agents": agents, "pictures": pictures}
+        train = PromptSet.load(files, data, tokenizer, answers=answers, **options)
     if data.val_files:
         files, title = data.val_files, "data.val_files"
         limit = data.val_max_samples
-        validation = PromptSet.load(files, data, tokenizer, max_samples=limit, title=title, agents=agents)
+        options = {"max_samples": limit, "title": title, "agents": agents, "pictures": pictures}
+        validation = PromptSet.load(files, data, tokenizer, **options)
     sets = [each for each in (train, validation) if each is not None]
     has_agents, notes = agents.check_rows(each[index] for each in sets for index in range(len(each)))
     if has_agents and config.actor.router_replay is RouterReplay.r3:
@@ -369,6 +378,12 @@ def _prompts(
         remedy = "Choose an algorithm that does not, or leave these rows out"
         name = config.algorithm.adv_estimator
         refuse_if_any([Violation("algorithm.adv_estimator", name, problem, remedy)] if programs else [])
+    if has_agents and pictures is not None:
+        rows = (each[index] for each in sets for index in range(len(each)))
+        unseen = [row.id for row in rows if row.media and agents.loop_of_row(row) == PROGRAM]
+        problem = f"and a user's program writes its prompts itself, without the pictures of its rows: {named(unseen)}"
+        remedy = "Leave these rows out, or ask for another agent"
+        refuse_if_any([Violation("data.image_key", data.image_key, problem, remedy)] if unseen else [])
     for line in notes:
         warn(line)
     return train, validation

@@ -169,7 +169,7 @@ class Start:
         directory, rollout = Path(self.config.model_directory), self.config.served_rollout
         return await start_engines(
             directory, rollout, bundles, self.platform, self._logs, stack, trainers, awaits_weights=True,
-            adapters=engine_adapters(self.config), watchdog=watchdog, joins=joins,
+            adapters=engine_adapters(self.config), pictures=self.config.sees_pictures, watchdog=watchdog, joins=joins,
         )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.step.rollout_collection import sampling_of
-from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.media.prompts import picture_reader
+from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.responses import (
     LENGTH,
     AgentRecord,
@@ -38,10 +39,13 @@ from mcore_rl.data.responses import (
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.episodes import ROLES, AgentCounts, Episode, prompt_segment
 from mcore_rl.errors import DataError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.runtime.cluster import ray_cluster
@@ -118,8 +122,9 @@ def prepare_engines(config: GenerateConfig, platform: Platform) -> tuple[Generat
     out = Path(config.out).expanduser().resolve()
     config = replace(config, model=replace(config.model, path=str(directory)), out=str(out))
     directory = model_directory(config)
-    prepare_model(config.model, directory)
-    admit(directory, config.rollout, platform)
+    sees = config.data.sees_pictures
+    prepare_model(config.model, directory, pictures=sees)
+    admit(directory, config.rollout, platform, pictures=sees)
     if not has_tokenizer(directory):
         problem, remedy = "has no tokenizer, so that responses have no text", "Copy the tokenizer's files there"
         refuse_if_any([Violation("model.path", str(directory), problem, remedy)])
@@ -137,15 +142,21 @@ async def opened_pool(config: GenerateConfig, platform: Platform) -> AsyncIterat
         directory = model_directory(config)
         await demand_seen({"model.path": directory}, places.nodes)
         logs = logs_beside(Path(config.out))
-        yield pool_of(await start_engines(directory, rollout, places.rollout, platform, logs, stack), rollout)
+        sees = config.data.sees_pictures
+        bundles = places.rollout
+        engines = await start_engines(directory, rollout, bundles, platform, logs, stack, pictures=sees)
+        yield pool_of(engines, rollout)
 
 
 def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner) -> PromptSet:
     """The prompts, with all that agents need of them.  DataError, ConfigError: with what is wrong."""
     files, limit, title = config.data.files, config.data.max_samples, "data.files"
+    _, model = model_of(read_config(model_directory(config)), pictures=config.data.sees_pictures)
+    pictures = picture_reader(config.data, model)
     prompts = PromptSet.load(
-        files, config.data.prompts, tokenizer, max_samples=limit, title=title, graded=False, agents=agents
-    )
+        files, config.data.prompts, tokenizer,
+        max_samples=limit, title=title, graded=False, agents=agents, pictures=pictures,
+    )  # fmt: skip
     taken = taken_columns(prompts.table().column_names)
     if taken:
         problem = f"there is a column {', '.join(taken)} already. Rename it, or generate from the file without it"
@@ -163,7 +174,12 @@ def work_of(config: GenerateConfig, prompts: PromptSet) -> dict[str, Any]:
     rows = [prompts[index] for index in range(len(prompts))]
     settings = as_dict(replace(config, out="", overwrite=False, ray_init=RayInitConfig()))
     own = {path: sum_of(path) for path in config.rollout.agent.files}
-    return {"settings": settings, "weights": files, "prompts": [(row.id, row.tokens) for row in rows], "agents": own}
+    return {"settings": settings, "weights": files, "prompts": [_shown(row) for row in rows], "agents": own}
+
+
+def _shown(row: PromptRow) -> tuple[Any, ...]:
+    """What a model is shown of a prompt."""
+    return row.id, row.tokens, *(each.image.sha256 for each in row.media)
 
 
 def model_directory(config: GenerateConfig) -> Path:
@@ -199,6 +215,7 @@ async def draw(
     for entry in kept.entries:
         by_row[places[entry["prompt"]]][entry["index"]] = _generated(entry["response"])
         report(0)
+    engine = SeeingSource(engine, {row.id: row for row in rows}, PictureShelf([prompts]))
     asked = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
     requests = [each for each in asked if each.index not in by_row[places[each.prompt.id]]]
 

@@ -18,6 +18,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
     demand_weights,
     model_offline_violations,
+    sight_violations,
     unit_violations,
 )
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
@@ -84,10 +85,11 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
         trainer=replace(config.trainer, default_local_dir=str(place)),
     )
     path, role = Path(config.model_directory), config.trained
-    prepare_model(config.model, path)
-    _, model = model_of(read_config(path))
+    prepare_model(config.model, path, pictures=config.sees_pictures)
+    refuse_if_any(list(sight_violations(config)))
+    _, model = model_of(read_config(path), pictures=config.sees_pictures)
     refuse_if_any([*model_offline_violations(config, model), *adapter_violations(config)])
-    demand_weights(path, role.head)
+    demand_weights(path, role.head, pictures=config.sees_pictures)
     load = loader(config, load_tokenizer(config.model.tokenizer_path or path))
     data, trainer = config.data, config.trainer
     train = load(data.train_files, data.train_max_samples, "data.train_files")

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.sft import ACTOR, SftConfig
+from mcore_rl.controller.lifecycle.model_checks import patch_violations
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.step import updates
+from mcore_rl.controller.step.metrics import picture_metrics
+from mcore_rl.controller.step.pixels import put_pixels
 from mcore_rl.data.conversations import Conversation, ConversationSet
+from mcore_rl.data.media.batch import batch_pictures
+from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.tokenizer import end_tokens
+from mcore_rl.errors import refuse_if_any
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.flops import patch_cost
+from mcore_rl.families.registry import model_of
 from mcore_rl.types import StepResult, TrainBatch
 
 SCORED_AT_ONCE = 1024  # validation conversations
+SEEN_AT_ONCE = 128  # of those with pictures, whose pixels are in Ray's store meanwhile
 
 
 class SftRun(OfflineRun[SftConfig, ConversationSet]):
@@ -25,24 +38,44 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
     async def judge(self, rows: ConversationSet) -> dict[str, float]:
         """``sft/val_loss``: the mean cross-entropy over the trained tokens of ``rows``, nats."""
         total, count, number, group = 0.0, 0, len(rows), self.group
-        for start in range(0, number, SCORED_AT_ONCE):
-            chosen = [rows[index] for index in range(start, min(start + SCORED_AT_ONCE, number))]
-            while len(chosen) < group.layout.dp:  # every rank scores something; what is there twice is not trained
-                chosen.append(replace(chosen[0], mask=(False,) * len(chosen[0].mask)))
-            batch = batch_of(chosen)
-            shared = updates.send_whole(group, batch)
+        at_once = SCORED_AT_ONCE if rows.pictures is None else SEEN_AT_ONCE
+        for start in range(0, number, at_once):
+            chosen = {index: rows[index] for index in range(start, min(start + at_once, number))}
+            conversations = list(chosen.values())
+            while len(conversations) < group.layout.dp:  # every rank scores something
+                first = conversations[0]  # what is there twice is not trained
+                conversations.append(replace(first, mask=(False,) * len(first.mask)))
+            batch = batch_of(conversations, pictures=rows.pictures is not None)
+            shared = updates.send_whole(group, batch, await self.pictures_of(rows, chosen))
             total -= float((await updates.score(group, shared, ACTOR.scores("old_logprobs_T"))).sums_S.sum())
             count += int(batch.mask_T.sum())
         return {"sft/val_loss": total / count}
+
+    async def pictures_of(
+        self, rows: ConversationSet, chosen: Mapping[int, Conversation]
+    ) -> updates.StepPictures | None:
+        """The pictures of the ``chosen`` of ``rows``, in Ray's store; None: models are given none."""
+        if rows.pictures is None:
+            return None
+        media = {number: each.media for number, each in chosen.items()}
+        patches = await asyncio.to_thread(put_pixels, self.group, rows, media)
+        model = self.prepared.models[ACTOR.name]
+        return updates.StepPictures(patches, patch_cost(model, trained=self.config.actor.trains_tower))
 
 
 def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ConversationSet]:
     """Reads files as conversations."""
 
-    ends = end_tokens(config.model_directory)
+    directory = Path(config.model_directory)
+    ends = end_tokens(directory)
+    _, model = model_of(read_config(directory), pictures=config.sees_pictures)
+    pictures = picture_reader(config.data, model)
 
     def load(files: Sequence[str], max_samples: int | None, title: str) -> ConversationSet:
-        return ConversationSet.load(files, config.data, tokenizer, max_samples=max_samples, title=title, ends=ends)
+        options: dict[str, Any] = {"max_samples": max_samples, "title": title, "ends": ends}
+        rows = ConversationSet.load(files, config.data, tokenizer, pictures=pictures, **options)
+        refuse_if_any(patch_violations(ACTOR.name, config.actor, rows.media))
+        return rows
 
     return load
 
@@ -51,11 +84,14 @@ async def train_step(run: SftRun, step: int) -> dict[str, float]:
     """Trains one optimizer step on the next conversations."""
     prepared = run.prepared
     with run.clock(ACTOR.update_phase):
+        train = prepared.train
         rows = prepared.sampler.next(run.config.data.train_batch_size)
-        batch = batch_of([prepared.train[index] for index in rows])
-        shared = updates.send_whole(run.group, batch)
+        conversations = [train[index] for index in rows]
+        batch = batch_of(conversations, pictures=train.pictures is not None)
+        seen = await run.pictures_of(train, dict(zip(rows, conversations, strict=True)))
+        shared = updates.send_whole(run.group, batch, seen)
         result = await updates.update_alone(run.group, shared, CrossEntropy(), float(batch.mask_T.sum()))
-    return {"sft/loss": result.loss} | result_metrics(result) | run.passes(batch.lengths_S)
+    return {"sft/loss": result.loss} | result_metrics(result) | run.passes(batch.lengths_S) | picture_metrics(batch)
 
 
 def result_metrics(result: StepResult) -> dict[str, float]:
@@ -68,15 +104,23 @@ def result_metrics(result: StepResult) -> dict[str, float]:
     }
 
 
-def batch_of(conversations: Sequence[Conversation]) -> TrainBatch:
-    """Packs ``conversations`` end to end.  Their first tokens are not trained, since nothing predicts them."""
+def batch_of(conversations: Sequence[Conversation], *, pictures: bool = False) -> TrainBatch:
+    """Packs ``conversations`` end to end.  Their first tokens are not trained, since nothing predicts them.
+
+    pictures: whether the model is given theirs.
+    """
+    lengths_S = tuple(len(each.tokens) for each in conversations)
+    seen = batch_pictures(lengths_S, [each.media for each in conversations]) if pictures else None
     masks = [torch.tensor(each.mask) for each in conversations]
     for mask in masks:
         mask[0] = False
     return TrainBatch(
-        lengths_S=tuple(len(each.tokens) for each in conversations),
+        lengths_S=lengths_S,
         tokens_T=torch.tensor([token for each in conversations for token in each.tokens]),
         mask_T=torch.cat(masks),
+        positions_T3=None if seen is None else seen.positions_T3,
+        feature_T=None if seen is None else seen.feature_T,
+        images_S=None if seen is None else seen.images_S,
     )
 
 

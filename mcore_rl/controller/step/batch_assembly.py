@@ -12,6 +12,7 @@ from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.config.teachers import Teachers
+from mcore_rl.data.media.batch import batch_pictures
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.errors import Violation, refuse_if_any
@@ -26,6 +27,7 @@ def assemble(
     *,
     with_outcomes: bool = False,
     teachers: Teachers | None = None,
+    pictures: bool = False,
 ) -> StepBatch:
     """Packs the tokens of all segments end to end; those of trained segments are trained.
 
@@ -33,6 +35,7 @@ def assemble(
     reward_keys: the parts of the score from which advantages are computed (``algorithm.gdpo_reward_keys``).
     with_outcomes: a stage reads whether responses are right.
     teachers: of the run; of several, the batch says which each sequence has.
+    pictures: whether models are given the pictures of episodes.
     Raises ConfigError if a grader does not give one of ``reward_keys``, or an outcome is not in [0, 1].
     """
     segments = [segment for episode in episodes for segment in episode.segments]
@@ -48,8 +51,10 @@ def assemble(
     taught_by = teachers.names if teachers is not None and teachers.are_several else ()
     if teachers is not None and taught_by:
         extra_S[TAUGHT_BY] = torch.tensor([float(teachers.name_of(each.row.data_source)) for each in episodes])
+    lengths_S = tuple(episode.num_tokens for episode in episodes)
+    seen = batch_pictures(lengths_S, [episode.media for episode in episodes]) if pictures else None
     batch = TrainBatch(
-        lengths_S=tuple(episode.num_tokens for episode in episodes),
+        lengths_S=lengths_S,
         tokens_T=torch.from_numpy(tokens_T),
         mask_T=torch.from_numpy(mask_T),
         rollout_logprobs_T=torch.from_numpy(logprobs_T),
@@ -58,6 +63,9 @@ def assemble(
         unrouted_T=unrouted_T,
         pairs_S=_pairs(episodes),
         extra_S=extra_S,
+        positions_T3=None if seen is None else seen.positions_T3,
+        feature_T=None if seen is None else seen.feature_T,
+        images_S=None if seen is None else seen.images_S,
     )
     groups = [episode.group for episode in episodes]
     return StepBatch(

@@ -19,7 +19,7 @@ from mcore_rl.episodes import Episode
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.device import Memory
 from mcore_rl.tracking.metrics import is_metric
-from mcore_rl.types import SequenceScores
+from mcore_rl.types import SequenceScores, TrainBatch
 
 GIB = 2**30
 OTHER_REASON = "other"  # of loops of users' own: as many metrics as they can think of would be too many
@@ -52,6 +52,19 @@ def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     if correct:
         metrics["reward/accuracy"] = fmean(correct)
     return metrics | _reward_parts(samples) | agent_metrics(episodes) | dict(rollouts.metrics)
+
+
+def picture_metrics(batch: TrainBatch) -> dict[str, float]:
+    """The metrics of the pictures that a step trains with; {} if models are given none."""
+    if batch.images_S is None:
+        return {}
+    shown = [image for images in batch.images_S for image in images]
+    return {
+        "pictures/count": float(len(shown)),
+        "pictures/different": float(len({image.key for image in shown})),
+        "pictures/patches": float(sum(batch.patches_S)),
+        "pictures/token_share": sum(image.tokens for image in shown) / sum(batch.lengths_S),
+    }
 
 
 def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

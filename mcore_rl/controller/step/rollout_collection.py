@@ -31,6 +31,7 @@ from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.pool import PrefixHits
+from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.routes import checked_routes
 from mcore_rl.rollout.single_turn import single_turn
@@ -88,6 +89,7 @@ class RolloutCollector:
     agents: run the rows that ask for an agent; None: one answer to the prompt is all.
     judge: grades the rows that ask for it.
     hits: of the prefix caches of the engines behind ``engine``.
+    shelf: has the pictures of rows; None: no row has some.
     """
 
     def __init__(
@@ -100,10 +102,12 @@ class RolloutCollector:
         agents: AgentRunner | None = None,
         judge: Judge | None = None,
         hits: PrefixHits | None = None,
+        shelf: PictureShelf | None = None,
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
         self._model, self._agents, self._judge = model, agents, judge
         self._hits = hits
+        self._shelf = shelf
 
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
@@ -232,17 +236,20 @@ class RolloutCollector:
         }
         places = {name: place for place, (name, _) in enumerate(named) if place not in of_agents}
         requests = requests_of([Prompt(id=name, tokens=named[place][1].tokens) for name, place in places.items()], n)
+        source: SampleSource = self.engine
+        if self._shelf is not None:
+            source = SeeingSource(source, dict(named), self._shelf)
         graded: list[asyncio.Task[list[Episode]]] = []
         total, finished = n * len(named), itertools.count(1)
         try:
             async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
                 for place in sorted(of_agents):
                     for index in range(n):
-                        work = self._run_agent(*named[place], place, index, sampling)
+                        work = self._run_agent(source, *named[place], place, index, sampling)
                         graded.append(grading.create_task(work))
                         graded[-1].add_done_callback(lambda _: progress(next(finished), total))
                 with self._drawing() if requests else nullcontext():
-                    async for sample in self.engine.generate(requests, sampling):
+                    async for sample in source.generate(requests, sampling):
                         place, experts = places[sample.prompt_id], None
                         if trained and self._model is not None:
                             experts = checked_routes(sample, len(prompts[place].tokens), self._model)
@@ -261,10 +268,15 @@ class RolloutCollector:
         """While open: engines are not idle, whatever agents do."""
         return nullcontext() if self._agents is None else self._agents.waits.drawing()
 
-    async def _run_agent(self, name: str, row: PromptRow, place: int, index: int, sampling: Sampling) -> list[Episode]:
-        """The graded episode of an agent, or those of a user's program.  name: the prompt id for the engine."""
+    async def _run_agent(
+        self, source: SampleSource, name: str, row: PromptRow, place: int, index: int, sampling: Sampling
+    ) -> list[Episode]:
+        """The graded episode of an agent, or those of a user's program.
+
+        source: draws its turns.  name: the prompt id for the engine.
+        """
         assert self._agents is not None
-        episodes = await self._agents.conversations(self.engine, row, name, place, index, sampling)
+        episodes = await self._agents.conversations(source, row, name, place, index, sampling)
         assert all(each.num_response_tokens <= sampling.max_tokens for each in episodes), f"{name} is too long"
         return await self._graded(episodes, sampling.max_tokens)
 

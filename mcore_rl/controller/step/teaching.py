@@ -25,7 +25,7 @@ async def score_by_teacher(
     """Adds the log-probs or hidden states that the teachers make to the batch."""
     teacher_S = np.asarray(teachers.numbers)[shared.extra_S[TAUGHT_BY].astype(np.int64)]
     dp = group.layout.dp
-    taught = assignments(shared.lengths_S, teacher_S, dp)
+    taught = assignments(shared.costs_S, teacher_S, dp)
     batches = [[of_ranks[rank] for of_ranks in taught.values()] for rank in range(dp)]
     same: list[Sequence[int] | None] = [None] * dp  # the fields are of the sequences that are scored
     inputs = shared.shard_refs(batches, stage.reads, same)
@@ -35,8 +35,8 @@ async def score_by_teacher(
     shared.add(members, shards, stage.makes)
 
 
-def assignments(lengths_S: Sequence[int], teacher_S: NDArray[np.int64], num_ranks: int) -> dict[int, list[list[int]]]:
-    """For each teacher that has sequences, those that each rank scores with it, balanced by tokens.
+def assignments(costs_S: Sequence[float], teacher_S: NDArray[np.int64], num_ranks: int) -> dict[int, list[list[int]]]:
+    """For each teacher that has sequences, those that each rank scores with it, balanced by cost.
 
     Every rank has one or more: of a teacher with fewer sequences than ranks, some are scored more than once.
     """
@@ -44,6 +44,6 @@ def assignments(lengths_S: Sequence[int], teacher_S: NDArray[np.int64], num_rank
     for teacher in sorted(set(teacher_S.tolist())):
         own = np.flatnonzero(teacher_S == teacher).tolist()
         members = own + [own[number % len(own)] for number in range(len(own), num_ranks)]
-        ranks = balance([lengths_S[sequence] for sequence in members], num_ranks)
+        ranks = balance([costs_S[sequence] for sequence in members], num_ranks)
         taught[teacher] = [[members[place] for place in of_rank] for of_rank in ranks]
     return taught

@@ -6,7 +6,7 @@ the losses' sums are counted here, over the whole minibatch, before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from mcore_rl.algorithms.selection import Moments, SequencesInStep, num_selected
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.roles import ActorConfig, TrainedConfig
-from mcore_rl.config.stages import TOKENS, Pass, is_field
+from mcore_rl.config.stages import INPUTS, TOKENS, Pass, is_field
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
@@ -30,13 +30,24 @@ from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
-from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.shared_batch import PatchesRef, SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages
 from mcore_rl.types import HIDDEN, Denominators, SequenceScores, StepResult, TrainBatch
 
 # The fields from which the keys of selection are computed.
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
+
+
+@dataclass(frozen=True)
+class StepPictures:
+    """The pictures of a step.
+
+    patches: a reference to those of each picture, by its key.  patch_cost: what a patch costs, in tokens of text.
+    """
+
+    patches: Mapping[str, PatchesRef]
+    patch_cost: float
 
 
 @dataclass
@@ -66,13 +77,23 @@ class Updated:
 
 
 def send(
-    group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]], *, share_prompts: bool = False
+    group: TrainGroup,
+    batch: TrainBatch,
+    minibatches: Sequence[Sequence[int]],
+    pictures: StepPictures | None = None,
+    *,
+    share_prompts: bool = False,
 ) -> SharedBatch:
     """Puts ``batch`` into Ray's store, and assigns each sequence to the rank that trains it first in ``minibatches``.
 
     minibatches: those of ``group``.  Every sequence appears once in the first epoch; repeats are later epochs.
+    pictures: those of ``batch``, where models are given some.
     share_prompts: samples of a prompt go to one rank where that leaves the busiest less to compute.
     """
+    costs_S: Sequence[float] = batch.lengths_S
+    if pictures is not None:
+        of_pictures = [patches * pictures.patch_cost for patches in batch.patches_S]
+        costs_S = [tokens + more for tokens, more in zip(batch.lengths_S, of_pictures, strict=True)]
     stems: list[Stem] = []
     if share_prompts and batch.pairs_S is None:
         stems = stems_of(batch.tokens_T.numpy(), batch.mask_T.numpy(), batch.lengths_S)
@@ -81,13 +102,16 @@ def send(
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            shards = _shards(batch, members, group.layout.dp, stems)
-            for sequences, shard in zip(assignment, shards, strict=True):
+            of_ranks = _shards(batch, costs_S, members, group.layout.dp, stems)
+            for sequences, shard in zip(assignment, of_ranks, strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    neighbours = _together(assignment, group.neighbours)
-    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, stems)
-    shared.add(neighbours, group.put(shards_of(batch, neighbours)), [name for name, _ in batch.token_fields()])
+    shards = _together(assignment, group.neighbours)
+    patches = {} if pictures is None else pictures.patches
+    shared = SharedBatch(
+        batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S, stems
+    )
+    shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
 
@@ -117,7 +141,7 @@ async def run_pass(
         return None
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
-        ranks = dealt(shared.stems, shared.lengths_S, dp) if shared.stems else balance(shared.lengths_S, dp)
+        ranks = dealt(shared.stems, shared.lengths_S, dp) if shared.stems else balance(shared.costs_S, dp)
     lengths: list[Sequence[int] | None] = [None] * dp
     if into is not None:
         lengths = [[into.lengths_S[sequence] for sequence in members] for members in ranks]
@@ -163,7 +187,7 @@ async def update(
         await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared, members, group.layout.dp, shared.stems) for members in minibatches]
+    shards = [_shards(shared, shared.costs_S, members, group.layout.dp, shared.stems) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     if isinstance(loss, ActorLoss):
@@ -217,7 +241,7 @@ async def _select_tokens(
 
 
 async def update_alone(
-    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = TOKENS
+    group: TrainGroup, shared: SharedBatch, loss: RoleLoss, denominator: float, reads: Sequence[str] = INPUTS
 ) -> StepResult:
     """Takes one optimizer step on all of a batch that was sent whole.
 
@@ -230,28 +254,33 @@ async def update_alone(
     return (await group.train(inputs, loss, [counts])).results[0]
 
 
-def send_whole(group: TrainGroup, batch: TrainBatch) -> SharedBatch:
+def send_whole(group: TrainGroup, batch: TrainBatch, pictures: StepPictures | None = None) -> SharedBatch:
     """Puts ``batch`` into Ray's store, for one optimizer step on all of it."""
-    return send(group, batch, [range(len(batch.lengths_S))])
+    return send(group, batch, [range(len(batch.lengths_S))], pictures)
 
 
 def _shards(
-    batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int, stems: Sequence[Stem] = ()
+    batch: TrainBatch | SharedBatch,
+    costs_S: Sequence[float],
+    members: Sequence[int],
+    dp: int,
+    stems: Sequence[Stem] = (),
 ) -> list[list[int]]:
-    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank, and in order.
+    """Divides ``members`` over the data-parallel ranks, balanced by cost; a pair stays on one rank, and in order.
 
-    stems: of the batch, where prompts are shared.
+    stems: of the batch, where prompts are shared; the cost is then the tokens that are computed.
     """
+    pairs_S = batch.pairs_S
     if stems:
         return dealt(within(stems, members), batch.lengths_S, dp)
-    if batch.pairs_S is not None:
+    if pairs_S is not None:
         members = sorted(members)  # the preferred one of a pair is the first of the batch
-    lengths = [batch.lengths_S[index] for index in members]
-    if batch.pairs_S is None:
-        shards = balance(lengths, dp)
+    costs = [costs_S[index] for index in members]
+    if pairs_S is None:
+        shards = balance(costs, dp)
     else:
-        units = units_of([batch.pairs_S[index] for index in members])
-        shards = placed_whole(lengths, units, partial(balance, num_ranks=dp))
+        units = units_of([pairs_S[index] for index in members])
+        shards = placed_whole(costs, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
 
 

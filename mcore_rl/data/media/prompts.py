@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.data import ImagesConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.media.images import image_size, read_image, values_of
+from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.placed import ImageRef, Placed, SizedImage
 from mcore_rl.data.media.sizes import Sizing
 
@@ -58,12 +64,29 @@ class PictureReader:
             raise ValueError(f"{name}: {error}") from error
         return SizedImage(ImageRef(file.sha256, file.path or f"{row_id} {name}"), grid)
 
-    def content(self, record: Mapping[str, Any], folder: Path, place: int, image: ImageRef) -> bytes:
-        """The file of a row's picture ``place``, which was read as ``image``.  ValueError: it is another one now."""
-        file = read_image(values_of(record.get(self.key))[place], folder)
-        if file.sha256 != image.sha256:
-            raise ValueError(f"{image.source} is not what it was when the run began. Begin the run anew")
-        return file.content
+    def contents(self, record: Mapping[str, Any], folder: Path, media: Sequence[Placed]) -> list[bytes]:
+        """The files of a row's pictures, which were placed as ``media``.  ValueError: one is another now."""
+        files = [read_image(value, folder) for value in values_of(record.get(self.key))]
+        for file, each in zip(files, media, strict=True):
+            if file.sha256 != each.image.sha256:
+                changed = f"{each.image.source} is not what it was when the run began"
+                raise ValueError(f"{self.key}: {changed}. Begin the run anew")
+        return [file.content for file in files]
+
+    def patches(
+        self, record: Mapping[str, Any], folder: Path, media: Sequence[Placed], place: int
+    ) -> NDArray[np.uint8]:
+        """The patches of a row's picture ``place``, of those placed as ``media``; see ``pixels.patches_of``.
+
+        ValueError, with the column: a file is another one now, or is damaged behind its header.
+        """
+        content = self.contents(record, folder, media)[place]
+        try:
+            patches, grid = patches_of_file(content, self.sizing)
+        except ValueError as error:
+            raise ValueError(f"{self.key}[{place}]: {error}") from error
+        assert grid == media[place].grid, f"{media[place].image.source} has {grid}, and another by its header"
+        return patches
 
     def messages(self, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """``messages`` with a part of type image in the place of each picture, as chat templates read them.
@@ -90,25 +113,56 @@ class PictureReader:
 
         ValueError, with the remedy: the template, or the tokenizer, is none of a model that takes pictures.
         """
-        pads = [match.start() + len(START) for match in re.finditer(re.escape(WRITTEN), text)]
-        if len(pads) != len(images):
-            wrote = f"the chat template writes {WRITTEN} {len(pads)} times for {len(images)} pictures"
-            raise ValueError(f"{wrote}. Use the template of a model that takes pictures")
         encoded = tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
         )  # where tokens stand in the text is all that tells the template's from others
-        by_span = {tuple(span): place for place, span in enumerate(encoded["offset_mapping"])}
         ids = list(encoded["input_ids"])
-        tokens, media, before = list[int](), list[Placed](), 0
-        for pad, sized in zip(pads, images, strict=True):
-            place = by_span.get((pad, pad + len(PAD)))
-            if place is None:
-                raise ValueError(f"the tokenizer has no token {PAD}. Use that of a model that takes pictures")
-            tokens += ids[before:place]
-            media.append(Placed(sized.image, len(tokens), sized.grid))
-            tokens += [ids[place]] * sized.grid.tokens
-            before = place + 1
-        return tokens + ids[before:], media
+        sources, media = expanded(text, encoded["offset_mapping"], images)
+        return [ids[source] for source in sources], media
+
+
+def picture_reader(data: object, model: ModelConfig) -> PictureReader | None:
+    """What reads the pictures of rows for ``model``; None: it is given none.  data: the configuration group."""
+    if not isinstance(data, ImagesConfig) or data.image_key is None:
+        return None
+    vision = model.vision
+    assert vision is not None, "a model without a tower is refused"
+    sizing = Sizing(
+        vision.patch_size,
+        vision.merge_size,
+        vision.temporal_patch_size,
+        data.image_min_pixels,
+        data.image_max_pixels,
+    )
+    return PictureReader(sizing, data.image_key, data.max_images)
+
+
+def expanded(
+    text: str, offsets: Sequence[Sequence[int]], images: Sequence[SizedImage]
+) -> tuple[list[int], list[Placed]]:
+    """(for each token of the expanded sequence, the token that it repeats; where the pictures are in it).
+
+    text: what the chat template wrote.  offsets: where each of its tokens stands in it.
+
+    ValueError, with the remedy: the template, or the tokenizer, is none of a model that takes pictures.
+    """
+    pads = [match.start() + len(START) for match in re.finditer(re.escape(WRITTEN), text)]
+    if len(pads) != len(images):
+        wrote = f"the chat template writes {WRITTEN} {len(pads)} times for {len(images)} pictures"
+        raise ValueError(f"{wrote}. Use the template of a model that takes pictures")
+    by_span = {tuple(span): place for place, span in enumerate(offsets)}
+    sources = list[int]()
+    media = list[Placed]()
+    before = 0
+    for pad, sized in zip(pads, images, strict=True):
+        place = by_span.get((pad, pad + len(PAD)))
+        if place is None:
+            raise ValueError(f"the tokenizer has no token {PAD}. Use that of a model that takes pictures")
+        sources += range(before, place)
+        media.append(Placed(sized.image, len(sources), sized.grid))
+        sources += [place] * sized.grid.tokens
+        before = place + 1
+    return [*sources, *range(before, len(offsets))], media
 
 
 def _parts(content: Any, place: int) -> Iterator[dict[str, str]]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mcore_rl.config.data import MAX_PIXELS, MIN_PIXELS
 from mcore_rl.data.media.placed import Grid
 
-MIN_PIXELS = 56 * 56  # as the models' own processors have it
-MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28; the checkpoints' own 12,845,056 are 16,384 tokens a picture
 MOST_ELONGATED = 200  # sides of a picture, the longer one over the shorter
 
 

@@ -27,10 +27,11 @@ from mcore_rl.rollout.engine.serving_checks import (
 )
 
 
-def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelConfig:
+def admit(directory: Path, config: ServingConfig, platform: Platform, *, pictures: bool = False) -> ModelConfig:
     """Returns the model in ``directory`` if an engine of ``config`` can run it on ``platform``.
 
     config: a RolloutConfig's engine generates, a RewardModelConfig's engine classifies.
+    pictures: a multimodal checkpoint is run as the whole that sees pictures; else its text part is.
 
     Raises RolloutError: an untested version of vLLM.  CheckpointError: no readable config.json.  ConfigError with every
     violation: a family or a field that is not supported; impossible values, lengths or layouts; weights and KV cache
@@ -38,15 +39,15 @@ def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelCo
     """
     demand_tested_vllm()
     if isinstance(config, RolloutConfig):
-        return _language_model(directory, config, platform)
-    assert isinstance(config, RewardModelConfig)
+        return _language_model(directory, config, platform, pictures=pictures)
+    assert isinstance(config, RewardModelConfig) and not pictures, "a classifier reads text"
     return classifier_model(directory, config, platform)
 
 
-def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform) -> ModelConfig:
+def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform, *, pictures: bool) -> ModelConfig:
     config = read_config(directory)
     refuse_if_any(rollout_config_violations(rollout))
-    family, model = model_of(config)
+    family, model = model_of(config, pictures=pictures)
     violations = engine_violations(model, rollout, platform) + context_violations(model, rollout)
     if not violations:
         violations += quantization_violations(family, model, rollout, platform)
@@ -57,5 +58,5 @@ def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform)
     if rollout.return_routed_experts and unrecorded is not None:
         remedy = "Write rollout.return_routed_experts=false"
         violations.append(Violation("rollout.return_routed_experts", True, unrecorded, remedy))
-    refuse_if_any(violations + memory_violations(directory, rollout, platform))
+    refuse_if_any(violations + memory_violations(directory, rollout, platform, pictures=pictures))
     return model

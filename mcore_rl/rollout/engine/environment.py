@@ -47,10 +47,11 @@ ONLINE = {
     Quantization.fp8_tensor: "fp8_per_tensor",
     Quantization.mxfp8: "mxfp8",
 }
-NOT_QUANTISED = ["*.gate", "*.shared_expert_gate", "*.linear_attn.*", "*visual*", "*vision*"]
-# The load format of ``receiver/text_part_loader.py``, and the extension of a worker that needs no other.
-TEXT_PART_FORMAT = "mcore_rl_text_part"
-TEXT_PART_WORKER = "mcore_rl.rollout.receiver.text_part_loader.TextPartWorker"
+NOT_QUANTISED = ["*.gate", "*.shared_expert_gate", "*.linear_attn.*"]
+# The load format of ``receiver/multimodal_loader.py``, and the extension of a worker that needs no other.
+MULTIMODAL_FORMAT = "mcore_rl_multimodal"
+MULTIMODAL_WORKER = "mcore_rl.rollout.receiver.multimodal_loader.MultimodalWorker"
+MAX_PICTURES = 999  # of a prompt: vLLM wants a number, and reads it only where it processes pictures itself
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -107,6 +108,11 @@ def engine_environment(
         # The CPU kernels of latent attention require dimensions that small models do not have.
         "VLLM_MLA_DISABLE": "1",
     }  # fmt: skip
+
+
+def picture_folder() -> Path:
+    """The folder of the pictures of the engine that this process is of: in its scratch folder."""
+    return Path(os.environ["TMPDIR"]) / "pictures"
 
 
 def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
@@ -172,7 +178,10 @@ def engine_arguments(
         # An update brings plain numbers, also where the checkpoint is quantised (checkpoints/published.py).
         arguments["hf_overrides"] = {"quantization_config": None}
     if part_in(directory) is not None:
-        arguments |= _of_text_part(directory, extension, awaits_weights=awaits_weights)
+        if not awaits_weights:
+            arguments["load_format"] = MULTIMODAL_FORMAT
+        arguments["worker_extension_cls"] = extension or MULTIMODAL_WORKER
+        arguments |= _of_text_part(directory) if model.vision is None else _OF_PICTURES
     arguments |= _of_adapters(adapters)
     if layout.tp > 1 or node.nnodes > 1:
         arguments["distributed_executor_backend"] = "mp"
@@ -188,21 +197,26 @@ def engine_arguments(
     return _beside(arguments, config.engine)
 
 
-def _of_text_part(directory: Path, extension: str | None, *, awaits_weights: bool) -> dict[str, Any]:
+# How vLLM runs a model that sees pictures, which come processed; its weights come as plain numbers.
+_OF_PICTURES: dict[str, Any] = dict(
+    hf_overrides={"quantization_config": None},
+    limit_mm_per_prompt={"image": MAX_PICTURES},
+    mm_processor_cache_gb=0,
+    skip_mm_profiling=True,
+)
+
+
+def _of_text_part(directory: Path) -> dict[str, Any]:
     """How vLLM runs the language model in a multimodal checkpoint by itself, without a tower.
 
-    Weights, names, adapters and kernels are then those of the text model, which the trainer has; a tower would take
-    memory, and one of random weights would normalise pictures at random.  vLLM is given a config.json of its own, and
-    reads weights through ``receiver/text_part_loader.py``, which gives plain numbers of quantised files, too.
+    Weights, names, adapters and kernels are then those of the text model, which the trainer has, and a tower would take
+    memory.  vLLM is given a config.json of its own.
     """
     folder = Path(tempfile.mkdtemp(prefix="text-part-"))  # in the engine's scratch folder, which goes with it
     left_out = ("auto_map", "quantization_config")
     config = {name: value for name, value in text_config(read_config(directory)).items() if name not in left_out}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    arguments = {"hf_config_path": str(folder)}
-    if not awaits_weights:
-        arguments |= {"load_format": TEXT_PART_FORMAT, "worker_extension_cls": extension or TEXT_PART_WORKER}
-    return arguments
+    return {"hf_config_path": str(folder)}
 
 
 def _quantised(quantization: Quantization) -> dict[str, Any]:

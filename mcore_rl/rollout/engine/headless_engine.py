@@ -13,13 +13,13 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.network_utils import get_tcp_uri
 from vllm.v1.engine.utils import CoreEngineProcManager
-from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.parallel.device import Platform
+from mcore_rl.rollout.engine import picture_models
 from mcore_rl.rollout.engine.engine_node import EngineNode
 from mcore_rl.rollout.engine.environment import engine_arguments
 from mcore_rl.rollout.engine.liveness import Liveness, start_error, stop_s
@@ -61,6 +61,7 @@ class HeadlessEngine:
             awaits_weights=awaits_weights, adapters=adapters, node=node,
         )  # fmt: skip
         try:
+            picture_models.use(directory, pictures=model.vision is not None)
             settings = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
             if settings.parallel_config.node_rank_within_dp > 0:  # the first node of its replica has the core
                 executor = MultiprocExecutor(settings)
@@ -93,6 +94,6 @@ def _replicas(settings: VllmConfig) -> CoreEngineProcManager:
         vllm_config=settings,
         local_client=False,
         handshake_address=get_tcp_uri(parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
-        executor_class=Executor.get_class(settings),
+        executor_class=picture_models.executor_of(settings),
         log_stats=False,
     )

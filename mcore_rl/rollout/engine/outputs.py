@@ -1,16 +1,62 @@
-"""Converts between this package's records and vLLM's: sampling parameters, and finished responses."""
+"""Converts between this package's records and vLLM's: inputs with pictures, sampling parameters, finished responses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import torch
 from vllm import SamplingParams
+from vllm.inputs.engine import mm_input, tokens_input
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
-from mcore_rl.rollout.protocol import Request, Sample, Sampling, demand_numbers, seed_of
+from mcore_rl.rollout.engine.patch_files import name_of, named
+from mcore_rl.rollout.protocol import PromptPicture, Request, Sample, Sampling, demand_numbers, seed_of
 from mcore_rl.rollout.routes import continued
+
+
+def picture_item(picture: PromptPicture, *, by_name: bool) -> MultiModalKwargsItem:
+    """The picture as the models of ``picture_models`` take it.  by_name: its patches are in a file of ``patch_files``.
+
+    No patch is copied here.
+    """
+    grid = picture.placed.grid
+    patches = named(picture) if by_name else torch.from_numpy(picture.read())
+    rows = torch.tensor([len(patches)])
+    fields: Mapping[str, tuple[MultiModalFieldConfig, torch.Tensor]] = {
+        "pixel_values": (MultiModalFieldConfig.flat_from_sizes("image", rows, keep_on_cpu=by_name), patches),
+        "image_grid_thw": (
+            MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            torch.tensor([[grid.t, grid.h, grid.w]]),
+        ),
+    }
+    return MultiModalKwargsItem({name: kind.build_elems(name, data)[0] for name, (kind, data) in fields.items()})
+
+
+def engine_input(request: Request, items: Mapping[int, MultiModalKwargsItem]) -> Any:
+    """vLLM's input of one sample, already processed: the tokens, and where each picture is among them.
+
+    items: ``picture_item`` of each picture of the prompt, by the picture's identity.
+    """
+    pictures = request.prompt.pictures
+    if not pictures:
+        return tokens_input(request.tokens)
+    placed = [picture.placed for picture in pictures]
+    return mm_input(
+        request.tokens,
+        {"image": [items[id(picture)] for picture in pictures]},
+        {"image": [name_of(each.image.sha256, each.grid.h, each.grid.w) for each in placed]},
+        {"image": [PlaceholderRange(offset=each.first, length=each.grid.tokens) for each in placed]},
+    )
 
 
 def sampling_params(request: Request, sampling: Sampling, *, detokenize: bool) -> SamplingParams:

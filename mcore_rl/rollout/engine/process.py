@@ -59,6 +59,7 @@ def start_engine(
     awaits_weights: bool = False,
     adapters: EngineAdapters | None = None,
     node: EngineNode = ONE_NODE,
+    pictures: bool = False,
     wait: bool = True,
     context: ProcessContext = FRESH,
 ) -> EngineProcess:
@@ -78,13 +79,14 @@ def start_engine(
         node: which of the nodes of an engine on several.  It is started on all of them, with the same other arguments
             but ``cores``, ``device_ids`` and ``log``.  What runs on the first is the engine; on the others, an
             ``EnginePart``.  They wait for one another.
+        pictures: prompts may have some: a multimodal checkpoint is run as the whole, and not its text part alone.
         wait: False returns at once, to start several engines; ``wait_until_ready`` then raises what this would.
         context: makes the process, which must be equivalent to a fresh one.
 
     Raises what ``admit`` raises, before a process is started; RolloutError or DeadEngineError if the start fails.
     """
     platform = detect(config.device)
-    model = admit(directory, config, platform)
+    model = admit(directory, config, platform, pictures=pictures)
     chosen = tuple(usable_cores() if cores is None else cores)
     temporary = log is None
     if log is None:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.config.model import ModelConfig
+import numpy as np
+
+from mcore_rl.config.model import ModelConfig, VisionConfig
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
+from mcore_rl.data.media.pixels import CHANNELS
+from mcore_rl.data.media.placed import misplaced
 from mcore_rl.errors import RolloutError
 from mcore_rl.rollout.engine.environment import has_tokenizer
-from mcore_rl.rollout.protocol import Request, Sampling
+from mcore_rl.rollout.protocol import Prompt, Request, Sampling
 
 MAX_SHOWN = 5
 
@@ -20,7 +24,7 @@ class Limits:
     """The limits of an engine's requests.
 
     name: the engine's.  max_prompt_length, max_response_length: tokens.  vocab_size: of its model.  has_tokenizer:
-    whether it can find stop strings.
+    whether it can find stop strings.  tower: what its model sees pictures with; None: it reads text.
     """
 
     name: str
@@ -28,6 +32,7 @@ class Limits:
     max_response_length: int
     vocab_size: int
     has_tokenizer: bool
+    tower: VisionConfig | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -46,6 +51,7 @@ def limits_of(name: str, directory: Path, config: ServingConfig, model: ModelCon
         max_response_length=lengths[1],
         vocab_size=model.vocab_size,
         has_tokenizer=has_tokenizer(directory),
+        tower=model.vision,
     )
 
 
@@ -64,6 +70,23 @@ def demand_requests(requests: Sequence[Request], sampling: Sampling, limits: Lim
     if problems:
         more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
         raise RolloutError("\n  - ".join([f"{limits.name} cannot generate:", *problems[:MAX_SHOWN], *more]))
+
+
+def _picture_problem(prompt: Prompt, tower: VisionConfig | None) -> str | None:
+    """What is wrong with the prompt's pictures: those who made it are to blame, and vLLM would end the engine."""
+    if not prompt.pictures:
+        return None
+    if tower is None:
+        return "has pictures, and the engine's model reads text. Start it with pictures=True"
+    width = CHANNELS * tower.temporal_patch_size * tower.patch_size**2
+    for place, picture in enumerate(prompt.pictures):
+        patches, grid = picture.read(), picture.placed.grid
+        if patches.shape != (grid.patches, width) or patches.dtype != np.uint8 or grid.merge != tower.merge_size:
+            has = f"{patches.dtype} of {patches.shape} for {grid}"
+            remedy = "Make them by mcore_rl.data.media.pixels, with the sizes of its tower"
+            return f"has picture {place} as {has}, and the model takes uint8 of {width} a patch. {remedy}"
+    problem = misplaced([each.placed for each in prompt.pictures], np.asarray(prompt.tokens, dtype=np.int32))
+    return None if problem is None else f"has pictures where they cannot be: {problem}. Place them anew"
 
 
 def _sampling_problems(sampling: Sampling, limits: Limits) -> list[str]:
@@ -90,6 +113,8 @@ def _prompt_problem(request: Request, sampling: Sampling, limits: Limits) -> str
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
         problem = f"has token {wrong}, and the model's vocabulary has {limits.vocab_size}"
         return f"{problem}. Encode it with the tokenizer of this model"
+    if wrong_picture := _picture_problem(request.prompt, limits.tower):
+        return wrong_picture
     if request.num_done >= sampling.max_tokens:
         return f"goes on from {request.num_done} tokens, and max_tokens={sampling.max_tokens} leaves none. Raise it"
     return None

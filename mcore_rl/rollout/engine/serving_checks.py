@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.engine import Device, Precision
-from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
+from mcore_rl.config.model import LinearAttentionConfig, ModelConfig, RouterScore
 from mcore_rl.config.resources import RESOURCES
 from mcore_rl.config.rollout import (
     BYTES,
@@ -100,6 +100,11 @@ def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platf
         violations.append(
             Violation("rollout.tp", config.tp, problem, "Write a rollout.tp that leaves a multiple of 32")
         )
+    # MiniMax-M2's; vLLM gives other experts of sigmoids groups, if only one (fused_moe/router/cpu_router.py).
+    ungrouped = moe is not None and moe.score is RouterScore.sigmoid and model.joint_qk_norm
+    if ungrouped and not platform.is_accelerator:
+        problem = "vLLM's CPU kernels have no router of sigmoids without groups"
+        violations.append(Violation("model.moe.score", "sigmoid", problem, "Run the engines on a GPU"))
     if model.linear_attention is not None and not platform.is_accelerator:
         violations += _cpu_delta_rule_violations(model.linear_attention, config)
     return violations
@@ -120,9 +125,14 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
         yield Violation(key, linear.key_head_dim, problem, "Choose a checkpoint with such heads")
 
 
-def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
-    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's form."""
-    with open_weights(directory) as checkpoint:
+def memory_violations(
+    directory: Path, rollout: ServingConfig, platform: Platform, *, pictures: bool = False
+) -> list[Violation]:
+    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's form.
+
+    pictures: with the weights of the vision tower.
+    """
+    with open_weights(directory, pictures=pictures) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
     is_plain = not isinstance(rollout, RolloutConfig) or rollout.quantization is Quantization.none

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,23 +19,26 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.executor import Executor
 
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
+from mcore_rl.episodes import FinishReason
 from mcore_rl.errors import RolloutError, WeightsIncompleteError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.rollout.engine import picture_models
 from mcore_rl.rollout.engine.borders import mended
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.engine.environment import engine_arguments
+from mcore_rl.rollout.engine.environment import engine_arguments, picture_folder
 from mcore_rl.rollout.engine.liveness import Liveness, start_error, stop_s
 from mcore_rl.rollout.engine.meter import Meter
-from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
+from mcore_rl.rollout.engine.outputs import engine_input, picture_item, sample_of, sampling_params
+from mcore_rl.rollout.engine.patch_files import PatchFiles
 from mcore_rl.rollout.engine.request_checks import Limits, demand_requests, limits_of
 from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, Sample, Sampling, Statistics
 
@@ -55,6 +58,7 @@ class VllmEngine:
         stop_s: float,
         refusal: str = "",
         lora: LoRARequest | None = None,
+        pictures: Path | None = None,
     ) -> None:
         self._llm, self._meter, self._limits, self._stop_s = llm, meter, limits, stop_s
         cores = llm.engine_core.resources.engine_manager.processes
@@ -63,6 +67,7 @@ class VllmEngine:
         self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
         self._count = itertools.count()
         self._refusal, self._lora = refusal, lora
+        self._files = None if pictures is None else PatchFiles(pictures)
 
     @property
     def name(self) -> str:
@@ -101,12 +106,13 @@ class VllmEngine:
             awaits_weights=awaits_weights, adapters=adapters, node=node,
         )  # fmt: skip
         try:
+            picture_models.use(directory, pictures=model.vision is not None)
             settings = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
             # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only
             # imported: a fork of it spares a second import of vLLM, 5 s.
             forks = not platform.is_accelerator and config.tp == 1
-            executor = Executor.get_class(settings)
+            executor = picture_models.executor_of(settings)
             with inherited_environment({"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if forks else {}):
                 llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
             await llm.update_weight_version(str(version))
@@ -115,22 +121,30 @@ class VllmEngine:
         (meter,) = llm.logger_manager.stat_loggers
         refusal = "it was started without weights" if awaits_weights else ""
         limits = limits_of(name, directory, config, model)
-        return cls(llm, meter, limits, log, stop_s(platform), refusal, _lora_request(adapters))
+        folder = None if model.vision is None or node.nnodes > 1 else picture_folder()
+        return cls(llm, meter, limits, log, stop_s(platform), refusal, _lora_request(adapters), folder)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         self._demand_whole_weights()
         demand_requests(requests, sampling, self._limits)
+        pictures = {id(each): each for request in requests for each in request.prompt.pictures}
+        items = {key: picture_item(each, by_name=self._files is not None) for key, each in pictures.items()}
+        names = [] if self._files is None else self._files.open(list(pictures.values()))
         finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._generate_one(request, sampling, finished)) for request in requests]
+        tasks = [asyncio.create_task(self._generate_one(request, items, sampling, finished)) for request in requests]
+        num_ended = 0  # by themselves
         try:
             for unfinished in range(len(tasks), 0, -1):
                 sample = await self._alive(finished.get(), f"generating {unfinished} samples")
                 if isinstance(sample, Exception):
                     raise await self._liveness.explained(sample, f"generating {unfinished} samples")
+                num_ended += sample.finish is not FinishReason.abort
                 yield sample
         finally:
             await _cancel(tasks)
+            if self._files is not None:
+                self._files.close(names, is_finished=num_ended == len(tasks))
 
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
         """See ``Classifier.classify``."""
@@ -173,6 +187,10 @@ class VllmEngine:
         """See ``RolloutEngine.finish_update``."""
         await self._alive(self._llm.update_weight_version(str(version)), f"finishing the update to version {version}")
         await self._reset_prefix_cache()
+        if self._limits.tower is not None:
+            await self._alive(self._llm.reset_encoder_cache(), "forgetting the features of pictures")
+        if self._files is not None:
+            self._files.clear()
         self._refusal = ""
         await self.resume()
 
@@ -217,14 +235,18 @@ class VllmEngine:
             raise WeightsIncompleteError(f"{self.name} does not generate: {self._refusal}. {remedy}")
 
     async def _generate_one(
-        self, request: Request, sampling: Sampling, finished: asyncio.Queue[Sample | Exception]
+        self,
+        request: Request,
+        items: Mapping[int, MultiModalKwargsItem],
+        sampling: Sampling,
+        finished: asyncio.Queue[Sample | Exception],
     ) -> None:
         vllm_id = str(next(self._count))
         self._ids[vllm_id] = request.key
         try:
             params = sampling_params(request, sampling, detokenize=self._limits.has_tokenizer)
             async with aclosing(
-                self._llm.generate(tokens_input(request.tokens), params, vllm_id, lora_request=self._lora)
+                self._llm.generate(engine_input(request, items), params, vllm_id, lora_request=self._lora)
             ) as outputs:
                 async for output in outputs:  # one, when it is finished
                     assert isinstance(output, RequestOutput)

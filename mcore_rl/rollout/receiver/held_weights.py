@@ -15,15 +15,16 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.proofs.differences import Differences, piece_differences, worst
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.effective_config import effective_config
+from mcore_rl.rollout.engine import picture_models
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
-from mcore_rl.rollout.receiver.text_part_loader import TextPartWorker
+from mcore_rl.rollout.receiver.multimodal_loader import MultimodalWorker
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
 
-class HeldWeights(TextPartWorker):
+class HeldWeights(MultimodalWorker):
     """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config`` and ``model_runner``."""
 
     rank: int
@@ -33,7 +34,8 @@ class HeldWeights(TextPartWorker):
     @torch.no_grad()
     def held_differences(self, directory: str, layout: str) -> Differences:
         """See ``HeldWeightsMethods.held_differences``."""
-        checkpoint, plain = open_hf(Path(directory))
+        pictures = self.vllm_config.model_config.architecture in picture_models.MODULES
+        checkpoint, plain = open_hf(Path(directory), pictures=pictures)
         latent = bool(self.vllm_config.model_config.use_mla)
         table = RolloutTable(plain.family, plain.model, parse_rollout_layout(layout), latent_attention=latent)
         live = LiveWeights(self.model_runner.get_model(), self.vllm_config, table, self.rank)

@@ -14,8 +14,8 @@ We also do what vLLM 0.32 forgets on the CPU:
 And we skip what is not needed: vLLM packs an embedding for products even if the model only looks up rows.
 
 Quantised engines (``rollout.quantization``): vLLM quantises a module whenever it is processed, so after each update.
-The scales are parameters that it makes then; the table has none.  Schemes whose scales reach over ranks compare these
-ranks' weights while a module is processed, so all ranks process their modules in one order: ``in_order``.
+The scales are parameters that it makes then; the table has none.  No rank waits for another meanwhile, since ranks
+complete their modules in orders of their own: scales over several ranks are refused (``weights/quantised_shards.py``).
 
 Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
 product with the identity is what they execute, exactly: every sum has one term that is not zero.
@@ -23,7 +23,7 @@ product with the identity is what they execute, exactly: every sum has one term 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -52,15 +52,18 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mcore_rl.config.rollout import Quantization
 from mcore_rl.errors import SyncError, WeightMapError
+from mcore_rl.families.towers import TOWER
+from mcore_rl.rollout.engine.picture_models import pixel_numbers
 from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
-from mcore_rl.weights.quantised import FP8, SCALES, SCHEMES_OVER_RANKS, is_quantised, num_scales
+from mcore_rl.weights.quantised import FP8, SCALES, STORED_BY_COLUMNS, is_quantised, num_scales
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
 # vLLM makes these 1 at the end of every start, since no cache is quantised (attention.py, set_default_quant_scales).
 CACHE_SCALES = {"_q_scale", "_k_scale", "_v_scale", "_prob_scale"}
+HEAD = "lm_head.weight"  # the name of an embedding's copy
 IDENTITY_ROWS = 256  # rows of the identity per call: as many tokens go through the layer
 
 
@@ -106,7 +109,7 @@ class LiveWeights:
         self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         self._modules = {_plain(name): module for name, module in model.named_modules()}
         self.places: dict[str, _StoredAt] = {}
-        problems = [*self._missing(), *self._strangers(), *self._in_another_form()]
+        problems = [*self._missing(), *self._strangers(), *self._in_another_form(), *self._other_pixels()]
         if problems:
             raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
         self._heads = self._heads_of_embeddings()
@@ -114,6 +117,7 @@ class LiveWeights:
             if type(module) is VocabParallelEmbedding and module not in self._heads:
                 assert type(module.quant_method) in (UnquantizedEmbeddingMethod, _LookedUp), "weights are unquantised"
                 module.quant_method = _LookedUp()
+        self._reloaded: Any = model
         self._left: dict[nn.Module, int] = {}
         self._begun: set[nn.Module] = set()
         self.blocks = Blocks(vllm_config.device_config.device)
@@ -160,6 +164,17 @@ class LiveWeights:
         inverse = "_inv" if self.quantization is Quantization.fp8_block else ""
         return f"{parameter}_scale{inverse}"
 
+    def _other_pixels(self) -> Iterator[str]:
+        """Numbers by which vLLM's tower normalises pixels otherwise than the trainer's; no update brings them."""
+        vision = self.table.model.vision
+        if vision is None:
+            return
+        for name, expected in pixel_numbers(vision).items():
+            held = self._modules["visual.input_norm"]._buffers.get(name)
+            if held is None or not torch.equal(held.cpu(), expected):
+                remedy = "Start the engine with mcore_rl's models (rollout/engine/picture_models.py)"
+                yield f"visual.input_norm.{name} is {held}, and {expected} normalises pixels by the model. {remedy}"
+
     def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
         """The unpacked shape: as the reload remembers it, or the current one of a tensor that it leaves alone."""
         for remembered in get_layerwise_info(module).restore_metadata:
@@ -170,21 +185,24 @@ class LiveWeights:
 
     # Writing
 
-    def start(self) -> None:
+    def start(self, *, tower: bool = True) -> None:
         """Prepare the modules for writing; until ``finish`` none of them can run.
 
-        Drops the packed copies of weights: the new weights take their memory.
+        Drops the packed copies of weights: the new weights take their memory.  tower: False leaves the vision tower as
+        it is, whose tensors must not be written then.
         """
-        for module in {*(place.module for place in self.places.values()), *self._heads}:
+        due = {name: place for name, place in self.places.items() if tower or not name.startswith(TOWER)}
+        for module in {*(place.module for place in due.values()), *self._heads}:
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = None
+        self._reloaded = self.model if tower else self.model.language_model
         with self._vllm():
-            initialize_layerwise_reload(self.model)
+            initialize_layerwise_reload(self._reloaded)
             for module in self._modules.values():
                 if _cpu_experts(module) is not None:
                     module.quant_method.moe_kernel = None  # see above
         self._forget()
-        for name, place in self.places.items():
+        for name, place in due.items():
             self._left[place.module] = self._left.get(place.module, 0) + self.elements(name)
 
     def elements(self, name: str) -> int:
@@ -214,20 +232,6 @@ class LiveWeights:
             _layerwise_process(module, get_layerwise_info(module))
         for block in self._lent.pop(module, []):
             self.blocks.take_back(block)
-
-    def in_order(self, complete: Generator[nn.Module]) -> Generator[nn.Module]:
-        """The modules of ``complete`` in the order in which all ranks process them, if the scheme asks for one."""
-        if self.quantization not in SCHEMES_OVER_RANKS:
-            yield from complete
-            return
-        due = iter(dict.fromkeys(module for module in self._modules.values() if module in self._left))
-        arrived = set[nn.Module]()
-        following = next(due, None)
-        for module in complete:
-            arrived.add(module)
-            while following in arrived:
-                yield following
-                following = next(due, None)
 
     def num_bytes(self, module: nn.Module) -> int:
         """Bytes of the blocks that a module holds until it is processed."""
@@ -280,7 +284,7 @@ class LiveWeights:
         """Finish the reload: the model can run again."""
         self._forget()
         with self._vllm(), self.vllm_config.device_config.device:
-            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+            finalize_layerwise_reload(self._reloaded, self.vllm_config.model_config)
             for head in self._heads:
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)  # see above
@@ -318,7 +322,7 @@ class LiveWeights:
         """(name, slot, parts as (start, values)) of every weight that the model executes with, unpacked.
 
         A stacked tensor has an entry per slot.  An embedding that also makes the logits has an entry
-        ``lm_head.weight``.
+        ``HEAD``.
         """
         for name, place in self.places.items():
             if self._quantises(place.stored):
@@ -343,7 +347,7 @@ class LiveWeights:
                 yield name, None, iter([((0,) * tensor.dim(), tensor)])
         for head in self._heads:
             if hasattr(head, "cpu_linear"):
-                yield "lm_head.weight", None, _by_identity(head, head.weight.shape[1], head.weight.data)
+                yield HEAD, None, _by_identity(head, head.weight.shape[1], head.weight.data)
 
     def _quantised_parts(
         self, name: str, place: _StoredAt
@@ -354,8 +358,8 @@ class LiveWeights:
         )
         *slots, rows, columns = self.table.shape(place.stored)
         of_scales = num_scales(self.quantization, (rows, columns))
-        if not slots and self.quantization in SCHEMES_OVER_RANKS:
-            held = held.t()  # as its kernels want it
+        if not slots and self.quantization in STORED_BY_COLUMNS:
+            held = held.t()
         wanted = (prod(slots) * prod(of_scales), (*slots, rows, columns))
         if held.dtype is not FP8 or (scales.numel(), tuple(held.shape)) != wanted:
             kernel = type(vars(place.module.quant_method).get("fp8_linear", place.module.quant_method)).__name__
@@ -363,7 +367,8 @@ class LiveWeights:
                 f"{name} is {held.dtype} {tuple(held.shape)} with {scales.numel()} scales: vLLM's {kernel} packs it"
             )
             raise SyncError(f"{problem}, so that it cannot be compared. Write another rollout.quantization")
-        for slot in range(slots[0]) if slots else [None]:
+        numbers: Iterable[int | None] = range(slots[0]) if slots else [None]
+        for slot in numbers:
             one, its_scales = (held, scales) if slot is None else (held[slot], scales[slot])
             yield name, slot, iter([((0, 0), one.view(torch.uint8))])
             yield name + SCALES, slot, iter([((0, 0), its_scales.reshape(of_scales))])
@@ -376,7 +381,8 @@ class LiveWeights:
     @property
     def names_of_heads(self) -> Mapping[str, str]:
         """Name of a copy in ``executed`` -> the stored tensor."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self._heads else {}
+        language = "" if self.table.model.vision is None else "language_model."
+        return {HEAD: f"{language}model.embed_tokens.weight"} if self._heads else {}
 
 
 def _plain(name: str) -> str:

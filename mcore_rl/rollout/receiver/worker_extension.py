@@ -28,11 +28,13 @@ from torch import Tensor, nn
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.effective_config import effective_config
 from mcore_rl.rollout.receiver import plain_experts
 from mcore_rl.rollout.receiver.live_adapters import LiveAdapters
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.rollout.receiver.multimodal_loader import MultimodalWorker
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
 from mcore_rl.rollout.weight_channel import Incoming, Opening
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
@@ -85,11 +87,15 @@ class _Updates:
 
     def __init__(self, opening: Opening, runner: Any, vllm_config: Any, rank: int, connect: Connect) -> None:
         self.rank = opening.first_rank + rank
-        family = FAMILIES[opening.family]
+        family = (FAMILIES | PICTURES)[opening.family]
         table = Table(family, opening.model, opening.parallel, opening.world_size)
         latent = bool(vllm_config.model_config.use_mla)
         rollout = RolloutTable(family, opening.model, opening.rollout, latent_attention=latent)
         self.plan = _Plan(opening, table, rollout, self.rank, opening.plan)
+        self.language_plan: _Plan | None = None
+        if opening.language_plan is not None:
+            language = RolloutTable(family, opening.model, opening.rollout, latent_attention=latent, tower=False)
+            self.language_plan = _Plan(opening, table, language, self.rank, opening.language_plan)
         self.live = LiveWeights(runner.get_model(), vllm_config, rollout, self.rank, opening.quantization)
         self.adapters: LiveAdapters | None = None
         if opening.adapters is not None:
@@ -104,15 +110,16 @@ class _Updates:
     def receive(self) -> None:
         """Receive one update; all members have met before."""
         if self.adapters is None or not self._has_base:
+            later = self.language_plan if self._has_base else None
             with freed_memory_kept():
-                self._receive_slices()
+                self._receive_slices(later or self.plan, tower=later is None)
         if self.adapters is not None:
             self._receive_adapters(self.adapters)
         self._has_base = True
 
-    def _receive_slices(self) -> None:
-        self.live.start()
-        complete = self.live.in_order(self._unpacked())
+    def _receive_slices(self, plan: _Plan, *, tower: bool) -> None:
+        self.live.start(tower=tower)
+        complete = self._unpacked(plan)
         if self.live.on_cpu:
             complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
         with closing(complete):  # after a failure, end the other thread before telling the other members
@@ -121,9 +128,9 @@ class _Updates:
         _demand_all(self.live.unwritten())
         self.live.finish()
 
-    def _unpacked(self) -> Generator[nn.Module]:
+    def _unpacked(self, plan: _Plan) -> Generator[nn.Module]:
         """Write the messages as they come; yields each module when it is complete."""
-        for part, values in self.plan.received(self.incoming):
+        for part, values in plan.received(self.incoming):
             module = self.live.write(part.target, part.slot, part.target_slice, values)
             if module is not None:
                 yield module
@@ -146,7 +153,7 @@ def _demand_all(unwritten: Sequence[str]) -> None:
         raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
 
 
-class WeightReceiver:
+class WeightReceiver(MultimodalWorker):
     """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model``.
 
     Abstract but for its transport, which a subclass makes (``sync.receiver``).

@@ -13,10 +13,11 @@ from torch import Tensor
 from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.batch_assembly import assemble
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import TAUGHT_BY, TrainBatch
+from mcore_rl.types import TAUGHT_BY, Picture, TrainBatch
 from tests.support.scripted_rollout import answered, conversation, row, turn
 
 GROUPS = [
@@ -272,3 +273,20 @@ def test_an_episode_has_the_experts_of_all_tokens_but_the_last() -> None:
     assert episode.experts is not None
     with pytest.raises(AssertionError, match="experts of 3 of 5 tokens"):
         replace(episode, experts=episode.experts[:-1])
+
+
+def test_pictures_of_all_segments_stand_at_their_places_in_the_whole() -> None:
+    """One in the prompt, and one in what a tool said; an episode of text alone is among them."""
+    grid = Grid(1, 2, 4)
+    first, second = (Placed(ImageRef(key, key), place, grid) for key, place in (("a", 1), ("b", 0)))
+    seen = answered(0, Score(1.0), (1, 9, 9, 2), (10, 11))
+    prompt = replace(seen.segments[0], media=(first,))
+    tool = replace(turn(Author.tool, (9, 9, 3)), media=(second,))
+    seen = replace(seen, segments=(prompt, seen.segments[1], tool, turn(Author.model, (12,))))
+    batch = assemble([seen, GROUPS[1]], pictures=True).batch
+    assert batch.images_S == ((Picture("a", 2, 4, 2), Picture("b", 2, 4, 2)), ())
+    assert batch.feature_T is not None and batch.positions_T3 is not None
+    assert batch.feature_T.tolist() == [-1, 0, 1, -1, -1, -1, 2, 3, -1, -1, *[-1] * 4]
+    assert batch.positions_T3[:, 2].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
+    assert batch.positions_T3[:, 1].tolist() == [0, 1, 1, 3, 4, 5, 6, 6, 8, 9, 0, 1, 2, 3]
+    assert assemble(GROUPS).batch.positions_T3 is None

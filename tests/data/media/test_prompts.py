@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.data.media.images import read_image
-from mcore_rl.data.media.placed import Grid, ImageRef, SizedImage
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed, SizedImage
 from mcore_rl.data.media.prompts import PAD, PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from tests.support.chat_styles import style
@@ -132,10 +132,11 @@ def test_pictures_of_a_row_are_sized_and_named(tmp_path: Path) -> None:
     assert (first.grid, second.grid) == (Grid(1, 6, 4), Grid(1, 4, 8))
     assert first.image == ImageRef(read_image(picture(56, 84), HERE).sha256, "t.parquet:3 images[0]")
     assert second.image.source == str(tmp_path / "a.png")
-    assert READER.content(record, tmp_path, 1, second.image) == picture(112, 56)
+    media = [Placed(first.image, 1, first.grid), Placed(second.image, 9, second.grid)]
+    assert READER.contents(record, tmp_path, media) == [picture(56, 84), picture(112, 56)]
     (tmp_path / "a.png").write_bytes(picture(112, 56, seed=1))
     with pytest.raises(ValueError, match="is not what it was when the run began"):
-        READER.content(record, tmp_path, 1, second.image)
+        READER.contents(record, tmp_path, media)
     with pytest.raises(ValueError, match=r"images\[1\]: is no file.*none.png"):
         READER.read({"images": [picture(), "none.png"]}, tmp_path, "t.parquet:3")
     with pytest.raises(ValueError, match="images: has 2 pictures, more than 1, the most of a row"):

@@ -13,14 +13,15 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import MoeBackend, Quantization, RolloutConfig
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine import engine_node
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import (
+    MULTIMODAL_FORMAT,
+    MULTIMODAL_WORKER,
     NOT_QUANTISED,
     ONLINE,
-    TEXT_PART_FORMAT,
-    TEXT_PART_WORKER,
     core_shares,
     engine_arguments,
     engine_environment,
@@ -216,7 +217,20 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_run_by_itself(tmp_path: Pat
     assert (given["architectures"], given["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
     assert given["hidden_size"] == config["text_config"]["hidden_size"]
     assert not {"vision_config", "text_config", "quantization_config"} & given.keys()
-    assert read["load_format"] == TEXT_PART_FORMAT and read["worker_extension_cls"] == TEXT_PART_WORKER
+    assert read["load_format"] == MULTIMODAL_FORMAT and read["worker_extension_cls"] == MULTIMODAL_WORKER
     updated = engine_arguments(tmp_path, RolloutConfig(), models.dense(), ROCM, "a.Class", awaits_weights=True)
     assert (updated["load_format"], updated["worker_extension_cls"]) == ("dummy", "a.Class")
-    assert "hf_config_path" in updated
+    assert "hf_config_path" in updated and "limit_mm_per_prompt" not in updated
+
+
+def test_the_whole_of_a_multimodal_checkpoint_is_run_where_prompts_have_pictures(tmp_path: Path) -> None:
+    config = text_parts.config("Qwen3VLForConditionalGeneration")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, model = model_of(config, pictures=True)
+    read = engine_arguments(tmp_path, RolloutConfig(), model, ROCM, None)
+    assert "hf_config_path" not in read, "vLLM reads the checkpoint's own"
+    assert read["hf_overrides"] == {"quantization_config": None}, "fp8 is dequantised by the loader"
+    assert (read["load_format"], read["worker_extension_cls"]) == (MULTIMODAL_FORMAT, MULTIMODAL_WORKER)
+    assert read["limit_mm_per_prompt"].keys() == {"image"} and read["mm_processor_cache_gb"] == 0
+    updated = engine_arguments(tmp_path, RolloutConfig(), model, ROCM, "a.Class", awaits_weights=True)
+    assert (updated["load_format"], updated["worker_extension_cls"]) == ("dummy", "a.Class")

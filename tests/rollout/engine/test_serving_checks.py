@@ -26,6 +26,16 @@ def test_experts_with_a_clamped_gate_are_not_padded_on_a_cpu(width: int, tp: int
     assert engine_violations(other, RolloutConfig(tp=tp), detect(Device.cpu)) == []
 
 
+def test_a_router_of_sigmoids_without_groups_needs_a_gpu() -> None:
+    """MiniMax-M2's; GLM-4.5's sigmoids are of one group."""
+    cpu = detect(Device.cpu)
+    (violation,) = engine_violations(models.minimax_m2(), RolloutConfig(), cpu)
+    assert violation.key == "model.moe.score" and "GPU" in violation.remedy
+    assert engine_violations(models.glm4_moe(), RolloutConfig(), cpu) == []
+    rocm = replace(cpu, kind=Device.rocm, device_type="cuda")
+    assert engine_violations(models.minimax_m2(), RolloutConfig(), rocm) == []
+
+
 def test_a_cpu_has_no_kernels_for_quantised_weights_but_a_plugin_s(monkeypatch: pytest.MonkeyPatch) -> None:
     family, model = FAMILIES["llama"], models.dense(hidden_size=256, ffn_hidden_size=256, head_dim=32)
     cpu, config = detect(Device.cpu), RolloutConfig(quantization=Quantization.fp8_channel)

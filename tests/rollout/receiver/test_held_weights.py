@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.proofs.effective_config import config_differences, unread
-from mcore_rl.reports.logprobs import transformers_config
+from mcore_rl.reports import transformers_config
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 from tests.support import tiny_models

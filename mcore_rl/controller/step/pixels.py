@@ -1,0 +1,43 @@
+"""The pixels of a step: each picture is read and made patches of once, however many sequences have it.
+
+Files are decoded in threads, straight into Ray's store; the controller holds one picture for each thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.data.media.placed import Placed
+from mcore_rl.parallel.device import num_cores
+from mcore_rl.runtime.shared_batch import PatchesRef
+from mcore_rl.runtime.train_group import TrainGroup
+
+
+class PicturedRows(Protocol):
+    """Rows by number, whose pictures can be read again."""
+
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        """The patches of picture ``place`` of row ``index``; DataError if it cannot be read."""
+        ...
+
+
+def put_pixels(group: TrainGroup, rows: PicturedRows, media: Mapping[int, Sequence[Placed]]) -> dict[str, PatchesRef]:
+    """Puts the patches of the rows' pictures into Ray's store; returns a reference to each, by the picture's key.
+
+    media: the pictures of each row, by its number.  DataError, with the row: a file has changed or cannot be decoded.
+    """
+    places = dict[str, tuple[int, int]]()
+    for number, placed in media.items():
+        for place, each in enumerate(placed):
+            places.setdefault(each.image.sha256, (number, place))
+
+    def put(where: tuple[int, int]) -> PatchesRef:
+        return group.put_patches(rows.patches(*where))
+
+    with ThreadPoolExecutor(num_cores(), thread_name_prefix="pixels") as pool:
+        return dict(zip(places, pool.map(put, places.values()), strict=True))

@@ -1,0 +1,54 @@
+"""The pictures of a batch of sequences: positions of all tokens, and which feature takes whose place.
+
+Made on the controller from lengths and grids alone, which know no token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_rl.data.media.placed import Placed
+from mcore_rl.data.media.positions import positions_3T
+from mcore_rl.types import Picture
+
+TEXT = -1  # of a token that is no picture's
+
+
+@dataclass(frozen=True)
+class BatchPictures:
+    """Fields of a ``TrainBatch`` of the same name."""
+
+    positions_T3: Tensor
+    feature_T: Tensor
+    images_S: tuple[tuple[Picture, ...], ...]
+
+
+def batch_pictures(lengths_S: Sequence[int], media_S: Sequence[Sequence[Placed]]) -> BatchPictures:
+    """The fields of sequences of ``lengths_S`` tokens.  media_S: the pictures of each, in order, maybe none."""
+    positions = []
+    features = []
+    images = []
+    for length, media in zip(lengths_S, media_S, strict=True):
+        feature = np.full(length, TEXT, dtype=np.int32)
+        number = 0
+        for each in media:
+            feature[each.first : each.end] = np.arange(number, number + each.grid.tokens)
+            number += each.grid.tokens
+        positions.append(np.ascontiguousarray(positions_3T(length, media).T))  # so that parts travel without a copy
+        features.append(feature)
+        images.append(tuple(_picture(each) for each in media))
+    return BatchPictures(
+        positions_T3=torch.from_numpy(np.concatenate(positions)),
+        feature_T=torch.from_numpy(np.concatenate(features)),
+        images_S=tuple(images),
+    )
+
+
+def _picture(placed: Placed) -> Picture:
+    assert placed.grid.t == 1, "a still picture has one moment"
+    return Picture(placed.image.sha256, placed.grid.h, placed.grid.w, placed.grid.tokens)

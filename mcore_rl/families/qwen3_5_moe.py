@@ -1,0 +1,50 @@
+"""Qwen3.5 with experts: the layers of the dense models, and experts beside a gated shared one in each.
+
+Checkpoints have the experts of a layer as transformers' modules have them (``checkpoints/stacked.py``).
+"""
+
+from __future__ import annotations
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import qwen2_moe, qwen3_5
+from mcore_rl.families.blocks import HF_MLP, experts
+from mcore_rl.families.decoder import Defaults
+from mcore_rl.families.family import Family
+from mcore_rl.families.fields import Fields
+from mcore_rl.families.qwen3_next import ROLLOUT_EXPERTS, prediction_layer, read_experts
+from mcore_rl.families.rules import Layers
+
+DEFAULTS = Defaults(
+    vocab_size=248320,
+    hidden_size=2048,
+    intermediate_size=512,  # that of an expert: no layer has another MLP
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=32768,
+)
+
+
+def read(fields: Fields) -> ModelConfig:
+    """Reads ``Qwen3_5MoeTextConfig``, whose experts' weights are always normalised."""
+    model = qwen3_5.read_text(fields, DEFAULTS)
+    fields.demand("norm_topk_prob", True, because="leaves the weights of experts as they are in vLLM alone")
+    model.moe = read_experts(fields, num_experts=256, top_k=8)
+    model.ffn_hidden_size = model.moe.ffn_hidden_size
+    return model
+
+
+WEIGHTS = (*qwen3_5.HYBRID, *experts(HF_MLP), *qwen2_moe.SHARED)
+ROLLOUT = (*qwen3_5.HYBRID_ROLLOUT, *ROLLOUT_EXPERTS)
+_STACKED = tuple(f"mtp.layers.{{l}}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+
+FAMILY = Family(
+    name="qwen3_5_moe_text",
+    architectures=("Qwen3_5MoeForCausalLM",),
+    model_type="qwen3_5_moe_text",
+    read=read,
+    weights=WEIGHTS,
+    rollout=ROLLOUT,
+    ignored=(*prediction_layer(WEIGHTS, Layers.experts), *_STACKED),
+)
