@@ -29,9 +29,8 @@ from mcore_rl.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, span_of, windows
 from mcore_rl.weights.views import view_of
 
-WINDOW_BYTES = (
-    32 << 20
-)  # at most so much of a file or tensor in memory at a time, unless it is read or written in place
+# At most so much of a file or tensor in memory at a time, unless it is read or written in place.
+WINDOW_BYTES = 32 << 20
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors package
 METADATA = "__metadata__"
 

@@ -31,7 +31,7 @@ from tests.support.live_trainers import LiveTrainers
 
 ATOL = 1e-5  # float32: of log-probs after an update, as of models of text
 DRAWN = Sampling(max_tokens=6, ignore_eos=True, seed=3)
-LONG = Sampling(max_tokens=64, ignore_eos=True, seed=3)
+LONG = Sampling(max_tokens=200, ignore_eos=True, seed=3)
 
 
 def two_checkpoints(family: str, root: Path) -> tuple[Path, Path]:
@@ -41,11 +41,10 @@ def two_checkpoints(family: str, root: Path) -> tuple[Path, Path]:
     (a / "tokenizer.json").unlink()
     shutil.copytree(a, b)
     noise = torch.Generator().manual_seed(3)
-    weights = {
-        name: tensor + 0.05 * torch.randn(tensor.shape, generator=noise)
-        for name, tensor in load_file(a / "model.safetensors").items()
-    }
-    save_file(weights, b / "model.safetensors", metadata={"format": "pt"})
+    for file in sorted(b.glob("*.safetensors")):
+        weights = load_file(file)
+        other = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=noise) for name, tensor in weights.items()}
+        save_file(other, file, metadata={"format": "pt"})
     return a, b
 
 
@@ -95,7 +94,7 @@ def test_updates_bring_the_tower_and_forget_what_the_old_one_saw(
     a, b = two_checkpoints(family, tmp_path)
     _, model = model_of(read_config(a), pictures=True)
     layout = parse_rollout_layout(rollout)
-    config = rollouts.config(tp=layout.tp)
+    config = rollouts.config(tp=layout.tp, max_response_length=200)
     with start_engine("seeing", a, config, extension=WEIGHT_RECEIVER, awaits_weights=True, pictures=True) as engine:
         asyncio.run(_updates(family, model, rollout, trainers, engine, (a, b)))
 
@@ -115,10 +114,10 @@ async def _updates(
     first = await sync.update(1)  # checks every weight, too
     await whole.all(engine, {1: whole.a})
 
+    await trainers.order("load", b)
     long = whole.prompts[0]
     drawing = asyncio.ensure_future(rollouts.collect(engine, requests_of([long], 2), LONG))
     await rollouts.until_running(engine, 2)
-    await trainers.order("load", b)
     await sync.update(2, Pause.keep)
     kept = await drawing
     for index in range(2):

@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -29,7 +31,7 @@ from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalPro
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import VisionConfig
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.text_part import text_config
@@ -137,7 +139,8 @@ def seeing(architecture: str) -> type:
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             _, model = model_of(read_config(Path(vllm_config.model_config.model)), pictures=True)
-            self.visual.input_norm = input_norm(model)
+            assert model.vision is not None, "model_of refuses a model without a tower"
+            self.visual.input_norm = input_norm(model.vision)
 
         def _parse_and_validate_image_input(self, **kwargs: Any) -> Any:
             pixels = kwargs.get("pixel_values")
@@ -151,13 +154,18 @@ def seeing(architecture: str) -> type:
     return made
 
 
-def input_norm(model: ModelConfig) -> Any:
-    """vLLM's normalisation of pixels by the numbers of ``model``'s tower, in buffers that are not weights."""
-    assert model.vision is not None, "the model sees pictures"
-    norm = FusedMMInputNorm(model.vision.pixel_mean, model.vision.pixel_std, RESCALE)
+def input_norm(vision: VisionConfig) -> Any:
+    """vLLM's normalisation of pixels by the numbers of a tower, in buffers that are not weights."""
+    norm = FusedMMInputNorm(vision.pixel_mean, vision.pixel_std, RESCALE)
     for name in ("weight", "bias"):
         norm.register_buffer(name, getattr(norm, name), persistent=False)
     return norm
+
+
+def pixel_numbers(vision: VisionConfig) -> dict[str, Tensor]:
+    """What these buffers hold: [3] each, by which a byte is multiplied, and what is added to the product."""
+    mean, std = torch.tensor(vision.pixel_mean), torch.tensor(vision.pixel_std)
+    return {"weight": RESCALE / std, "bias": -mean / std}
 
 
 install()

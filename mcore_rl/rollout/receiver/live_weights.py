@@ -23,7 +23,7 @@ product with the identity is what they execute, exactly: every sum has one term 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -53,7 +53,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from mcore_rl.config.rollout import Quantization
 from mcore_rl.errors import SyncError, WeightMapError
 from mcore_rl.families.towers import TOWER
-from mcore_rl.rollout.engine.picture_models import input_norm
+from mcore_rl.rollout.engine.picture_models import pixel_numbers
 from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
 from mcore_rl.weights.quantised import FP8, SCALES, STORED_BY_COLUMNS, is_quantised, num_scales
@@ -166,12 +166,12 @@ class LiveWeights:
 
     def _other_pixels(self) -> Iterator[str]:
         """Numbers by which vLLM's tower normalises pixels otherwise than the trainer's; no update brings them."""
-        if self.table.model.vision is None:
+        vision = self.table.model.vision
+        if vision is None:
             return
-        ours, theirs = input_norm(self.table.model), self._modules["visual.input_norm"]
-        for name, expected in ours.named_buffers():
-            held = theirs._buffers.get(name)
-            if held is None or not torch.equal(held.cpu(), expected.cpu()):
+        for name, expected in pixel_numbers(vision).items():
+            held = self._modules["visual.input_norm"]._buffers.get(name)
+            if held is None or not torch.equal(held.cpu(), expected):
                 remedy = "Start the engine with mcore_rl's models (rollout/engine/picture_models.py)"
                 yield f"visual.input_norm.{name} is {held}, and {expected} normalises pixels by the model. {remedy}"
 
@@ -367,7 +367,8 @@ class LiveWeights:
                 f"{name} is {held.dtype} {tuple(held.shape)} with {scales.numel()} scales: vLLM's {kernel} packs it"
             )
             raise SyncError(f"{problem}, so that it cannot be compared. Write another rollout.quantization")
-        for slot in range(slots[0]) if slots else [None]:
+        numbers: Iterable[int | None] = range(slots[0]) if slots else [None]
+        for slot in numbers:
             one, its_scales = (held, scales) if slot is None else (held[slot], scales[slot])
             yield name, slot, iter([((0, 0), one.view(torch.uint8))])
             yield name + SCALES, slot, iter([((0, 0), its_scales.reshape(of_scales))])
