@@ -1,4 +1,4 @@
-"""Which tensors engines hold in fp8 and in which blocks, and whether shards are whole blocks; from tables, without torch."""
+"""Which tensors engines hold in fp8, in which blocks, and whether shards are whole blocks; read from tables."""
 
 from __future__ import annotations
 
