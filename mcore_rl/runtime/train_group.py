@@ -56,7 +56,7 @@ class TrainGroup(WorkerGroup[TrainWorker]):
 
     async def shares_prompts(self) -> bool:
         """Whether the engines compute a prompt once for all of its samples."""
-        return await self.workers.one(0, TrainWorker.shares_prompts)
+        return await self.one(0, TrainWorker.shares_prompts)
 
     async def score(
         self,
