@@ -10,6 +10,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import EngineConfig, SharePrompts
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import ConfigError
@@ -38,9 +39,9 @@ def test_each_reason_alone() -> None:
 
 def test_other_roles_share_as_the_actor_does() -> None:
     run = compose(RunConfig, "train", ["model.path=m", "algorithm=ppo", "actor.share_prompts=auto"])
-    assert run.critic.share_prompts is SharePrompts.auto
+    assert run.role_config(ROLES["critic"]).share_prompts is SharePrompts.auto
     run = compose(RunConfig, "train", ["model.path=m", "algorithm=ppo"])
-    assert run.actor.share_prompts is run.critic.share_prompts is SharePrompts.off
+    assert run.actor.share_prompts is run.role_config(ROLES["critic"]).share_prompts is SharePrompts.off
 
 
 def test_what_learns_from_files_refuses_it() -> None:

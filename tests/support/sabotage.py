@@ -107,7 +107,10 @@ def _answers_see_answers(engine: Engine) -> None:
                 query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object,
                 packed_seq_params: PackedSequences, forward: Callable = forward, **kwargs: object,
             ) -> torch.Tensor:  # fmt: skip
-                runs, trunks = list(torch.split(value, packed_seq_params.padded_lengths)), packed_seq_params.trunks
+                runs, trunks = (
+                    list(torch.split(value, list(packed_seq_params.padded_lengths))),
+                    packed_seq_params.trunks,
+                )
                 for number in range(1, len(trunks)):
                     if trunks[number] is not None and trunks[number] == trunks[number - 1]:
                         runs[number] = runs[number] + 1e-3 * runs[number - 1].mean(0)
@@ -123,7 +126,7 @@ def _answers_begin_at_0(engine: Engine) -> None:
     def spoil(microbatch: Microbatch) -> Microbatch:
         packed = microbatch.packed
         assert packed is not None and packed.segments
-        vars(packed)["first_positions"] = (0,) * len(packed.lengths)
+        packed.__dict__["first_positions"] = (0,) * len(packed.lengths)
         return microbatch
 
     _spoil_microbatches(engine, spoil)

@@ -228,7 +228,7 @@ def shared_and_apart(*tensors: Tensor) -> tuple[PackedSequences, PackedSequences
     whole = tuple(TRUNK + length for length in BRANCHES)
     repeated = []
     for x in tensors:
-        trunk, *branches = torch.split(x.detach(), lengths)
+        trunk, *branches = torch.split(x.detach(), list(lengths))
         repeated.append(torch.cat([part for branch in branches for part in (trunk, branch)]))
     return shared, PackedSequences.of(whole, whole, 1, 0, CPU), repeated
 
@@ -256,7 +256,7 @@ def test_branches_of_a_trunk_are_whole_sequences(
     for start in starts[1:]:
         g[start : start + TRUNK] = 0
     whole = [x.requires_grad_() for x in (q, k, v)]
-    expected = attend(*whole, apart)
+    expected = attend(whole[0], whole[1], whole[2], apart)
     expected_grads = torch.autograd.grad(expected, whole, g)
     out = attend(query, key, value, shared)
     grads = torch.autograd.grad(out, (query, key, value), grad)
