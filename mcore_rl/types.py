@@ -329,6 +329,7 @@ class StepResult:
     loss: global loss, its sum over all ranks divided by the caller's denominator.  grad_norm: global L2 norm before
     clipping.  lr: the rate this step used.  skipped: the reason why the weights were left alone, or None.
     metrics, maxima: the loss function's own, and among the first the router statistics, reduced over all ranks.
+    saved_tokens: of prompts that the step did not compute once more (``EngineConfig.share_prompts``), over all ranks.
     scores: of this rank's batch, with the weights before the step, where the engine was asked for them.
     """
 
@@ -338,4 +339,5 @@ class StepResult:
     skipped: str | None
     metrics: dict[str, float]
     maxima: dict[str, float] = field(default_factory=dict)
+    saved_tokens: int = 0
     scores: TokenScores | None = None

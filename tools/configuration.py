@@ -73,7 +73,13 @@ for it. A key that is written and [not read](algorithms.md#keys-that-are-not-rea
 CLUSTER = "cluster"
 # Keys, or groups of keys, of a schema that a command shares with others and refuses, whatever else is written.
 REFUSED = {
-    "sft": ("trainer.critic_warmup", "trainer.mode", "trainer.record_rollouts", "trainer.replay"),
+    "sft": (
+        "actor.share_prompts",
+        "trainer.critic_warmup",
+        "trainer.mode",
+        "trainer.record_rollouts",
+        "trainer.replay",
+    ),
     "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs", "rollout.return_routed_experts"),
     "evaluate": ("reward.judge.path",),
 }

@@ -45,6 +45,13 @@ class LayerSpec(Enum):
     transformer_engine = "transformer_engine"
 
 
+class SharePrompts(Enum):
+    """``auto``: where that is exact, and a plan says where it is not.  ``off``: each sample computes its prompt."""
+
+    auto = "auto"
+    off = "off"
+
+
 class Recompute(Enum):
     """Activation recompute (arXiv:2205.05198): ``selective`` core attention only, ``full`` every layer."""
 
@@ -154,6 +161,7 @@ class EngineConfig:
 
     microbatch_tokens: pack whole sequences into microbatches of at most this many tokens per context-parallel group.
     microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
+    share_prompts: a prompt is computed once for those of its samples that are in one microbatch.
     microbatch_patches: also pack at most this many patches of pictures into a microbatch, which the vision tower keeps
     activations of; None: as many as its tokens stand for, 4 a token.
     max_nonfinite_steps: the run stops after this many steps in a row that were skipped for non-finite gradients.
@@ -176,6 +184,7 @@ class EngineConfig:
     recompute: Recompute = Recompute.none
     microbatch_tokens: PositiveInt | None = None
     microbatch_sequences: PositiveInt | None = None
+    share_prompts: SharePrompts = SharePrompts.off
     microbatch_patches: PositiveInt | None = None
     max_nonfinite_steps: PositiveInt = 3
     seed: Seed = 1234

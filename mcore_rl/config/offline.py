@@ -9,6 +9,7 @@ from functools import partial
 
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import AnswersConfig, ImagesConfig, data_violations
+from mcore_rl.config.engine import SharePrompts
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.pictures import picture_violations
 from mcore_rl.config.preference import parted_pairs
@@ -73,6 +74,7 @@ class OfflineConfig(RoleGroups):
             _adapter_violations,
             _warmup_violations,
             _mode_violations,
+            _sharing_violations,
             _picture_violations,
             *self.rules(),
             lambda config: schedule_violations(config, config.trainer.total_training_steps or 0),
@@ -114,6 +116,12 @@ def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
         if value:
             key = f"trainer.{name}"
             yield Violation(key, value, f"{config.command} draws no rollouts", f"Leave {key} out")
+
+
+def _sharing_violations(config: OfflineConfig) -> Iterator[Violation]:
+    if config.actor.share_prompts is not SharePrompts.off:
+        problem, remedy = f"{config.command} draws no samples of prompts", "Leave actor.share_prompts out"
+        yield Violation("actor.share_prompts", config.actor.share_prompts.value, problem, remedy)
 
 
 def pairs_violations(config: OfflineConfig) -> Iterator[Violation]:

@@ -122,6 +122,7 @@ def group_defaults(schema: type[Any]) -> dict[str, dict[str, Any]]:
         if name == ACTOR or not (isinstance(kind, type) and issubclass(kind, RoleConfig)):
             continue
         defaults[name] = {"device": "${trainer.device}", "precision": "${actor.precision}"}
+        defaults[name]["share_prompts"] = "${actor.share_prompts}"
         defaults[name]["microbatch_tokens"] = 16384
         if issubclass(kind, TrainedConfig):
             defaults[name]["ppo_mini_batch_size"] = "${actor.ppo_mini_batch_size}"

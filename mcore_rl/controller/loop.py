@@ -27,6 +27,7 @@ from mcore_rl.controller.training_run import every_step
 
 async def train(run: Run) -> None:
     """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
+    await run.ask_who_shares()
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
     run.tracker.now("weights to the engines")
     await run.devices.to_engines(run.progress.step)
@@ -60,8 +61,10 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     metrics = sample_metrics(rollouts) | staleness_metrics(rollouts.episodes, step) | trained.metrics
     metrics |= picture_metrics(groups.batch)
     with clock(config.policy.phase):
+        sharing = config.policy.name in run.sharing
         seen = await run.pictures_of(trained.episodes)
-        shared = updates.send(run.policy, groups.batch, parts[config.policy.name], seen)
+        parts_of_policy = parts[config.policy.name]
+        shared = updates.send(run.policy, groups.batch, parts_of_policy, seen, share_prompts=sharing)
     state = StepState(step=step, shared=shared, groups=groups, minibatches=parts, episodes=trained.episodes)
     for stage in run.plan(step):
         metrics |= await run_stage(run, stage, state)
@@ -74,9 +77,13 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= own_metrics(config.policy.name, of_policy.own, of_policy.trained[0])
     metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
+    if sharing:
+        metrics["perf/shared_prompts"] = of_policy.shared
     counts = {name: len(each.results) for name, each in updated.items()}
-    passes = step_passes(config, run.plan(step), run.prepared.models, counts, state.in_context)
-    metrics |= tflop(shared.lengths_S, passes)
+    passes = step_passes(
+        config, run.plan(step), run.prepared.models, counts, in_context=state.in_context, sharing=run.sharing
+    )
+    metrics |= tflop(shared.lengths_S, passes, shared.stems)
 
     with clock("generate"):
         await run.rollouts.settle(run.preemption)

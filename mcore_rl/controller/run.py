@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.engine import SharePrompts
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, StepStage, Update
 from mcore_rl.config.step_plan import step_plan
@@ -57,7 +58,10 @@ class Run(TrainingRun[RunConfig, Prepared]):
     """One run of ``mcore-rl train``; made by ``open_run``, or by ``open_replay`` without engines.
 
     losses: of each role that is trained.  collector, weights: None where there are no engines.
+    sharing: the roles whose engines share prompts, once they were asked.
     """
+
+    sharing: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -83,6 +87,12 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
         self.losses: dict[str, RoleLoss] = {role.name: config.loss_of(role) for role in config.trained_rows}
         self._plans = {trains: step_plan(config, trains_policy=trains) for trains in (True, False)}
+
+    async def ask_who_shares(self) -> None:
+        """Notes which roles' engines share prompts; those of ``share_prompts=auto`` say so."""
+        configs = {role.name: self.config.role_config(role) for role in self.config.group_rows}
+        asked = [name for name, each in configs.items() if each.share_prompts is not SharePrompts.off]
+        self.sharing = frozenset([name for name in asked if await self.groups[name].shares_prompts()])
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
         """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""

@@ -24,8 +24,8 @@ def refuse_images(verl: Verl) -> None:
     value = verl.written.get(key, verl.model_path)
     if not key and not SEES.search(Path(verl.model_path).name.replace("_", "-")):
         return
-    problem = "asks for images, videos or sounds, and text alone is trained: of this script there is no recipe"
-    remedy = "Leave that column out and name a model of text, if you mean a run on text alone"
+    problem = "asks for images, videos or sounds, which are not translated: of this script there is no recipe"
+    remedy = "Write a run with pictures by hand (docs/vision.md), or leave that column out and name a model of text"
     raise ConfigError([Violation(key or "model.path", value, problem, remedy)])
 
 

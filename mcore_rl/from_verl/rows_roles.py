@@ -18,7 +18,7 @@ from mcore_rl.from_verl.rows_engine import (
 )
 
 RESUME = "a checkpoint has everything that a bitwise resume needs"
-VISION = "text alone is trained"
+VISION = "a run with pictures is written by hand, with actor.vision=frozen (docs/vision.md)"
 MTP = "not yet: layers for more than the next token are left out"
 REMOTE = "code of a checkpoint is never run: families are written here (docs/models.md)"
 MICROBATCHES = (

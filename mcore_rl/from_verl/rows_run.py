@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_rl.from_verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
 from mcore_rl.from_verl.rows_roles import KL, NO_SUCH_KL, REMOTE
 
-COLUMN = "rows with images, videos or sounds are refused"
+COLUMN = "of runs with pictures, which are written by hand (docs/vision.md)"
 CORRECTION = "algorithm.rollout_correction"
 OWN_DATASET = "files are parquet in the field's schema: a dataset class of one's own is not here"
 PF_PPO = "not here: PF-PPO draws the batch again by its rewards"

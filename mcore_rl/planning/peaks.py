@@ -84,7 +84,7 @@ class Plan:
     violations: why the run does not fit; empty if it fits.
     concurrency: how many sequences of the greatest length a rollout engine's cache holds; None without rollout.
     tokens: of a step, by kind.
-    notes: remarks for the user that are no violations.
+    notes: remarks for the user that are no violations.  gains: what settings save.
     form: which tensors quantised engines hold in which form; "": all plain.
     """
 
@@ -100,6 +100,7 @@ class Plan:
     concurrency: float | None = None
     tokens: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    gains: tuple[str, ...] = ()
     form: str = ""
 
     @property

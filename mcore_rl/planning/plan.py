@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mcore_rl.config.algorithm_object import ACTOR, TEACHER
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.engine import EngineConfig
+from mcore_rl.config.engine import EngineConfig, SharePrompts
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.offline import OfflineConfig
@@ -23,12 +23,13 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, Quantization, rollout_violations
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.config.stages import Pass, Update
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
-from mcore_rl.planning.activations import engine_on
+from mcore_rl.planning.activations import engine_on, kernels_of
 from mcore_rl.planning.distillation import hidden_bytes, num_teachers, output_bytes
 from mcore_rl.planning.lengths import mean_lengths
 from mcore_rl.planning.memory import Part, Site, checkpoint_bytes, peaks, route_bytes
@@ -103,6 +104,8 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
         notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
+    gains, without = _sharing(run, roles, others, cluster)
+    notes += without
     if colocated and device_bytes is not None and engines < world:
         notes += (_idle(run, seconds),)
     return Plan(
@@ -118,6 +121,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         concurrency=room.concurrency,
         tokens=tokens,
         notes=notes,
+        gains=gains,
         form=_form(run, model),
     )
 
@@ -173,12 +177,45 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     config = engine_on(cluster, run.role_config(role))
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
+    work = rl_work(run, mini)
+    if _not_shared(role, model, run, cluster) is None:
+        shared = max(0, round(mean_lengths(run.data)[0]) - 1)
+        work = replace(work, shared=shared, samples=sequences_per_prompt(run))
     return RolePlan(
-        role.name, model, config, config.parallel, run.trainer.world_size, rl_work(run, mini),
+        role.name, model, config, config.parallel, run.trainer.world_size, work,
         accelerator=cluster.gpus_per_node > 0, head=role.head, trains=role.trains, publishes=role.publishes,
         frozen=run.snapshots_of(role.name), beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
         with_full_kl=role.name == ACTOR and run.actor.with_full_kl,
     )  # fmt: skip
+
+
+def _not_shared(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> str | None:
+    """``why_not_shared`` of a role."""
+    config = engine_on(cluster, run.role_config(role))
+    if trains_pairs(run) and config.share_prompts is not SharePrompts.off:
+        return "the two sequences of a pair stay together"
+    kernels = kernels_of(model, config.parallel, config, accelerator=cluster.gpus_per_node > 0)
+    return why_not_shared(config, model, config.parallel, transformer_engine=kernels.fused)
+
+
+def _sharing(
+    run: RunConfig, roles: Sequence[RolePlan], others: Mapping[str, ModelConfig], cluster: ClusterConfig
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(what sharing prompts saves, why roles that are to share them do not), each once for all roles."""
+    by_reason: dict[str | None, list[RolePlan]] = {}
+    for role, planned in zip(run.group_rows, roles, strict=True):
+        if planned.engine.share_prompts is not SharePrompts.off:
+            reason = _not_shared(role, others.get(role.name, roles[0].model), run, cluster)
+            by_reason.setdefault(reason, []).append(planned)
+    gains, without = list[str](), list[str]()
+    for reason, those in by_reason.items():
+        names, work = ", ".join(each.name for each in those), those[0].work
+        if reason is None:
+            saved = 1 - work.computed / work.mean
+            gains.append(f"{names}: prompts computed once for {work.samples} samples save {saved:.0%} of the tokens")
+        else:
+            without.append(f"{names}: share_prompts=auto changes nothing, because {reason}")
+    return tuple(gains), tuple(without)
 
 
 def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: ClusterConfig) -> RolePlan:

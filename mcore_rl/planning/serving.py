@@ -29,7 +29,7 @@ from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.planning.overheads import GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.states import family_for
 from mcore_rl.weights.adapter_table import AdapterTable
-from mcore_rl.weights.quantised import bytes_of_scale, is_quantised, num_scales
+from mcore_rl.weights.quantised_shards import bytes_of_scale, is_quantised, num_scales
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table

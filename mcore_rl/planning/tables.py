@@ -75,7 +75,7 @@ def plan_tables(plan: Plan) -> Group:
     parts += [rows_table(("expected time of a step", "", ""), _time_rows(plan)), Text(plan.calibration.text)]
     if plan.concurrency is not None:
         parts.append(Text(f"the cache of an engine holds {plan.concurrency:.1f} sequences of the greatest length"))
-    parts += [Text(f"note: {note}") for note in (plan.form, *plan.notes) if note]
+    parts += [Text(f"note: {note}") for note in (plan.form, *plan.gains, *plan.notes) if note]
     verdict = Text("fits", style="green") if plan.fits else Text("does not fit", style="bold red")
     return Group(*parts, verdict)
 
@@ -197,7 +197,7 @@ def _plan_sections(plan: Plan) -> list[str]:
             sections += [f"<h2>{text(PLACES[place].capitalize())}</h2>", _bars(peaks), table(head, _memory_rows(peaks))]
     sections += ["<h2>Expected time of a step</h2>", table(["part", "time", "share"], _time_rows(plan))]
     sections.append(f"<p>{text(plan.calibration.text)}</p>")
-    sections += [f"<p>{text(note)}</p>" for note in (plan.form, *plan.notes) if note]
+    sections += [f"<p>{text(note)}</p>" for note in (plan.form, *plan.gains, *plan.notes) if note]
     return sections
 
 
@@ -241,7 +241,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "concurrency": plan.concurrency,
         "violations": [str(violation) for violation in plan.violations],
-        "notes": list(plan.notes),
+        "notes": [*plan.gains, *plan.notes],
         "form": plan.form,
         "peaks": [
             {

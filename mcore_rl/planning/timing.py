@@ -118,13 +118,15 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, n
     """
     model, layout, work = role.model, role.layout, role.work
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
+    if work.shared:
+        forward -= role.sizes.forward_flops(work.shared) * work.again * num_sequences
     passes = 3 + role.recomputed_share if train else 1
     per_rank = forward * passes / layout.world_size
     compute = per_rank / compute_flops_rate(model, rates, fused=role.kernels.fused)
-    tokens = num_sequences * work.mean / (layout.dp * layout.cp)  # rows of a context rank
+    tokens = num_sequences * work.computed / (layout.dp * layout.cp)  # rows of a context rank
     rounds = 3 + role.recomputed_share if train else 1
     communication = layer_communication_s(role, rates) * tokens * rounds
-    microbatches = max(1.0, num_sequences / num_updates * work.mean / layout.dp / max(1, role.tokens))
+    microbatches = max(1.0, num_sequences / num_updates * work.computed / layout.dp / max(1, role.tokens))
     bubble = (layout.pp - 1) / (microbatches * layout.vpp)
     hand_on = 0.0
     if layout.pp > 1:

@@ -32,12 +32,25 @@ class Work:
 
     sequences: over all ranks.  longest: tokens of the longest sequence.  mean: mean tokens of a sequence.
     together: sequences that one microbatch must hold, two with pairs.
+    shared, samples: tokens of a prompt that are computed once for its samples, and how many those are.
     """
 
     sequences: int
     longest: int
     mean: float
     together: int = 1
+    shared: int = 0
+    samples: int = 1
+
+    @property
+    def again(self) -> float:
+        """How often, of a sequence, the ``shared`` tokens are not computed."""
+        return 1 - 1 / self.samples
+
+    @property
+    def computed(self) -> float:
+        """The mean tokens of a sequence that are computed."""
+        return self.mean - self.shared * self.again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +154,7 @@ class RolePlan:
         if self.engine.microbatch_tokens is None:
             count = -(-sequences // (self.engine.microbatch_sequences or 1))
         else:
-            count = max(1, round(sequences * self.work.mean / self.tokens + 0.5))
+            count = max(1, round(sequences * self.work.computed / self.tokens + 0.5))
         if self.layout.vpp > 1:
             count = -(-count // self.layout.pp) * self.layout.pp
         return count

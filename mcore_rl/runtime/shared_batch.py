@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ray import ObjectRef
 from torch import Tensor
 
+from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.runtime.shard import Pick, Portion, Shard
 from mcore_rl.types import Picture
 
@@ -54,6 +55,7 @@ class SharedBatch:
     lengths_S: tokens of each sequence.  assignment: ``assignment[r]`` lists the sequences that data-parallel rank r
     trains.  pairs_S, extra_S, images_S: see ``TrainBatch``.  patches: a reference to those of each picture, by its key.
     costs_S: of each sequence, by which work is balanced over ranks; None: its tokens.
+    stems: of all sequences, where prompts are shared; empty elsewhere.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class SharedBatch:
         images_S: tuple[tuple[Picture, ...], ...] | None = None,
         patches: Mapping[str, PatchesRef] | None = None,
         costs_S: Sequence[float] | None = None,
+        stems: Sequence[Stem] = (),
     ) -> None:
+        self.stems = tuple(stems)
         self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
         self.pairs_S = pairs_S
         self.images_S = images_S

@@ -54,6 +54,10 @@ class TrainGroup(WorkerGroup[TrainWorker]):
         """Builds the engines, with the weights of the role's Hugging Face checkpoint."""
         await self.all(TrainWorker.build)
 
+    async def shares_prompts(self) -> bool:
+        """Whether the engines compute a prompt once for all of its samples."""
+        return await self.one(0, TrainWorker.shares_prompts)
+
     async def score(
         self,
         inputs: Sequence[ShardRefs[Sequence[int] | None]],

@@ -118,6 +118,10 @@ class TrainWorker(Answering):
         with open_weights(directory, pictures=self.spec.pictures) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
+    def shares_prompts(self) -> bool:
+        """Whether the engine computes a prompt once for all of its samples."""
+        return self.engine.shares_prompts
+
     def score(
         self,
         given: WorkerInput[Sequence[int] | None],

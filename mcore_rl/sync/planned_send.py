@@ -21,7 +21,8 @@ from mcore_rl.sync.transport import Outgoing, RoundOutgoing
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
 from mcore_rl.weights.published import PublishedView, StoredKey
-from mcore_rl.weights.quantised import SCALES, QuantisedMatrix, is_quantised
+from mcore_rl.weights.quantised import SCALES, QuantisedMatrix
+from mcore_rl.weights.quantised_shards import is_quantised
 from mcore_rl.weights.reshard import Copy, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.rounds import Round, Rounds, rounds_id

@@ -316,6 +316,9 @@ _PERFORMANCE = (
     Metric("perf/tflops_per_device", "TFLOP/s", "mean", "tflop_updates, while updating", "updates", "up"),
     Metric("perf/tflops_per_device_logprobs", "TFLOP/s", "mean", "tflop_logprobs, while scoring", "log-probs", "up"),
     Metric("perf/tflop_updates", "TFLOP", "sum", "that the models need for the step's updates", "TFLOP of updates"),
+    Metric(
+        "perf/shared_prompts", "share", "mean", "of an update's tokens, those of prompts not repeated", "shared", "up"
+    ),
     Metric("perf/tflop_logprobs", "TFLOP", "sum", "that they need for log-probs and values", "TFLOP of log-probs"),
     Metric("perf/memory_host_gib", "GiB", "max", "resident, of all processes of this run on one host", "host", "down"),
     Metric("perf/memory_device_gib", "GiB", "max", "peak allocated, of a device", "device", "down"),

@@ -89,13 +89,22 @@ def attend_one_by_one(
     """One SDPA call per segment, or per block of it under a window: any device and dtype.
 
     On the CPU this beats one call over padded or block-masked sequences, except for sequences of a dozen tokens.
-    ``split`` and not slicing: the backward of a slice fills a whole [T, ...] gradient, once per sequence.
     """
     segments = packed.segments
     queries = torch.split(query_T, list(segments.query_lengths))
-    keys, values = (torch.split(x, list(packed.padded_lengths)) for x in (key_T, value_T))
+    keys, values = (rows_of_sequences(x, packed) for x in (key_T, value_T))
     runs = zip(queries, segments.sequences, segments.key_lengths, strict=True)
     return torch.cat([_attend_run(query, keys[i][:seen], values[i][:seen], scale, window) for query, i, seen in runs])
+
+
+def rows_of_sequences(x_T: Tensor, packed: PackedSequences) -> list[Tensor]:
+    """The rows of each sequence, a trunk's before those of each of its branches.
+
+    ``split`` and not slicing: the backward of a slice fills a whole [T, ...] gradient, once per sequence.
+    """
+    own = torch.split(x_T, list(packed.padded_lengths))
+    trunks = packed.trunks or (None,) * len(own)
+    return [rows if trunk is None else torch.cat([own[trunk], rows]) for rows, trunk in zip(own, trunks, strict=True)]
 
 
 def varlen_can_run(query_T: Tensor, value_T: Tensor, packed: PackedSequences, window: int | None = None) -> bool:
@@ -206,11 +215,14 @@ def attend_varlen(
     """One flash kernel over all segments, for accelerators in bf16 and fp16.
 
     Early and late chunks of one sequence are neighbours on a rank, so under context parallelism they go through the
-    same call as two segments, each with its own copy of the keys that it sees: (2 cp + 1) / 2 cp times T rows.  The
-    kernel itself skips the tiles that a window hides.
+    same call as two segments, each with its own copy of the keys that it sees: (2 cp + 1) / 2 cp times T rows.  So do
+    branches, which have as many rows of keys as sequences that share nothing.  The kernel itself skips the tiles that a
+    window hides.
     """
     segments = packed.segments
-    if not segments.square:
+    if packed.trunks:  # not by ``key_rows``: their gradients would be added up in an order that changes
+        key_T, value_T = (torch.cat(rows_of_sequences(x, packed)) for x in (key_T, value_T))
+    elif not segments.square:
         key_T, value_T = key_T.index_select(0, packed.key_rows), value_T.index_select(0, packed.key_rows)
     return _varlen(
         query_T,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.training.attention_kernels import blocks, visible
+from mcore_rl.training.attention_kernels import blocks, rows_of_sequences, visible
 from mcore_rl.training.sequences import PackedSequences, Segments
 
 # Bytes of one block of scores; a few blocks are alive at once.  CPU: the last-level cache; accelerators: products long
@@ -43,18 +43,25 @@ def attend_in_blocks(
     assert cap is None or cap > 0, f"a cap of {cap} would turn every score into its opposite or nothing"
     if block_bytes is None:
         block_bytes = _BLOCK_BYTES_CPU if query_T.device.type == "cpu" else _BLOCK_BYTES
-    plan = tuple(_plan(packed.segments, packed.padded_lengths, query_T.shape[1], window, block_bytes))
+    lengths = packed.padded_lengths
+    if packed.trunks:
+        lengths = packed.segments.key_lengths
+        key_T, value_T = (torch.cat(rows_of_sequences(x, packed)) for x in (key_T, value_T))
+    plan = tuple(_plan(packed.segments, lengths, query_T.shape[1], window, block_bytes))
     arguments = (query_T, key_T, value_T, sinks, plan, scale, cap, window)
     out: Tensor = _BlockAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
 def _plan(
-    segments: Segments, padded_lengths: tuple[int, ...], heads: int, window: int | None, block_bytes: int
+    segments: Segments, lengths: tuple[int, ...], heads: int, window: int | None, block_bytes: int
 ) -> Iterator[tuple[slice, slice]]:
-    """Blocks of all segments: rows of ``query_T``, and the rows of ``key_T`` that they see."""
+    """Blocks of all segments: rows of ``query_T``, and the rows of ``key_T`` that they see.
+
+    lengths: keys of each sequence, which stand end to end.
+    """
     starts = [0]
-    for length in padded_lengths:
+    for length in lengths:
         starts.append(starts[-1] + length)
     first_query = 0
     runs = zip(segments.sequences, segments.query_lengths, segments.key_lengths, strict=True)

@@ -27,6 +27,7 @@ from mcore_rl.config.engine import (
     EngineConfig,
     LayerSpec,
     Precision,
+    SharePrompts,
     engine_violations,
     muon_problem,
 )
@@ -35,6 +36,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups
@@ -65,6 +67,7 @@ from mcore_rl.weights.adapter_table import AdapterTable
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[LossInputs], LossSums]
+SAVED_TOKENS = "saved_tokens"  # among a step's sums; see ``StepResult``
 BUCKET_ELEMENTS: int | None = None  # of ``overlap_grad_reduce``; None is Megatron's, planning/states.py has its rule
 
 
@@ -108,6 +111,9 @@ class Engine:
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.head, self.layer_spec = head, layer_spec
         self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
+        transformer_engine = layer_spec is LayerSpec.transformer_engine
+        not_shared = why_not_shared(config, model, parallel, transformer_engine=transformer_engine)
+        self.shares_prompts = not_shared is None
         with phase("build", role=role):
             if fusions.gradient_accumulation_fusion:
                 take_apexs_place()
@@ -139,6 +145,8 @@ class Engine:
         self._skipped_in_a_row: list[str] = []
         if groups.rank == 0 and platform.is_accelerator and config.layer_spec is LayerSpec.auto and why_local:
             logger.info("%s: local layers instead of Transformer Engine's: %s", role, why_local)
+        if groups.rank == 0 and config.share_prompts is not SharePrompts.off and not_shared is not None:
+            logger.info("%s: prompts are not shared: %s", role, not_shared)
         if groups.rank == 0 and parallel.pp > 1:
             logger.info("%s\n%s", role, describe_placement(model.num_layers, parallel))
 
@@ -265,6 +273,10 @@ class Engine:
             loss_sums = loss(inputs)
             total = loss_sums.total / denominators.loss
             self._watch.loss(total, index)
+            if self.shares_prompts:  # on every rank, as all sums are
+                saved = 0 if microbatch.shared is None else microbatch.shared.saved
+                told = {SAVED_TOKENS: torch.tensor(float(saved), device=self.groups.device)}
+                loss_sums = replace(loss_sums, metrics=loss_sums.metrics | told)
             sums.add(total, loss_sums)
             return total
 
@@ -279,6 +291,7 @@ class Engine:
             self._run(self.chunks, microbatches, differentiate, forward_only=False)
             self._watch.end()
             loss_value, metrics, maxima = sums.over_ranks()
+            saved_tokens = int(metrics.pop(SAVED_TOKENS, 0))
             scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 self.memory.require(OffloadPart.optimizer)
@@ -288,7 +301,7 @@ class Engine:
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
         return StepResult(
             loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, maxima=maxima,
-            scores=scores,
+            saved_tokens=saved_tokens, scores=scores,
         )  # fmt: skip
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
@@ -395,6 +408,7 @@ class Engine:
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=gathers_experts and self.groups.experts.size() > 1,
                 fill=self.fills_microbatches,
+                share_prompts=self.shares_prompts and batch.pairs_S is None,
                 patches=self.config.microbatch_patches,
             )
 

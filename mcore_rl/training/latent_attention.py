@@ -194,10 +194,11 @@ class LatentAttention(Attention):
         cp_group = self.pg_collection.cp
         if packed is None:
             lengths: tuple[int, ...] = (like.shape[0] * cp_group.size(),)
+            firsts: tuple[int, ...] = ()
         else:
             assert isinstance(packed, PackedSequences), "the lengths of packed sequences are needed on the host"
-            lengths = packed.padded_lengths
-        positions = row_positions(lengths, cp_group.size(), cp_group.rank(), like.device)
+            lengths, firsts = packed.padded_lengths, packed.first_positions
+        positions = row_positions(lengths, cp_group.size(), cp_group.rank(), like.device, firsts)
         angles = torch.outer(positions, self.inverse_frequencies)
         angles = angles.view(-1, *(1,) * (like.dim() - 2), angles.shape[1])
         cos, sin = angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
-from mcore_rl.data.pairs import MEMBERS, placed_whole, units_of
+from mcore_rl.data.pairs import MEMBERS, units_of
+from mcore_rl.data.shared_prompts import Stem, parted, stems_of, within_budget
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, rows_multiple, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
@@ -30,6 +30,28 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedRows:
+    """What the rows of a microbatch stand for in which trunks are shared (``data/shared_prompts.py``).
+
+    A run is a trunk, a branch or a whole sequence.  R: runs.
+    counts_N: float32, the sequences that a row is of; 0 for padding.  run_N: a row's run; ``NOWHERE`` for padding.
+    parts_SR: float32, 1 where a run is a part of a sequence.
+    from_C, to_C: tokens of the batch that a trunk computes for others, and theirs.  saved: how many there are.
+    """
+
+    counts_N: Tensor
+    run_N: Tensor
+    parts_SR: Tensor
+    from_C: Tensor
+    to_C: Tensor
+
+    @property
+    def saved(self) -> int:
+        """The tokens that are not computed again."""
+        return self.to_C.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Microbatch:
     """One rank's tensors for one forward pass.  N: local rows, the padded tokens of the microbatch / cp.
 
@@ -37,9 +59,10 @@ class Microbatch:
     labels_N: the token that each row predicts, 0 if none.
     sources_N: index in the batch of the token that a row reads; ``NOWHERE`` for padding.
     targets_N: index in the batch of the token that a row predicts; ``NOWHERE`` for padding and a sequence's last token.
-    sequence_N: index in this microbatch of the row's sequence, ``NOWHERE`` for padding.
+    sequence_N: index in this microbatch of the row's sequence, ``NOWHERE`` for padding and for rows of a trunk.
     router_rows_M: rows that this tensor rank's routers see (sequence parallelism), in their order.
     members, lengths: index in the batch and tokens of each sequence.  packed: None when unpacked.
+    shared: None where no sequences share rows.
     pictures: of all sequences, each once, whose features lie one behind another.  feature_N: the feature that takes the
     place of a row's embedding; ``NOWHERE`` for text; None in a batch without pictures.  patches: see ``TrainBatch``.
     """
@@ -56,6 +79,7 @@ class Microbatch:
     members: tuple[int, ...]
     lengths: tuple[int, ...]
     packed: PackedSequences | None
+    shared: SharedRows | None = None
     pictures: tuple[Picture, ...] = ()
     feature_N: Tensor | None = None
     patches: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
@@ -91,6 +115,8 @@ class Microbatch:
         """
         assert NOWHERE == -1, "an index from the end"
         out_T[self.targets_N] = values_N.to(out_T.dtype)
+        if self.shared is not None:  # rows of a trunk are of tokens 0 to k - 1, and predict tokens 1 to k
+            out_T[self.shared.to_C + 1] = out_T[self.shared.from_C + 1]
 
 
 def split_multiple(groups: ProcessGroups) -> int:
@@ -113,6 +139,7 @@ def build_microbatches(
     equal_over_experts: bool,
     fill: bool = False,
     patches: int | None = None,
+    share_prompts: bool = False,
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
 
@@ -120,6 +147,8 @@ def build_microbatches(
     each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
     fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
+    share_prompts: compute a prompt once for those of its samples that are in one microbatch; needs ``tokens``, cp=1 and
+    no pairs.
     patches: the most of a packed microbatch's pictures.
     Raises ConfigError when a sequence or a pair has more than ``tokens``, ``sequences`` or ``patches``.  Collective
     over the data-parallel ranks.
@@ -131,10 +160,14 @@ def build_microbatches(
     assert tokens is not None or batch.positions_T3 is None, "an engine of a model that sees pictures packs"
     if tokens is not None:
         budget = tokens // split_multiple(groups) * split_multiple(groups)
-    plan = _plan(batch, units, groups, budget, sequences, patches)
-    shapes = [
-        _padded_shape([batch.lengths_S[i] for i in members], groups, packed=tokens is not None) for members in plan
-    ]
+    if share_prompts:
+        assert budget is not None and groups.layout.cp == 1, "a trunk is packed whole before its branches"
+        assert batch.pairs_S is None, "a pair stays together, whatever its prompts"
+        of_units = _shared_units(batch, budget)
+    else:
+        of_units = [[Stem((index,)) for index in unit] for unit in units]
+    plan = _plan(batch, of_units, groups, budget, sequences, patches)
+    shapes = [_padded_shape(_run_lengths(stems, batch.lengths_S), groups, packed=tokens is not None) for stems in plan]
     if groups.layout.pp > 1:
         # With one shape for all, stages never ask each other what is coming, which would make the host wait at each
         # transfer (pipeline_parallel/p2p_communication.py, _communicate_shapes) and mixes up two directions at pp=2.
@@ -147,8 +180,8 @@ def build_microbatches(
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.experts)
         shapes = [(rows, width) for rows, width in agreed.tolist()]
     return [
-        _build(index, batch, members, groups, shape, packed=tokens is not None)
-        for index, (members, shape) in enumerate(zip(plan, shapes, strict=True))
+        _build(index, batch, stems, groups, shape, packed=tokens is not None)
+        for index, (stems, shape) in enumerate(zip(plan, shapes, strict=True))
     ]
 
 
@@ -165,6 +198,37 @@ def _unit_violations(
     costs = [sum(padded_lengths([batch.lengths_S[i] for i in members], cp)) for members in units]
     unit = "sequence" if batch.pairs_S is None else "pair"
     return budget_violations([padded_length(cost, multiple) for cost in costs], tokens, unit=unit)
+
+
+def _shared_units(batch: TrainBatch, budget: int) -> list[list[Stem]]:
+    """Stems within the budget.
+
+    The host waits for the device twice at most: for the tokens, and for choices of experts to replay, which part
+    sequences as tokens do.
+    """
+    stems = stems_of(batch.tokens_T.cpu().numpy(), batch.mask_T.cpu().numpy(), batch.lengths_S)
+    if batch.routing_TLK is not None:
+        stems = _routed_alike(batch, stems)
+    return [[part] for stem in stems for part in within_budget(stem, batch.lengths_S, budget)]
+
+
+def _routed_alike(batch: TrainBatch, stems: Sequence[Stem]) -> list[Stem]:
+    """``stems`` with trunks that end where the choices of experts to replay differ."""
+    assert batch.routing_TLK is not None
+    starts, alike = batch.offsets_S, []
+    for stem in stems:
+        first, *others = (slice(starts[index], starts[index] + stem.shared) for index in stem.members)
+        for other in others:
+            same_C = (batch.routing_TLK[first] == batch.routing_TLK[other]).flatten(1).all(1)
+            if batch.unrouted_T is not None:
+                free_C, other_free_C = batch.unrouted_T[first], batch.unrouted_T[other]
+                same_C = (free_C & other_free_C) | (same_C & (free_C == other_free_C))
+            alike.append(same_C.long().cumprod(0).sum())
+    if not alike:
+        return list(stems)
+    shared = iter(torch.stack(alike).tolist())
+    routed = [Stem(stem.members, min((next(shared) for _ in stem.members[1:]), default=0)) for stem in stems]
+    return [part for stem in routed for part in parted(stem)]
 
 
 def _patch_violations(batch: TrainBatch, units: Sequence[Sequence[int]], patches: int | None) -> list[Violation]:
@@ -191,31 +255,49 @@ def _costs(batch: TrainBatch, groups: ProcessGroups, budget: int | None, patches
 
 def _plan(
     batch: TrainBatch,
-    units: Sequence[Sequence[int]],
+    units: Sequence[Sequence[Stem]],
     groups: ProcessGroups,
     budget: int | None,
     sequences: int | None,
     patches: int | None,
-) -> list[list[int]]:
-    """Which sequences go into which microbatch; some may be empty.
+) -> list[list[Stem]]:
+    """Which stems go into which microbatch, by their first members; some microbatches may be empty.
 
     All data-parallel ranks run equally many, because experts and gradient reduction are collective over them; with an
     interleaved pipeline, a multiple of pp.
     """
-    costs = _costs(batch, groups, budget, patches)
+
+    def stems_in(placed: Sequence[Sequence[int]]) -> list[list[Stem]]:
+        return [sorted((stem for unit in chosen for stem in units[unit]), key=_first) for chosen in placed]
+
+    costs_S = _costs(batch, groups, budget, patches)
+    costs = [sum(sum(costs_S[index] for index in stem.members) - stem.saved for stem in unit) for unit in units]
     if budget is not None:
-        plan = placed_whole(costs, units, partial(pack, budget=budget))
+        plan = pack(costs, budget)
     else:
         assert sequences is not None
-        plan = placed_whole([1] * len(batch.lengths_S), units, partial(chunk_fixed, size=sequences))
+        plan = chunk_fixed([len(unit) for unit in units], sequences)
     count = torch.tensor(len(plan), device=groups.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.dp)
     num_microbatches = int(count)
     if groups.layout.vpp > 1:
         num_microbatches = padded_length(num_microbatches, groups.layout.pp)
     if budget is not None:
-        return placed_whole(costs, units, partial(pack_into, num_microbatches=num_microbatches, budget=budget))
-    return plan + [[] for _ in range(num_microbatches - len(plan))]
+        return stems_in(pack_into(costs, num_microbatches, budget))
+    return stems_in(plan) + [[] for _ in range(num_microbatches - len(plan))]
+
+
+def _first(stem: Stem) -> int:
+    return stem.members[0]
+
+
+def _run_lengths(stems: Sequence[Stem], lengths: Sequence[int]) -> list[int]:
+    """The tokens of each run of ``stems``: a trunk if there is one, then each branch."""
+    runs = list[int]()
+    for stem in stems:
+        runs += [stem.shared] * (stem.shared > 0)
+        runs += [lengths[index] - stem.shared for index in stem.members]
+    return runs
 
 
 def _padded_shape(lengths: Sequence[int], groups: ProcessGroups, *, packed: bool) -> tuple[int, int]:
@@ -226,34 +308,69 @@ def _padded_shape(lengths: Sequence[int], groups: ProcessGroups, *, packed: bool
     return max(len(lengths), 1), padded_length(max(lengths, default=1), split_multiple(groups))
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring rows: a trunk, a branch or a whole sequence.
+
+    length: tokens.  start: of its first token in the batch.  predicting: rows that predict the token behind them.
+    slot: number of its sequence in the microbatch, ``NOWHERE`` for a trunk.  first: position of its first token.
+    trunk: number of the run that it continues.  count: sequences that it is a part of.
+    """
+
+    length: int
+    start: int
+    predicting: int
+    slot: int
+    first: int = 0
+    trunk: int | None = None
+    count: int = 1
+
+
+def _runs(stems: Sequence[Stem], batch: TrainBatch) -> list[_Run]:
+    starts, lengths, runs = batch.offsets_S, batch.lengths_S, list[_Run]()
+    slot = 0
+    for stem in stems:
+        trunk = None
+        if stem.shared:
+            trunk = len(runs)
+            runs.append(_Run(stem.shared, starts[_first(stem)], stem.shared, NOWHERE, count=len(stem.members)))
+        for index in stem.members:
+            length = lengths[index] - stem.shared
+            runs.append(_Run(length, starts[index] + stem.shared, length - 1, slot, stem.shared, trunk))
+            slot += 1
+    return runs
+
+
 def _build(
     index: int,
     batch: TrainBatch,
-    members: Sequence[int],
+    stems: Sequence[Stem],
     groups: ProcessGroups,
     shape: tuple[int, int],
     *,
     packed: bool,
 ) -> Microbatch:
-    """This rank's microbatch of sequences ``members``.  Without members it is padding, which trains nothing."""
+    """This rank's microbatch of ``stems``.  Without any it is padding, which trains nothing."""
     rows, width = shape
+    runs = _runs(stems, batch)
+    members = [member for stem in stems for member in stem.members]
     lengths = tuple(batch.lengths_S[i] for i in members)
     if packed:
-        padded = list(padded_lengths(lengths, groups.layout.cp)) or [0]
+        padded = list(padded_lengths([run.length for run in runs], groups.layout.cp)) or [0]
         # The last sequence takes the padding that makes the whole divide; causal attention never looks at it.
         padded[-1] += width - sum(padded)
     else:
         padded = [width] * rows
 
-    starts = batch.offsets_S
     sources, targets, slots, positions = [], [], [], []
-    for slot, padded_size in enumerate(padded):
-        length, start = (lengths[slot], starts[members[slot]]) if slot < len(lengths) else (0, 0)
+    nothing = _Run(0, 0, 0, NOWHERE)
+    for number, padded_size in enumerate(padded):
+        run = runs[number] if number < len(runs) else nothing
         position = torch.arange(padded_size)
-        sources.append(torch.where(position < length, start + position, NOWHERE))
-        targets.append(torch.where(position < length - 1, start + position + 1, NOWHERE))
-        slots.append(torch.where(position < length, slot, NOWHERE))
-        positions.append(position)
+        sources.append(torch.where(position < run.length, run.start + position, NOWHERE))
+        targets.append(torch.where(position < run.predicting, run.start + position + 1, NOWHERE))
+        slots.append(torch.where(position < run.length, run.slot, NOWHERE))
+        positions.append(run.first + position)
     layout, coords, device = groups.layout, groups.coords, groups.device
     mine = split_indices(tuple(padded), layout.cp, coords.cp)
     sources_N, targets_N, sequence_N, positions_N = (
@@ -262,8 +379,12 @@ def _build(
     tokens_T = batch.tokens_T
     packing = None
     if packed:
-        real = lengths or (1,)
-        packing = PackedSequences.of(real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device)
+        real = [run.length for run in runs] or [1]
+        trunks = tuple(run.trunk for run in runs)
+        packing = PackedSequences.of(
+            real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device,
+            trunks=trunks if any(trunk is not None for trunk in trunks) else (),
+        )  # fmt: skip
         if batch.positions_T3 is not None:
             held_N3 = batch.positions_T3[sources_N.clamp(min=0)]
             packing.positions_3N = held_N3.masked_fill(sources_N[:, None] == NOWHERE, 0).T.contiguous()
@@ -281,9 +402,38 @@ def _build(
         members=tuple(members),
         lengths=lengths,
         packed=packing,
+        shared=_shared_rows(runs, stems, batch, padded, device) if packing is not None and packing.trunks else None,
         pictures=pictures,
         feature_N=feature_N,
         patches=batch.patches,
+    )
+
+
+def _shared_rows(
+    runs: Sequence[_Run], stems: Sequence[Stem], batch: TrainBatch, padded: Sequence[int], device: torch.device
+) -> SharedRows:
+    run_N = torch.cat(
+        [
+            torch.where(torch.arange(padded_size) < run.length, number, NOWHERE)
+            for number, (run, padded_size) in enumerate(zip(runs, padded, strict=True))
+        ]
+    )
+    counts_R = torch.tensor([float(run.count) for run in runs])
+    parts_SR = torch.zeros(sum(len(stem.members) for stem in stems), len(runs))
+    for number, run in enumerate(runs):
+        if run.slot != NOWHERE:
+            parts_SR[run.slot, number] = 1.0
+            if run.trunk is not None:
+                parts_SR[run.slot, run.trunk] = 1.0
+    starts = batch.offsets_S
+    copies = [(starts[_first(stem)], starts[index], stem.shared) for stem in stems for index in stem.members[1:]]
+    from_C, to_C = (torch.cat([torch.arange(copy[side], copy[side] + copy[2]) for copy in copies]) for side in (0, 1))
+    return SharedRows(
+        counts_N=torch.where(run_N == NOWHERE, 0.0, counts_R[run_N.clamp(min=0)]).to(device),
+        run_N=run_N.to(device),
+        parts_SR=parts_SR.to(device),
+        from_C=from_C.to(device),
+        to_C=to_C.to(device),
     )
 
 

@@ -113,6 +113,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         new.inv_freq = embedding.inv_freq.to(device)
         new.dtype = dtype
         new.padded_lengths = ()
+        new.first_positions = ()
         return new
 
     def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
@@ -120,12 +121,13 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         length: int = super().get_rotary_seq_len(*args, **options)
         packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
         self.padded_lengths = (length,) if packed is None else packed.padded_lengths
+        self.first_positions = () if packed is None else packed.first_positions
         return length
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Cosines, then sines, [rows of this context rank, 1, 1, 2 * frequencies]; Megatron's arguments."""
-        cp = self.cp_group
-        positions = row_positions(self.padded_lengths, cp.size(), cp.rank(), self.inv_freq.device)
+        cp, device = self.cp_group, self.inv_freq.device
+        positions = row_positions(self.padded_lengths, cp.size(), cp.rank(), device, self.first_positions)
         angles = torch.outer(positions, self.inv_freq)
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)[:, None, None]
 

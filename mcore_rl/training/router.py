@@ -48,6 +48,7 @@ class RoutedMicrobatch:
     sequence_M: index in the microbatch of a row's sequence, -1 for padding.  lengths: tokens of each sequence.
     replay_MLK: expert choices to repeat, for this rank's layers with experts; None to choose freely.
     free_M: bool, rows that choose freely in spite of it: padding, and tokens without a recorded choice.
+    counts_M, parts_SR: where rows are shared, as in ``SharedRows``; ``sequence_M`` is then of runs.
     """
 
     index: int
@@ -55,6 +56,13 @@ class RoutedMicrobatch:
     lengths: tuple[int, ...]
     replay_MLK: Tensor | None = None
     free_M: Tensor | None = None
+    counts_M: Tensor | None = None
+    parts_SR: Tensor | None = None
+
+    @property
+    def weight_M(self) -> Tensor:
+        """How many sequences a row is of; bool where that is 1 or, for padding, 0."""
+        return self.sequence_M >= 0 if self.counts_M is None else self.counts_M
 
 
 @dataclass(kw_only=True)
@@ -106,14 +114,14 @@ class RouterState:
             self.recorded_MLK[microbatch.index] = torch.zeros(shape, dtype=self.choice_dtype, device=self.device)
         self.recorded_MLK[microbatch.index][:, layer] = choices_MK.to(self.choice_dtype)
 
-    def count_replayed(self, layer: int, is_replayed_M: Tensor, replayed_MK: Tensor, own_MK: Tensor) -> None:
+    def count_replayed(self, layer: int, weight_M: Tensor, replayed_MK: Tensor, own_MK: Tensor) -> None:
         """Add one layer's replayed choices, and how many of them are not among the router's own.
 
-        is_replayed_M: the rows that count.  own_MK: what the router would have chosen.
+        weight_M: how often a row counts.  own_MK: what the router would have chosen.
         """
         is_own_MK = (replayed_MK[:, :, None] == own_MK[:, None, :]).any(-1)
-        differing = (~is_own_MK & is_replayed_M[:, None]).sum()
-        self.replayed_L2[layer] += torch.stack([is_replayed_M.sum() * self.top_k, differing])
+        differing = (~is_own_MK * weight_M[:, None]).sum()
+        self.replayed_L2[layer] += torch.stack([weight_M.sum() * self.top_k, differing])
 
 
 class Router(TopKRouter):
@@ -158,7 +166,6 @@ class Router(TopKRouter):
         recomputing = torch._C._current_graph_task_id() != -1  # autograd is running: this forward is a recomputation
         microbatch = self._current_microbatch(recomputing)
         logits_ME = logits.view(-1, self.config.num_moe_experts)
-        is_real_M = microbatch.sequence_M >= 0
         attach = self.state.purpose is Purpose.train and torch.is_grad_enabled()
 
         scores_ME = self._scores(logits_ME)
@@ -170,15 +177,15 @@ class Router(TopKRouter):
         probs_ME = torch.zeros_like(logits_ME).scatter(1, choices_MK, weights_MK.to(logits_ME.dtype))
         map_ME = torch.zeros_like(logits_ME, dtype=torch.bool).scatter(1, choices_MK, True)
         if not recomputing:
-            self.state.counts_LE[self.layer] += (map_ME & is_real_M[:, None]).sum(0)
+            self.state.counts_LE[self.layer] += (map_ME * microbatch.weight_M[:, None]).sum(0)
             if self.state.record:
                 self.state.record_choices(self.layer, microbatch, choices_MK)
             if microbatch.free_M is not None:
-                self.state.count_replayed(self.layer, ~microbatch.free_M, choices_MK, own_MK)
+                self.state.count_replayed(self.layer, ~microbatch.free_M * microbatch.weight_M, choices_MK, own_MK)
         if attach:
             logits_ME = logits_ME.float()
-            probs_ME = self._attach_aux_loss(probs_ME, logits_ME, map_ME, is_real_M, microbatch)
-            probs_ME = self._attach_z_loss(probs_ME, logits_ME, is_real_M)
+            probs_ME = self._attach_aux_loss(probs_ME, logits_ME, map_ME, microbatch)
+            probs_ME = self._attach_z_loss(probs_ME, logits_ME, microbatch.weight_M)
         return probs_ME, map_ME
 
     def _current_microbatch(self, recomputing: bool) -> RoutedMicrobatch:
@@ -216,7 +223,7 @@ class Router(TopKRouter):
         return weights_MK * self.config.moe_router_topk_scaling_factor
 
     def _attach_aux_loss(
-        self, probs_ME: Tensor, logits_ME: Tensor, map_ME: Tensor, is_real_M: Tensor, microbatch: RoutedMicrobatch
+        self, probs_ME: Tensor, logits_ME: Tensor, map_ME: Tensor, microbatch: RoutedMicrobatch
     ) -> Tensor:
         """Load balance: ``coeff * E/K * sum_e f_e P_e``; f: share of choices, P: mean router probability.
 
@@ -230,30 +237,36 @@ class Router(TopKRouter):
         scores_ME = self._scores(logits_ME)
         if self.score_function == "sigmoid":
             scores_ME = scores_ME / (scores_ME.sum(dim=-1, keepdim=True) + TINY)
-        scores_ME = scores_ME * is_real_M[:, None]
         scale = state.terms.aux_loss_coeff * state.num_experts / state.top_k
         if state.terms.aux_loss is AuxLoss.batch:
             assert state.batch_counts_LE is not None, "the batch-wide loss needs a counting pass first"
             weights_E = state.batch_counts_LE[self.layer] / state.tokens
-            loss = scale * (scores_ME @ weights_E).sum() / state.tokens
+            loss = scale * ((scores_ME * microbatch.weight_M[:, None]) @ weights_E).sum() / state.tokens
         else:
             num_sequences = max(len(microbatch.lengths), 1)
             member_M = microbatch.sequence_M.clamp(min=0)
-            counts_SE = torch.zeros(num_sequences, state.num_experts, device=probs_ME.device)
-            counts_SE.index_add_(0, member_M, (map_ME & is_real_M[:, None]).float())
+            is_real_M1 = (microbatch.sequence_M >= 0)[:, None]
+            parts_SR = microbatch.parts_SR
+            num_runs = num_sequences if parts_SR is None else parts_SR.shape[1]
+            counts_SE = torch.zeros(num_runs, state.num_experts, device=probs_ME.device)
+            counts_SE.index_add_(0, member_M, (map_ME & is_real_M1).float())
             dist.all_reduce(counts_SE, group=state.split)
+            if parts_SR is not None:
+                counts_SE = parts_SR @ counts_SE
             lengths_S1 = torch.tensor(microbatch.lengths or (1,), device=probs_ME.device)[:, None]
-            weights_ME = (counts_SE / lengths_S1**2)[member_M]
-            loss = scale * (scores_ME * weights_ME).sum() / state.sequences
+            weights_SE = counts_SE / lengths_S1**2
+            if parts_SR is not None:  # a row of a trunk is in the loss of each of its sequences
+                weights_SE = parts_SR.T @ weights_SE
+            loss = scale * (scores_ME * is_real_M1 * weights_SE[member_M]).sum() / state.sequences
         self.state.aux_L[self.layer] += loss.detach()
         return MoEAuxLossAutoScaler.apply(probs_ME, loss)
 
-    def _attach_z_loss(self, probs_ME: Tensor, logits_ME: Tensor, is_real_M: Tensor) -> Tensor:
+    def _attach_z_loss(self, probs_ME: Tensor, logits_ME: Tensor, weight_M: Tensor) -> Tensor:
         """Router z-loss, the mean over tokens of ``logsumexp(logits)^2`` (ST-MoE, arXiv:2202.08906, eq. 5)."""
         coeff = self.state.terms.z_loss_coeff
         if coeff == 0:
             return probs_ME
-        loss = coeff * (torch.logsumexp(logits_ME, dim=-1).square() * is_real_M).sum() / self.state.tokens
+        loss = coeff * (torch.logsumexp(logits_ME, dim=-1).square() * weight_M).sum() / self.state.tokens
         self.state.z_L[self.layer] += loss.detach()
         return MoEAuxLossAutoScaler.apply(probs_ME, loss)
 

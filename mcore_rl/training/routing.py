@@ -81,12 +81,15 @@ class Routing:
         """Tell the routers which microbatch comes next."""
         rows_M = microbatch.router_rows_M
         replay_MLK, free_M = self._replay(microbatch.sources_N[rows_M])
+        shared = microbatch.shared
         self.state.microbatch = RoutedMicrobatch(
             index=microbatch.index,
-            sequence_M=microbatch.sequence_N[rows_M],
+            sequence_M=(microbatch.sequence_N if shared is None else shared.run_N)[rows_M],
             lengths=microbatch.lengths,
             replay_MLK=replay_MLK,
             free_M=free_M,
+            counts_M=None if shared is None else shared.counts_N[rows_M],
+            parts_SR=None if shared is None else shared.parts_SR,
         )
 
     def _replay(self, sources_M: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -117,10 +120,15 @@ class Routing:
             choices_TLK[sources_M[is_real_M][:, None], self.layers] = recorded_MLK[is_real_M]
         for group in (self.groups.tp, self.groups.cp, self.groups.pp):
             dist.all_reduce(choices_TLK, group=group)
+        for shared in (microbatch.shared for microbatch in microbatches):
+            if shared is not None:
+                choices_TLK[shared.to_C] = choices_TLK[shared.from_C]
         return choices_TLK.to(self.choice_dtype).cpu()
 
     def metrics(self, denominators: Denominators) -> dict[str, float]:
         """Router statistics of the last pass over the whole global batch.  Collective over the world.
+
+        A token of a shared prompt counts once for each sequence that begins with it.
 
         load_max, load_min: the busiest and the idlest expert of any layer, as multiples of a fair share.
         load_entropy: entropy of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums

@@ -37,7 +37,7 @@ class Segments:
     """The queries of one rank as runs of neighbours; each run attends to the start of its sequence.
 
     Run n holds ``query_lengths[n]`` queries of sequence ``sequences[n]``.  The last of them sees the first
-    ``key_lengths[n]`` keys of that sequence, the one before it one key less, and so on.
+    ``key_lengths[n]`` keys of that sequence, its trunk's before its own, the one before it one key less, and so on.
     """
 
     sequences: tuple[int, ...]
@@ -70,10 +70,14 @@ class PackedSequences(PackedSeqParams):
     Reading ``cu_seqlens`` back would make the host wait for the device in every layer; everything here is derived at
     most once per microbatch.  Build it with ``of``.
 
+    A sequence may continue another, its trunk: it then sees all of the trunk's tokens, and its positions go on where
+    those end.  That is how the samples of a prompt share it (``data/shared_prompts.py``).
+
     lengths: tokens of each sequence.  padded_lengths: those plus the padding at its end, over all context-parallel
     ranks; the sum is T.  cp, cp_rank: this rank's place in the context-parallel group.  positions_3N: in time, height
     and width, of this rank's rows; None: each row's are its place in its sequence.  deepstack: what the first layers
-    add to hidden states, of the forward pass that is on its way.
+    add to hidden states, of the forward pass that is on its way.  trunks: the number of each sequence's trunk, None
+    where it has none; empty: no sequence has one.
     """
 
     lengths: tuple[int, ...]
@@ -83,6 +87,7 @@ class PackedSequences(PackedSeqParams):
     device: torch.device
     positions_3N: Tensor | None = None
     deepstack: Deepstack | None = None
+    trunks: tuple[int | None, ...] = ()
 
     @classmethod
     def of(
@@ -92,8 +97,14 @@ class PackedSequences(PackedSeqParams):
         cp: int,
         cp_rank: int,
         device: torch.device,
+        trunks: tuple[int | None, ...] = (),
     ) -> PackedSequences:
         """The record of rank ``cp_rank`` for sequences of ``lengths`` tokens that stand ``padded_lengths`` apart."""
+        if trunks:
+            assert cp == 1 and len(trunks) == len(lengths), "a trunk or None for each sequence, which is not cut"
+            assert all(lengths[i] == padded_lengths[i] for i in trunks if i is not None), (
+                "padding parts branch and trunk"
+            )
         assert len(lengths) == len(padded_lengths), "one padded length per sequence"
         assert all(0 < real <= padded for real, padded in zip(lengths, padded_lengths, strict=True)), (
             f"lengths {tuple(lengths)} do not fit padded lengths {tuple(padded_lengths)}"
@@ -117,13 +128,22 @@ class PackedSequences(PackedSeqParams):
             cp=cp,
             cp_rank=cp_rank,
             device=device,
+            trunks=trunks,
         )
+
+    @cached_property
+    def first_positions(self) -> tuple[int, ...]:
+        """The position of each sequence's first token; empty where all begin at 0."""
+        return tuple(0 if trunk is None else self.padded_lengths[trunk] for trunk in self.trunks)
 
     @cached_property
     def segments(self) -> Segments:
         """This rank's runs: whole sequences without context parallelism, else an early and a late chunk of each."""
         if self.cp == 1:
-            return Segments(tuple(range(len(self.padded_lengths))), self.padded_lengths, self.padded_lengths)
+            seen = self.padded_lengths
+            if self.trunks:
+                seen = tuple(own + before for own, before in zip(seen, self.first_positions, strict=True))
+            return Segments(tuple(range(len(self.padded_lengths))), self.padded_lengths, seen)
         sequences, queries, keys = [], [], []
         for index, length in enumerate(self.padded_lengths):
             chunk = length // (2 * self.cp)
@@ -168,10 +188,19 @@ def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 @cached_on_device
-def row_positions(padded_lengths: tuple[int, ...], cp: int, cp_rank: int, device: torch.device) -> Tensor:
+def row_positions(
+    padded_lengths: tuple[int, ...], cp: int, cp_rank: int, device: torch.device, firsts: tuple[int, ...] = ()
+) -> Tensor:
     """Position in its own sequence of each row that context rank ``cp_rank`` holds; float32 [T / cp].
 
-    padded_lengths: tokens of each sequence over all ranks, laid end to end.  The result is shared: read it only.
+    padded_lengths: tokens of each sequence over all ranks, laid end to end.  firsts: as ``first_positions``.
+    The result is shared: read it only.
     """
-    positions_T = torch.cat([torch.arange(length, dtype=torch.float32) for length in padded_lengths])
+    begins = firsts or (0,) * len(padded_lengths)
+    positions_T = torch.cat(
+        [
+            torch.arange(first, first + length, dtype=torch.float32)
+            for first, length in zip(begins, padded_lengths, strict=True)
+        ]
+    )
     return positions_T[split_indices(padded_lengths, cp, cp_rank)].to(device)

@@ -20,62 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import Quantization
-from mcore_rl.families.rules import Axis, Layers, Rule, Stage
+from mcore_rl.weights.quantised_shards import block_shape, num_scales
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-BLOCK = 128
-MX_BLOCK = 32
 LEAST_OF_BLOCK = 1e-4  # the least magnitude of a block: its scale is never 0
 SCALES = " (scales)"  # follows a tensor's name in the name of its scales
 STORED_BY_COLUMNS = (Quantization.fp8_channel, Quantization.fp8_tensor)  # vLLM's linear layers have the transpose
-
-
-def is_quantised(rule: Rule) -> bool:
-    """Whether vLLM's online quantisation takes the tensors of ``rule``.
-
-    These are the matrices of attention, of dense layers and of experts.  Everything else stays as it is: embedding,
-    head, norms, biases, routers and other matrices that are whole on every rank, linear attention, a vision tower.
-    """
-    return (
-        rule.stage is Stage.layer
-        and rule.layers is not Layers.linear
-        and rule.axis is not Axis.none
-        and rule.dtype is None
-        and all(len(tensor.dims) == 2 for tensor in rule.hf)
-    )
-
-
-def block_shape(quantization: Quantization, shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns that share a scale, in a matrix of ``shape``."""
-    rows, columns = shape
-    return {
-        Quantization.fp8_block: (BLOCK, BLOCK),
-        Quantization.fp8_channel: (1, columns),
-        Quantization.fp8_tensor: (rows, columns),
-        Quantization.mxfp8: (1, MX_BLOCK),
-    }[quantization]
-
-
-def num_scales(quantization: Quantization, shape: tuple[int, int]) -> tuple[int, int]:
-    """How many scales a matrix of ``shape`` has, along its rows and its columns."""
-    rows, columns = block_shape(quantization, shape)
-    return -(-shape[0] // rows), -(-shape[1] // columns)
-
-
-def bytes_of_scale(quantization: Quantization) -> int:
-    """Bytes of a scale: float32, or the exponent of a power of two."""
-    return 1 if quantization is Quantization.mxfp8 else 4
-
-
-def partial_columns(quantization: Quantization, rule: Rule, model: ModelConfig, num_shards: int) -> int | None:
-    """Columns of a shard that is not whole blocks; None: it is, or its scheme has no blocks of columns."""
-    if quantization not in (Quantization.fp8_block, Quantization.mxfp8):
-        return None
-    columns = rule.local_shape(model, num_shards)[1]
-    return columns if columns % block_shape(quantization, (1, columns))[1] else None
 
 
 @dataclass(frozen=True)

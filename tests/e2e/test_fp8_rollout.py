@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
-from tests.e2e.test_learning import LIFT, REWARD, SETTINGS
 from tests.support.fp8_on_cpu import put_on_path
 from tests.support.run_task import nothing_left, overrides, write_task
 
@@ -32,25 +31,6 @@ def test_a_run_trains_on_what_engines_in_fp8_draw(
     for row in trained:
         assert 1e-3 < row["rollout/logprob_diff_mean"] < 0.1, "in float32 and without rounding it is below 1e-5"
         assert row["rollout/effective_sample_size"] > 0.9
-
-
-@pytest.mark.tier("full")
-@pytest.mark.timeout(3600)
-def test_a_policy_learns_from_what_engines_in_fp8_draw(
-    tmp_path: Path, fast_ray: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The task and the bar of ``test_learning``; a run with plain engines stands beside it."""
-    put_on_path(monkeypatch)
-    task, lifts = write_task(tmp_path), {}
-    (task / "reward.py").write_text(REWARD)
-    for name, more in {"plain": ("rollout.dtype=bfloat16", WEIGHED), "fp8": (*IN_FP8, WEIGHED)}.items():
-        run = tmp_path / name
-        with nothing_left():
-            assert main(["train", *overrides(task, run, *SETTINGS, "algorithm=grpo", "rollout.n=8", *more)]) == 0
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        drawn = [row["val/arithmetic/reward"] for row in rows if "val/arithmetic/reward" in row]
-        lifts[name] = drawn[-1] - drawn[0]
-    assert min(lifts.values()) > LIFT, lifts
 
 
 def test_a_run_that_would_fail_or_mislead_is_refused(

@@ -54,7 +54,7 @@ def test_every_key_of_a_command_is_in_the_section_of_its_group(command: str) -> 
 WRITTEN = {  # a value of each key that a command refuses: sound in itself, and not its default
     "trainer.critic_warmup": "2", "trainer.mode": "async", "trainer.record_rollouts": "true", "trainer.replay": "run",
     "data.step_labels_key": "steps", "data.end_of_turn": "x", "rollout.partial": "true",
-    "actor.microbatch_patches": "1024",
+    "actor.microbatch_patches": "1024", "actor.share_prompts": "auto",
     "rollout.over_sampling": "0.25",
     "rollout.val_kwargs": "{n: 2}", "rollout.return_routed_experts": "true", "reward.judge.path": "judge",
 }  # fmt: skip

@@ -26,6 +26,7 @@ DEEPSEEK_V2 = Problem(model="deepseek_v2", aux=AuxLoss.sequence)
 GLM4_MOE = Problem(model="glm4_moe")
 QWEN3_NEXT = Problem(model="qwen3_next")
 CRITIC = Problem(model="tied", head=Head.value)
+PROMPTED = Problem(model="dense", temperature=0.7, prompted=True)
 
 
 def _variations(case: Case) -> list[Case]:
@@ -336,6 +337,36 @@ def _muon_cases() -> list[Case]:
     return [*cases, replace(cases[0], overlap=True)]
 
 
+def _shared_cases() -> list[Case]:
+    """Prompts that are computed once for their samples, beside one sequence at a time."""
+    dense = Case(problem=PROMPTED, shared=True)
+    moe = replace(dense, problem=replace(SEQUENCE_AUX, prompted=True))
+    cases = [dense, replace(dense, microbatch_tokens=WHOLE), replace(dense, recompute=Recompute.full)]
+    for layout, size in (("", 2), ("tp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("tp=2,pp=2", 4), ("tp=2,pp=2", 8)):
+        cases.append(replace(dense, layout=layout, world_size=size))
+    for layout, size in (("", 1), ("tp=2,etp=1", 2), ("pp=2", 2), ("ep=2", 2), ("tp=2,pp=2,ep=2,etp=1", 4)):
+        cases.append(replace(moe, layout=layout, world_size=size))
+    cases.append(replace(moe, layout="ep=2", world_size=2, dispatcher=Dispatcher.allgather))
+    cases.append(replace(moe, layout="tp=2,pp=2", world_size=4, recompute=Recompute.full, microbatch_tokens=WHOLE))
+    for problem, layout, size, recompute in (
+        (BATCH_AUX, "tp=2,etp=1", 2, Recompute.full),
+        (REPLAY, "tp=2,etp=1", 2, Recompute.none),
+        (REPLAY_BATCH_AUX, "pp=2", 2, Recompute.full),
+        (DEEPSEEK, "tp=2,etp=1", 2, Recompute.selective),
+        (GEMMA2, "tp=2", 2, Recompute.selective),
+        (Problem(model="windowed"), "", 1, Recompute.none),
+        (Problem(model="gpt_oss"), "tp=2,etp=1", 2, Recompute.none),
+        (Problem(model="gemma3"), "pp=2", 2, Recompute.none),
+        (ONE_KEY_HEAD, "tp=2", 2, Recompute.selective),
+        (CRITIC, "tp=2", 2, Recompute.none),
+        (Problem(model="dense", lora=True), "tp=2", 2, Recompute.none),
+        (Problem(model="dense", distill=Divergence.forward_kl), "tp=2", 2, Recompute.none),
+    ):
+        problem = replace(problem, prompted=True)
+        cases.append(Case(problem=problem, layout=layout, world_size=size, recompute=recompute, shared=True))
+    return cases
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -396,6 +427,7 @@ def all_cases() -> list[Case]:
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
     cases.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
     cases += _replay_cases()
+    cases += _shared_cases()
     return list(dict.fromkeys(cases))
 
 
@@ -466,4 +498,13 @@ SABOTAGED = [
     Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
     Case(problem=ONE_KEY_HEAD, layout="tp=2", world_size=2, sabotage="unsummed_key_heads"),
     Case(problem=Problem(model="dense", muon=True), layout="tp=2", world_size=2, sabotage="orthogonal_parts"),
+    Case(problem=PROMPTED, layout="tp=2", world_size=2, shared=True, sabotage="answers_see_answers"),
+    Case(problem=PROMPTED, layout="pp=2", world_size=2, shared=True, sabotage="answers_begin_at_0"),
+    Case(
+        problem=replace(BATCH_AUX, prompted=True),
+        layout="tp=2,etp=1",
+        world_size=2,
+        shared=True,
+        sabotage="prompts_counted_once",
+    ),
 ]

@@ -29,6 +29,7 @@ class Problem:
     outcomes: the loss of a process reward model, of whole responses.
     distill: the divergence from a teacher with another hidden size, beside a policy loss.
     muon: matrices move by Muon.
+    prompted: sequences are samples of a few prompts.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Problem:
 
     outcomes: bool = False
     muon: bool = False
+    prompted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Case:
     """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many.
 
     filled: microbatches are padded to their budget.
+    shared: prompts are computed once for their samples.
     overlap: gradients are reduced during the backward pass, in small buckets, and the optimizer's state comes back from
     host memory during the second step.  megatron: fields that are passed on.
     sabotage: a deliberate mistake (tests/support/sabotage.py), to see that the gate sees it.
@@ -74,6 +77,7 @@ class Case:
     pipeline_layers: tuple[int, ...] | None = None
     overlap: bool = False
     filled: bool = False
+    shared: bool = False
     megatron: tuple[tuple[str, Any], ...] = ()
     sabotage: str | None = None
 
@@ -87,6 +91,7 @@ class Case:
         parts += ["allgather"] if self.dispatcher is Dispatcher.allgather else []
         parts += ["overlap"] if self.overlap else []
         parts += ["filled"] if self.filled else []
+        parts += ["shared"] if self.shared else []
         parts += [name for name, _ in self.megatron]
         parts += [f"aux-{problem.aux.value}"] if problem.aux is not AuxLoss.none else []
         parts += ["z"] if problem.z else []
@@ -99,6 +104,7 @@ class Case:
         parts += ["steps"] if problem.steps else []
         parts += ["muon"] if problem.muon else []
         parts += ["outcomes"] if problem.outcomes else []
+        parts += ["prompted"] if problem.prompted else []
         parts += [f"distill-{problem.distill.value}"] if problem.distill is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []

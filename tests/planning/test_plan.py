@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.config.cluster import ClusterConfig, ResidualMemory
-from mcore_rl.config.engine import Precision, Recompute
+from mcore_rl.config.engine import LayerSpec, Precision, Recompute, SharePrompts
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.roles import RouterReplay
@@ -17,6 +17,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
+from mcore_rl.planning.lengths import mean_lengths
 from mcore_rl.planning.overheads import (
     COLLECTIVE_BYTES,
     CONTEXT_BYTES,
@@ -392,3 +393,21 @@ def test_experts_that_are_repeated_are_counted_on_the_host() -> None:
     run.actor.router_replay = RouterReplay.r2
     with pytest.raises(ConfigError, match=r"actor\.router_replay=r2: the model is dense"):
         plan(run, QWEN, H100)
+
+
+def test_a_plan_says_what_shared_prompts_save_or_why_they_save_nothing() -> None:
+    run = run_of()
+    run.actor.layer_spec, run.data.mean_response_length = LayerSpec.local, 100
+    apart = plan(run, QWEN, H100)
+    prompt = mean_lengths(run.data)[0]
+    run.actor.share_prompts = SharePrompts.auto
+    shared = plan(run, QWEN, H100)
+    saved = (round(prompt) - 1) * 7 / 8 / (prompt + 100)
+    assert shared.gains == (f"actor: prompts computed once for 8 samples save {saved:.0%} of the tokens",)
+    assert 1 - saved - 0.02 < shared.seconds["update_actor"] / apart.seconds["update_actor"] < 1 - 0.8 * saved
+    assert shared.seconds["generate"] == apart.seconds["generate"] and not apart.gains
+    assert not shared.notes and not apart.notes
+    run.actor.layer_spec = LayerSpec.auto
+    (said,) = plan(run, QWEN, H100).notes
+    assert not plan(run, QWEN, H100).gains
+    assert "share_prompts=auto changes nothing, because Transformer Engine" in said

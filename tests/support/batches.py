@@ -47,6 +47,53 @@ def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -
     )
 
 
+PROMPTS = ((9, (4, 2, 11, 5)), (6, (7,)), (1, (3, 6)), (4, (8, 1)), (21, (12, 10, 14, 9)), (5, (0, 0, 6)))
+"""(tokens of a prompt, tokens of each of its answers): one sample alone, prompts alone, and more than 64 tokens."""
+
+
+def prompted(vocab_size: int) -> TrainBatch:
+    """The samples of ``PROMPTS`` in turn, a sample of each prompt after the other; answers have holes in their masks.
+
+    The prompt of 5 tokens begins as that of 9 does.
+    """
+    random = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(0, vocab_size, (length,), generator=random) for length, _ in PROMPTS]
+    prompts[5] = torch.cat([prompts[0][:3], prompts[5][3:]])
+    most = max(len(answers) for _, answers in PROMPTS)
+    chosen = [(n, at) for at in range(most) for n, (_, answers) in enumerate(PROMPTS) if at < len(answers)]
+    tokens, masks = list[torch.Tensor](), list[torch.Tensor]()
+    for number, at in chosen:
+        size = PROMPTS[number][1][at]
+        trained = torch.rand(size, generator=random) < 0.8
+        trained[:1] = True  # a prompt ends where training begins
+        tokens.append(torch.cat([prompts[number], torch.randint(0, vocab_size, (size,), generator=random)]))
+        masks.append(torch.cat([torch.zeros(len(prompts[number]), dtype=torch.bool), trained]))
+    num_tokens = sum(map(len, tokens))
+    return TrainBatch(
+        lengths_S=tuple(map(len, tokens)),
+        tokens_T=torch.cat(tokens),
+        mask_T=torch.cat(masks),
+        old_logprobs_T=-4.5 + 0.3 * torch.randn(num_tokens, generator=random),
+        advantages_T=torch.randn(num_tokens, generator=random),
+        returns_T=torch.randn(num_tokens, generator=random),
+    )
+
+
+def routed_alike(batch: TrainBatch) -> TrainBatch:
+    """``batch`` of ``prompted`` with one choice of experts for each prompt's tokens, but for one token of a sample."""
+    assert batch.routing_TLK is not None and batch.unrouted_T is not None
+    routing_TLK, unrouted_T, firsts = batch.routing_TLK.clone(), batch.unrouted_T.clone(), dict[bytes, int]()
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        trained = batch.mask_T[start : start + length]
+        size = int(trained.int().argmax()) if trained.any() else length
+        first = firsts.setdefault(batch.tokens_T[start : start + size].numpy().tobytes(), start)
+        for field_T in (routing_TLK, unrouted_T):
+            field_T[start : start + size] = field_T[first : first + size].clone()
+    other = batch.offsets_S[len(PROMPTS)] + 5  # of the second sample of the first prompt
+    routing_TLK[other], unrouted_T[other] = routing_TLK[other].flip(-1), False
+    return replace(batch, routing_TLK=routing_TLK, unrouted_T=unrouted_T)
+
+
 def paired(batch: TrainBatch) -> TrainBatch:
     """Four pairs, with a reference, margins, weights and labels; two sequences have no pair.
 

@@ -22,6 +22,7 @@ from mcore_rl.config.engine import (
     OptimizerKind,
     Precision,
     Schedule,
+    SharePrompts,
 )
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
@@ -90,6 +91,7 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
         recompute=case.recompute,
         microbatch_tokens=case.microbatch_tokens,
         microbatch_sequences=case.microbatch_sequences,
+        share_prompts=SharePrompts.auto if case.shared else SharePrompts.off,
         overlap_grad_reduce=case.overlap,
         megatron=dict(case.megatron),
         moe=MoeTrainConfig(
@@ -109,7 +111,7 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
 def global_batch(problem: Problem) -> TrainBatch:
     """The one batch of all cases; with replay, experts at random for all tokens but the last of each and a fifth."""
     model = MODELS[problem.model]
-    batch = batches.ragged(model.vocab_size)
+    batch = (batches.prompted if problem.prompted else batches.ragged)(model.vocab_size)
     if problem.head is Head.lm:
         # Numbers of a fifth of all tokens are not negative, and of untrained ones as much: nothing may come of these.
         selection_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(8)) - 0.8
@@ -131,7 +133,8 @@ def global_batch(problem: Problem) -> TrainBatch:
     assert model.moe is not None
     unrouted_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(10)) < 0.2
     unrouted_T[torch.tensor(batch.lengths_S).cumsum(0) - 1] = True
-    return replace(batch, routing_TLK=batches.routes(batch, model), unrouted_T=unrouted_T)
+    batch = replace(batch, routing_TLK=batches.routes(batch, model), unrouted_T=unrouted_T)
+    return batches.routed_alike(batch) if problem.prompted else batch
 
 
 def members_of(batch: TrainBatch, groups: ProcessGroups) -> list[int]:
@@ -202,6 +205,8 @@ def _run_in_groups(
         SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
     mine = batch.select(members_of(batch, groups))
+    if case.shared:
+        assert any(each.shared for each in engine._microbatches(mine)), f"{case} shares nothing"
     if case.filled:
         full = rows_per_context_rank(case.microbatch_tokens, groups) * groups.layout.cp
         assert {each.width for each in engine._microbatches(mine)} == {full}

@@ -12,7 +12,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.latent_attention import ReplicatedLinear
+from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.router import RoutedMicrobatch
+from mcore_rl.training.sequences import PackedSequences
 from mcore_rl.types import LossInputs
 
 
@@ -95,6 +97,58 @@ def _attention_across_borders(engine: Engine) -> None:
             module.forward = leak  # type: ignore[method-assign]
 
 
+def _answers_see_answers(engine: Engine) -> None:
+    """Values of an answer have a thousandth of the answer before it to the same prompt."""
+    for module in engine.models[0].modules():
+        if type(module).__name__ == "PackedAttention":
+            forward = module.forward
+
+            def leak(
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object,
+                packed_seq_params: PackedSequences, forward: Callable = forward, **kwargs: object,
+            ) -> torch.Tensor:  # fmt: skip
+                runs, trunks = (
+                    list(torch.split(value, list(packed_seq_params.padded_lengths))),
+                    packed_seq_params.trunks,
+                )
+                for number in range(1, len(trunks)):
+                    if trunks[number] is not None and trunks[number] == trunks[number - 1]:
+                        runs[number] = runs[number] + 1e-3 * runs[number - 1].mean(0)
+                value = torch.cat(runs)
+                return forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+            module.forward = leak  # type: ignore[method-assign]
+
+
+def _answers_begin_at_0(engine: Engine) -> None:
+    """Positions of an answer do not go on where those of its prompt end."""
+
+    def spoil(microbatch: Microbatch) -> Microbatch:
+        packed = microbatch.packed
+        assert packed is not None and packed.segments
+        packed.__dict__["first_positions"] = (0,) * len(packed.lengths)
+        return microbatch
+
+    _spoil_microbatches(engine, spoil)
+
+
+def _prompts_counted_once(engine: Engine) -> None:
+    """Routers count a token of a shared prompt once, and not once for each of its samples."""
+
+    def spoil(microbatch: Microbatch) -> Microbatch:
+        shared = microbatch.shared
+        if shared is None:
+            return microbatch
+        return replace(microbatch, shared=replace(shared, counts_N=shared.counts_N.clamp(max=1)))
+
+    _spoil_microbatches(engine, spoil)
+
+
+def _spoil_microbatches(engine: Engine, spoil: Callable[[Microbatch], Microbatch]) -> None:
+    build = engine._microbatches
+    engine._microbatches = lambda batch: list(map(spoil, build(batch)))  # type: ignore[method-assign]
+
+
 def _shifted_expert(engine: Engine) -> None:
     """Experts of a rank are stored in another order than the router believes."""
     for module in engine.models[0].modules():
@@ -147,6 +201,9 @@ SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "parts_of_responses": _parts_of_responses,
     "experts_reduced_as_dense": _experts_reduced_as_dense,
     "attention_across_borders": _attention_across_borders,
+    "answers_see_answers": _answers_see_answers,
+    "answers_begin_at_0": _answers_begin_at_0,
+    "prompts_counted_once": _prompts_counted_once,
     "shifted_expert": _shifted_expert,
     "replayed_a_row_late": _replayed_a_row_late,
     "recomputed_freely": _recomputed_freely,

@@ -24,7 +24,8 @@ from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import messages_to
-from mcore_rl.weights.quantised import SCALES, is_quantised, quantise
+from mcore_rl.weights.quantised import SCALES, quantise
+from mcore_rl.weights.quantised_shards import is_quantised
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table

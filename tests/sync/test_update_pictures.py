@@ -94,7 +94,7 @@ def test_updates_bring_the_tower_and_forget_what_the_old_one_saw(
     a, b = two_checkpoints(family, tmp_path)
     _, model = model_of(read_config(a), pictures=True)
     layout = parse_rollout_layout(rollout)
-    config = rollouts.config(tp=layout.tp, max_response_length=200)
+    config = rollouts.config(tp=layout.tp, max_prompt_length=56, max_response_length=200)
     with start_engine("seeing", a, config, extension=WEIGHT_RECEIVER, awaits_weights=True, pictures=True) as engine:
         asyncio.run(_updates(family, model, rollout, trainers, engine, (a, b)))
 

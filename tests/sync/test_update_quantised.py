@@ -24,17 +24,17 @@ from tests.support.quantised_engines import MODELS, ProbedReceiver
 from tests.support.sync_cases import greedy
 
 Held = list[dict[str, tuple[str, int]]]
-full = pytest.mark.tier("full")
+pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600)]
 CASES = [
     ("qwen2", "tp=1", "tp=2", Quantization.fp8_block),
     ("qwen3_moe", "tp=2", "tp=2,ep=2,etp=1", Quantization.fp8_block),
-    pytest.param(("qwen2", "tp=2", "pp=2", Quantization.fp8_block), marks=full),
-    pytest.param(("qwen2", "tp=2", "tp=2", Quantization.mxfp8), marks=full),
-    pytest.param(("qwen2", "tp=1", "tp=2", Quantization.fp8_channel), marks=full),
-    pytest.param(("qwen2", "tp=1", "pp=2", Quantization.fp8_tensor), marks=full),
-    pytest.param(("qwen3_moe", "tp=1", "tp=2", Quantization.mxfp8), marks=full),
-    pytest.param(("qwen3_moe", "tp=1", "tp=2,ep=2,etp=1", Quantization.fp8_channel), marks=full),
-    pytest.param(("qwen3_moe", "tp=1", "ep=2", Quantization.fp8_tensor), marks=full),
+    ("qwen2", "tp=2", "pp=2", Quantization.fp8_block),
+    ("qwen2", "tp=2", "tp=2", Quantization.mxfp8),
+    ("qwen2", "tp=1", "tp=2", Quantization.fp8_channel),
+    ("qwen2", "tp=1", "pp=2", Quantization.fp8_tensor),
+    ("qwen3_moe", "tp=1", "tp=2", Quantization.mxfp8),
+    ("qwen3_moe", "tp=1", "tp=2,ep=2,etp=1", Quantization.fp8_channel),
+    ("qwen3_moe", "tp=1", "ep=2", Quantization.fp8_tensor),
 ]
 
 

@@ -22,6 +22,7 @@ from mcore_rl.training.attention_kernels import (
     takes_groups,
     visible,
 )
+from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.sequences import PackedSequences
 from tests.support.naive_attention import HEAD_DIM, assert_close, random_qkv, reference
 
@@ -215,3 +216,54 @@ def test_torch_gives_flash_attention_3_what_it_takes(monkeypatch: pytest.MonkeyP
     assert (named["max_seqlen_q"], named["max_seqlen_k"], named["softmax_scale"]) == (4, 4, 0.5)
     assert (named["causal"], named["window_size_left"], named["window_size_right"]) == (True, 4, 0)
     assert named["softcap"] == named["attention_chunk"] == named["sm_margin"] == 0
+
+
+TRUNK, BRANCHES = 9, (4, 1, 12)
+
+
+def shared_and_apart(*tensors: Tensor) -> tuple[PackedSequences, PackedSequences, list[Tensor]]:
+    """A trunk with its branches, the same as whole sequences, and ``tensors`` with a trunk for each of these."""
+    lengths = (TRUNK, *BRANCHES)
+    shared = PackedSequences.of(lengths, lengths, 1, 0, CPU, trunks=(None, 0, 0, 0))
+    whole = tuple(TRUNK + length for length in BRANCHES)
+    repeated = []
+    for x in tensors:
+        trunk, *branches = torch.split(x.detach(), list(lengths))
+        repeated.append(torch.cat([part for branch in branches for part in (trunk, branch)]))
+    return shared, PackedSequences.of(whole, whole, 1, 0, CPU), repeated
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 11])
+@pytest.mark.parametrize("kernel", ["one_by_one", "varlen", "blocks", "sinks"])
+def test_branches_of_a_trunk_are_whole_sequences(
+    kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are those of whole sequences, and a trunk's gradients the sums of theirs."""
+    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_in_float32)
+    query, key, value, grad = random_qkv(TRUNK + sum(BRANCHES), 4, 2)
+    sinks = torch.linspace(-1.0, 1.0, 4)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        if kernel == "varlen":
+            return attend_varlen(query, key, value, packed, SCALE, window).flatten(1)
+        if kernel == "one_by_one":
+            return attend_one_by_one(query, key, value, packed, SCALE, window).flatten(1)
+        own = sinks if kernel == "sinks" else None
+        return attend_in_blocks(query, key, value, packed, SCALE, 1.5, window, sinks=own, block_bytes=600).flatten(1)
+
+    shared, apart, (q, k, v, g) = shared_and_apart(query, key, value, grad)
+    starts = [0, TRUNK + BRANCHES[0], 2 * TRUNK + BRANCHES[0] + BRANCHES[1]]
+    for start in starts[1:]:
+        g[start : start + TRUNK] = 0
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    expected = attend(whole[0], whole[1], whole[2], apart)
+    expected_grads = torch.autograd.grad(expected, whole, g)
+    out = attend(query, key, value, shared)
+    grads = torch.autograd.grad(out, (query, key, value), grad)
+    for number, (got, wanted) in enumerate(zip([out, *grads], [expected, *expected_grads], strict=True)):
+        trunks, branches = list[Tensor](), list[Tensor]()
+        for start, length in zip(starts, BRANCHES, strict=True):
+            trunks.append(wanted[start : start + TRUNK])
+            branches.append(wanted[start + TRUNK : start + TRUNK + length])
+        trunk = trunks[0] if number == 0 else torch.stack(trunks).sum(0)
+        assert torch.allclose(got, torch.cat([trunk, *branches]), atol=2e-6), number

@@ -356,3 +356,88 @@ def test_the_gathering_dispatcher_takes_unequal_batches(layout: str, agreed: lis
     for of_rank in agreed:
         logprobs_T = of_rank.scores[layout].logprobs_T
         assert logprobs_T is not None and logprobs_T.isfinite().all() and (logprobs_T < 0).any()
+
+
+# ---- shared prompts ----
+
+
+def prompted() -> TrainBatch:
+    """Two samples of the prompt 1, 2, 3 with a sequence of another prompt between them."""
+    mask_T = torch.tensor([0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
+    return TrainBatch(lengths_S=(5, 2, 4), tokens_T=torch.tensor([1, 2, 3, 4, 5, 9, 8, 1, 2, 3, 6]), mask_T=mask_T)
+
+
+def share(batch: TrainBatch, groups: ProcessGroups, tokens: int) -> list[Microbatch]:
+    return build_microbatches(
+        batch, groups, tokens=tokens, sequences=None, equal_over_experts=False, share_prompts=True
+    )
+
+
+def test_a_shared_prompt_by_hand() -> None:
+    for groups in ranks_of("tp=2"):
+        (microbatch,) = share(prompted(), groups, 16)
+        assert microbatch.tokens.tolist() == [[1, 2, 3, 4, 5, 3, 6, 9, 8, 0]]
+        assert microbatch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
+        assert microbatch.labels_N.tolist() == [2, 3, 4, 5, 0, 6, 0, 8, 0, 0]
+        assert microbatch.sources_N.tolist() == [0, 1, 2, 3, 4, 9, 10, 5, 6, NOWHERE]
+        assert microbatch.targets_N.tolist() == [1, 2, 3, 4, NOWHERE, 10, NOWHERE, 6, NOWHERE, NOWHERE]
+        assert microbatch.sequence_N.tolist() == [NOWHERE, NOWHERE, 0, 0, 0, 1, 1, 2, 2, NOWHERE]
+        assert (microbatch.members, microbatch.lengths) == ((0, 2, 1), (5, 4, 2))
+        packed, shared = microbatch.packed, microbatch.shared
+        assert packed is not None and packed.trunks == (None, 0, 0, None) and packed.padded_lengths == (2, 3, 2, 3)
+        assert shared is not None and shared.saved == 2
+        assert shared.counts_N.tolist() == [2, 2, 1, 1, 1, 1, 1, 1, 1, 0]
+        assert shared.run_N.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, NOWHERE]
+        assert shared.parts_SR.tolist() == [[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
+        out_T = torch.full((12,), -1.0)
+        microbatch.scatter_to_targets(torch.arange(10.0), out_T)
+        assert out_T[:11].tolist() == [-1, 0, 1, 2, 3, -1, 7, -1, 0, 1, 5], "tokens 8 and 9 are those of the trunk"
+
+
+def test_without_sharing_nothing_is_said_of_it() -> None:
+    (groups,) = ranks_of("")
+    (microbatch,) = cut(prompted(), groups, 16, None)
+    assert microbatch.shared is None and microbatch.packed is not None and not microbatch.packed.trunks
+    assert microbatch.members == (0, 1, 2)
+
+
+@pytest.mark.parametrize("layout", ["", "tp=2", "pp=2,vpp=2", "pp=3,vpp=2,tp=2"])
+@pytest.mark.parametrize("tokens", [36, 64, 4096])
+def test_every_token_is_trained_once_and_computed_at_least_once(tokens: int, layout: str) -> None:
+    batch = batches.prompted(101)
+    num_tokens = batch.tokens_T.numel()
+    for groups in ranks_of(layout):
+        microbatches = share(batch, groups, tokens)
+        targets = torch.cat([each.targets_N[each.targets_N != NOWHERE] for each in microbatches])
+        trained = targets[batch.mask_T[targets]]
+        assert sorted(trained.tolist()) == batch.mask_T.nonzero().flatten().tolist()
+        own_T = torch.full((num_tokens + 1,), -1.0)
+        for each in microbatches:
+            assert each.width <= tokens
+            for to, wanted in ((each.targets_N, each.labels_N), (each.sources_N, each.tokens.flatten())):
+                assert torch.equal(batch.tokens_T[to[to != NOWHERE]], wanted[to != NOWHERE])
+            each.scatter_to_targets(each.labels_N.float(), own_T)
+        firsts = list(batch.offsets_S)
+        said = torch.ones(num_tokens, dtype=torch.bool)
+        said[firsts] = False
+        assert torch.equal(own_T[:-1][said], batch.tokens_T[said].float()), "log-probs of prompts go to every sample"
+        computed = sum(int((each.sources_N != NOWHERE).sum()) for each in microbatches)
+        saved = sum(each.shared.saved for each in microbatches if each.shared is not None)
+        assert computed + saved == num_tokens and saved > 0
+
+
+def test_choices_of_experts_to_replay_part_a_trunk() -> None:
+    (groups,) = ranks_of("")
+    batch = prompted()
+    routing_TLK = torch.zeros(11, 2, 2, dtype=torch.uint8)
+    routing_TLK[8, 1] = 3
+    (microbatch,) = share(replace(batch, routing_TLK=routing_TLK), groups, 16)
+    assert microbatch.shared is not None and microbatch.shared.saved == 1
+    assert microbatch.tokens.tolist() == [[1, 2, 3, 4, 5, 2, 3, 6, 9, 8]]
+    free_T = torch.zeros(11, dtype=torch.bool)
+    free_T[[1, 8]] = True
+    (both,) = share(replace(batch, routing_TLK=routing_TLK, unrouted_T=free_T), groups, 16)
+    assert both.shared is not None and both.shared.saved == 2, "nobody reads the choices of tokens that choose freely"
+    free_T[1] = False
+    (one,) = share(replace(batch, routing_TLK=routing_TLK, unrouted_T=free_T), groups, 16)
+    assert one.shared is not None and one.shared.saved == 1

@@ -57,3 +57,22 @@ def test_positions_start_again_with_each_sequence() -> None:
 def test_positions_follow_the_zig_zag_of_context_ranks() -> None:
     assert row_positions((8, 4), 2, 0, CPU).tolist() == [0, 1, 6, 7, 0, 3]
     assert row_positions((8, 4), 2, 1, CPU).tolist() == [2, 3, 4, 5, 1, 2]
+
+
+def test_branches_see_their_trunk_and_go_on_where_it_ends() -> None:
+    """A trunk of 3 with branches of 2 and 1, and a sequence by itself, which takes the padding."""
+    packed = PackedSequences.of((3, 2, 1, 2), (3, 2, 1, 4), 1, 0, CPU, trunks=(None, 0, 0, None))
+    parts = packed.segments
+    assert not parts.square
+    assert (parts.query_lengths, parts.key_lengths) == ((3, 2, 1, 4), (3, 5, 4, 4))
+    assert packed.first_positions == (0, 3, 3, 0)
+    positions = row_positions(packed.padded_lengths, 1, 0, CPU, packed.first_positions)
+    assert positions.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3]
+    assert PackedSequences.of((3, 2), (3, 2), 1, 0, CPU).first_positions == ()
+
+
+def test_neither_padding_nor_a_context_rank_parts_a_trunk_from_its_branches() -> None:
+    with pytest.raises(AssertionError, match="padding"):
+        PackedSequences.of((3, 2), (4, 2), 1, 0, CPU, trunks=(None, 0))
+    with pytest.raises(AssertionError, match="not cut"):
+        PackedSequences.of((4, 4), (4, 4), 2, 0, CPU, trunks=(None, 0))

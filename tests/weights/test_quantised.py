@@ -17,11 +17,9 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.weights.quantised import (
     FP8,
     QuantisedMatrix,
-    is_quantised,
-    num_scales,
-    partial_columns,
     quantise,
 )
+from mcore_rl.weights.quantised_shards import is_quantised, num_scales, partial_columns
 from mcore_rl.weights.rollout_table import RolloutTable
 from tests.support.checkpoints import MODELS
 from tests.support.forked import ENGINES

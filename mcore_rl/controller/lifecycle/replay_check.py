@@ -46,6 +46,7 @@ FREE = (
 LAYOUT_OF_RUN = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device")
 LAYOUT_OF_ROLE = (
     *("parallel.", "device", "layer_spec", "recompute", "microbatch_tokens", "microbatch_sequences"),
+    "share_prompts",
     *("overlap_grad_reduce", "overlap_offload", "gradient_accumulation_fusion", "tp_comm_overlap"),
     *("moe.dispatcher", "moe.flex_backend", "moe.permute_fusion"),
 )

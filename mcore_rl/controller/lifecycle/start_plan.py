@@ -40,8 +40,9 @@ def forecast(config: RunConfig | OfflineConfig, platform: Platform, models: Mapp
 
 
 def tell_plan(planned: Plan, doubts: Sequence[str]) -> None:
-    """Shows a line of the plan of a run that begins; its notes, and ``doubts``, as warnings."""
-    note(short_line(planned))
+    """Shows a line of the plan of a run that begins, and its gains; its notes, and ``doubts``, as warnings."""
+    for each in (short_line(planned), *planned.gains):
+        note(each)
     for each in (*planned.notes, *doubts):
         warn(each)
 

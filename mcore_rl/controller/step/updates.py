@@ -27,6 +27,7 @@ from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.teaching import score_by_teacher
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
+from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import PatchesRef, SharedBatch
@@ -56,7 +57,8 @@ class Updated:
     results: one per minibatch.
     memories: the memory use of each rank.
     trained: the trained tokens of each minibatch.
-    imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch.
+    imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch; those computed.
+    shared: of the minibatches' tokens, the share that was not computed because a prompt was computed once.
     own: of the sequences of the first minibatch, in the order of the batch, if the update scored them.
     """
 
@@ -64,6 +66,7 @@ class Updated:
     memories: list[Memory] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     imbalance: float = 1.0
+    shared: float = 0.0
     own: OwnScores | None = None
 
     @property
@@ -78,28 +81,36 @@ def send(
     batch: TrainBatch,
     minibatches: Sequence[Sequence[int]],
     pictures: StepPictures | None = None,
+    *,
+    share_prompts: bool = False,
 ) -> SharedBatch:
     """Puts ``batch`` into Ray's store, and assigns each sequence to the rank that trains it first in ``minibatches``.
 
     minibatches: those of ``group``.  Every sequence appears once in the first epoch; repeats are later epochs.
     pictures: those of ``batch``, where models are given some.
+    share_prompts: samples of a prompt go to one rank where that leaves the busiest less to compute.
     """
     costs_S: Sequence[float] = batch.lengths_S
     if pictures is not None:
         of_pictures = [patches * pictures.patch_cost for patches in batch.patches_S]
         costs_S = [tokens + more for tokens, more in zip(batch.lengths_S, of_pictures, strict=True)]
+    stems: list[Stem] = []
+    if share_prompts and batch.pairs_S is None:
+        stems = stems_of(batch.tokens_T.numpy(), batch.mask_T.numpy(), batch.lengths_S)
     assignment: list[list[int]] = [[] for _ in range(group.layout.dp)]
     seen: set[int] = set()
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            of_ranks = _shards(costs_S, batch.pairs_S, members, group.layout.dp)
+            of_ranks = _shards(batch, costs_S, members, group.layout.dp, stems)
             for sequences, shard in zip(assignment, of_ranks, strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
     shards = _together(assignment, group.neighbours)
     patches = {} if pictures is None else pictures.patches
-    shared = SharedBatch(batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S)
+    shared = SharedBatch(
+        batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S, stems
+    )
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
@@ -130,7 +141,7 @@ async def run_pass(
         return None
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
-        ranks = balance(shared.costs_S, dp)
+        ranks = dealt(shared.stems, shared.lengths_S, dp) if shared.stems else balance(shared.costs_S, dp)
     lengths: list[Sequence[int] | None] = [None] * dp
     if into is not None:
         lengths = [[into.lengths_S[sequence] for sequence in members] for members in ranks]
@@ -176,7 +187,7 @@ async def update(
         await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared.costs_S, shared.pairs_S, members, group.layout.dp) for members in minibatches]
+    shards = [_shards(shared, shared.costs_S, members, group.layout.dp, shared.stems) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     if isinstance(loss, ActorLoss):
@@ -204,7 +215,8 @@ async def update(
         results=done.results,
         memories=done.memories,
         trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
-        imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
+        imbalance=max(_imbalance(shared, each) for each in shards),
+        shared=sum(result.saved_tokens for result in done.results) / sum(each.tokens for each in counts),
         own=shared.in_order(shards[0], done.scores) if with_scores else None,
     )
 
@@ -248,9 +260,19 @@ def send_whole(group: TrainGroup, batch: TrainBatch, pictures: StepPictures | No
 
 
 def _shards(
-    costs_S: Sequence[float], pairs_S: Sequence[int | None] | None, members: Sequence[int], dp: int
+    batch: TrainBatch | SharedBatch,
+    costs_S: Sequence[float],
+    members: Sequence[int],
+    dp: int,
+    stems: Sequence[Stem] = (),
 ) -> list[list[int]]:
-    """Divides ``members`` over the data-parallel ranks, balanced by cost; a pair stays on one rank, and in order."""
+    """Divides ``members`` over the data-parallel ranks, balanced by cost; a pair stays on one rank, and in order.
+
+    stems: of the batch, where prompts are shared; the cost is then the tokens that are computed.
+    """
+    pairs_S = batch.pairs_S
+    if stems:
+        return dealt(within(stems, members), batch.lengths_S, dp)
     if pairs_S is not None:
         members = sorted(members)  # the preferred one of a pair is the first of the batch
     costs = [costs_S[index] for index in members]
@@ -260,6 +282,13 @@ def _shards(
         units = units_of([pairs_S[index] for index in members])
         shards = placed_whole(costs, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
+
+
+def _imbalance(shared: SharedBatch, shards: Sequence[Sequence[int]]) -> float:
+    """Tokens that the busiest rank computes over the mean."""
+    if not shared.stems:
+        return imbalance(shared.lengths_S, shards)
+    return imbalance(loads(shared.stems, shared.lengths_S, shards), [[rank] for rank in range(len(shards))])
 
 
 def _counts(lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: TrainedConfig) -> Denominators:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.engine import Precision
@@ -12,6 +12,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, StepStage
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.families.flops import forward_flops, train_flops
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.peak_flops import peak_tflops
@@ -24,6 +25,7 @@ TERA = 1e12
 class Passes:
     """How often one model scores and trains the sequences of a step; 0.5 if it does so with half of them.
 
+    shares: whether it computes a prompt once for all of its samples.
     lengths_S: tokens of its sequences, where these are others than the step's.
     """
 
@@ -31,6 +33,7 @@ class Passes:
     scored: float
     trained: float
     head: Head = Head.lm
+    shares: bool = False
     lengths_S: Sequence[int] | None = None
 
 
@@ -40,10 +43,11 @@ def step_passes(
     models: Mapping[str, ModelConfig],
     num_updates: Mapping[str, int],
     in_context: Sequence[tuple[Pass, Sequence[int]]] = (),
+    sharing: Container[str] = (),
 ) -> list[Passes]:
     """The passes of each model in a step, to count FLOP.
 
-    models: by role.  num_updates: the optimizer steps of each role.
+    models: by role.  num_updates: the optimizer steps of each role.  sharing: the roles whose engines share prompts.
     in_context: each pass behind other prompts, with the tokens of its sequences.
     """
     scored = Counter(stage.group for stage in plan if isinstance(stage, Pass) and stage.context is None)
@@ -53,17 +57,33 @@ def step_passes(
         if role.trains:
             mini = run.trained_config(role).ppo_mini_batch_size
             trained = num_updates[role.name] * mini / run.data.train_batch_size
-        passes.append(Passes(model=models[role.name], scored=float(scored[role.name]), trained=trained, head=role.head))
+        passes.append(
+            Passes(
+                model=models[role.name],
+                scored=float(scored[role.name]),
+                trained=trained,
+                head=role.head,
+                shares=role.name in sharing,
+            )
+        )
     others = [Passes(model=models[each.group], scored=1, trained=0, lengths_S=told_S) for each, told_S in in_context]
     return passes + others
 
 
-def tflop(lengths_S: Sequence[int], passes: Sequence[Passes]) -> dict[str, float]:
-    """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens, without the kinds of pass that did not run."""
-    scored = sum(
-        each.scored * forward_flops(each.model, each.lengths_S or lengths_S, head=each.head) for each in passes
-    )
-    trained = sum(each.trained * train_flops(each.model, lengths_S, head=each.head) for each in passes)
+def tflop(lengths_S: Sequence[int], passes: Sequence[Passes], stems: Sequence[Stem] = ()) -> dict[str, float]:
+    """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens, without the kinds of pass that did not run.
+
+    stems: of the sequences.  A trunk counts once, also where parts of a prompt's samples are computed apart: what is
+    computed again is no need of the model's.
+    """
+    again = [stem.shared for stem in stems for _ in stem.members[1:] if stem.shared]
+
+    def needed(each: Passes, flops: Callable[..., int]) -> int:
+        all_apart = flops(each.model, each.lengths_S or lengths_S, head=each.head)
+        return all_apart - flops(each.model, again, head=each.head) if each.shares else all_apart
+
+    scored = sum(each.scored * needed(each, forward_flops) for each in passes)
+    trained = sum(each.trained * needed(each, train_flops) for each in passes)
     tflops = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
     return {key: value for key, value in tflops.items() if value}
 

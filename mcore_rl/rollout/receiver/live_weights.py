@@ -56,7 +56,8 @@ from mcore_rl.families.towers import TOWER
 from mcore_rl.rollout.engine.picture_models import pixel_numbers
 from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
-from mcore_rl.weights.quantised import FP8, SCALES, STORED_BY_COLUMNS, is_quantised, num_scales
+from mcore_rl.weights.quantised import FP8, SCALES, STORED_BY_COLUMNS
+from mcore_rl.weights.quantised_shards import is_quantised, num_scales
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of

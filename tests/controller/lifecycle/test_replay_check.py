@@ -119,7 +119,16 @@ def test_every_key_is_free_layout_or_compared_and_few_are_free(task: Path) -> No
             at = at[part]
         at[last] = "another"
         named = ("data.train_files", "data.val_files", "data.val_batch_size", "data.val_max_samples")
-        of_layout = ("parallel.", "recompute", "microbatch_", "overlap_", "moe.dispatcher", "moe.flex", "moe.permute")
+        of_layout = (
+            "parallel.",
+            "recompute",
+            "microbatch_",
+            "share_prompts",
+            "overlap_",
+            "moe.dispatcher",
+            "moe.flex",
+            "moe.permute",
+        )
         may = (
             key in (*named, "reward.num_workers", "reward.timeout_s", "actor.device", "actor.layer_spec")
             or key.startswith("reward.judge.engines.")  # what was judged is in the recorded rollouts

@@ -391,3 +391,19 @@ def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, p
         assert int(selected_M.sum()) == count > 3
         assert ((0.1 < covariance_M) & (covariance_M < 3))[selected_M].all()
         assert not selected_M[((0.1 < covariance_M) & (covariance_M < 3))].all(), "some are drawn, not all taken"
+
+
+def test_samples_of_a_prompt_go_to_one_rank() -> None:
+    """Four prompts of 8 tokens with three answers of one token: apart 27 tokens a prompt, together 13."""
+    prompts = [torch.arange(8) + 10 * number for number in range(4)]
+    tokens = [torch.cat([prompt, torch.tensor([sample])]) for sample in range(3) for prompt in prompts]
+    mask_T = torch.tensor(([False] * 8 + [True]) * 12)
+    batch = TrainBatch(lengths_S=(9,) * 12, tokens_T=torch.cat(tokens), mask_T=mask_T, advantages_T=torch.ones(108))
+    members, group = [list(range(12))], Ranks(2)
+    shared = send(group, batch, members, share_prompts=True)
+    assert all({index % 4 for index in rank} == {rank[0] % 4, rank[1] % 4} for rank in shared.assignment)
+    assert not send(group, batch, members).stems
+    loss = policy_loss(actor_config())
+    updated = asyncio.run(_update(group, shared, loss, members, _step(batch), temperature=1.0))
+    assert updated.imbalance == 1.0, "of what is computed: two prompts on each rank"
+    assert [len(each[0].batches[0].lengths_S) for each in group.trained.values()] == [6, 6]

@@ -10,6 +10,7 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.role import Head
 from mcore_rl.config.trainer import TrainerConfig, trainer_violations
 from mcore_rl.controller.step.utilization import Passes, device_peak, tflop, utilization
+from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.families.flops import forward_flops
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.metrics import metric_of
@@ -31,6 +32,16 @@ def test_a_step_needs_what_its_passes_do() -> None:
     a, c = forward_flops(actor, LENGTHS) / 1e12, forward_flops(critic, LENGTHS, head=Head.value) / 1e12
     needed = tflop(LENGTHS, passes)
     assert needed == pytest.approx({"perf/tflop_updates": 4.5 * a + 3 * c, "perf/tflop_logprobs": 2 * a + c})
+
+
+def test_a_shared_prompt_needs_its_operations_once() -> None:
+    """Two samples of a prompt, of 3 and 5 tokens, whose first two are computed once."""
+    actor, stems = models.moe(), [Stem((0, 1), 2)]
+    trunk, whole = forward_flops(actor, [2]) / 1e12, forward_flops(actor, LENGTHS) / 1e12
+    shares, repeats = (Passes(model=actor, scored=1, trained=1, shares=each) for each in (True, False))
+    assert tflop(LENGTHS, [shares], stems)["perf/tflop_logprobs"] == pytest.approx(whole - trunk)
+    assert tflop(LENGTHS, [shares], stems)["perf/tflop_updates"] == pytest.approx(3 * (whole - trunk))
+    assert tflop(LENGTHS, [repeats], stems) == tflop(LENGTHS, [repeats]) == tflop(LENGTHS, [shares])
 
 
 def test_rates_are_of_a_device_and_its_phases() -> None:
