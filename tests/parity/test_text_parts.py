@@ -35,6 +35,11 @@ from tests.support.text_parts import TEXT, TOKENS_OF_TEXT
 
 pytestmark = pytest.mark.tier("test")
 TOLERANCE = 1e-5
+# A delta net's output is near 0 where a query and its keys are orthogonal: by 1e-6, rounding is seen in gradients, as
+# in ``models.qwen3_next``.
+CHANGES: dict[str, dict[str, object]] = {
+    name: {"rms_norm_eps": 1e-2} if name.startswith("Qwen3_5") else {} for name in TEXT
+}
 Side = tuple[Tensor, Tensor, float, dict[str, Tensor]]
 
 
@@ -66,7 +71,7 @@ def _engine_side(rank: Rank, root: Path) -> dict[str, Side]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, PreTrainedModel]]:
     root = tmp_path_factory.mktemp("wholes")
-    return root, {name: text_parts.write(name, root / name) for name in TEXT}
+    return root, {name: text_parts.write(name, root / name, **CHANGES[name]) for name in TEXT}
 
 
 @pytest.fixture(scope="module")

@@ -80,8 +80,10 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, **text_changes:
     kind = values.pop("model_type")
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**values), dtype=dtype)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases begin at one number each
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # a state that is forgotten at once would show no error in it
+            parameter.data = (0.02 + 0.5 * torch.rand_like(parameter)).log()
+        elif parameter.dim() == 1:  # norms and biases begin at one number each
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
