@@ -19,6 +19,7 @@ WITHOUT_ENGINE = (
     "tests/controller/programs/test_prefer.py",
     "tests/controller/programs/test_reward.py",
     "tests/controller/programs/test_sft.py",
+    "tests/controller/programs/test_sft_pictures.py",
     "tests/support/test_quick_composing.py",
     "tests/test_cli.py",
 )

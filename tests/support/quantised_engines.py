@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.process import EngineProcess
@@ -15,6 +15,7 @@ from mcore_rl.sync.receiver import SyncReceiver
 from tests.support import hf_reference, models
 from tests.support.forked import start_engine
 from tests.support.sync_cases import RESPONSE
+from tests.support.vllm_device import VLLM_DEVICE
 
 # Two ranks have whole blocks of all matrices; rows of queries, keys and values are not whole blocks.
 SIZES = dict(num_layers=2, hidden_size=256, num_attention_heads=8, num_query_groups=2, head_dim=32, ffn_hidden_size=256)
@@ -72,7 +73,7 @@ def rollout_config(scheme: Quantization, rollout: str = "tp=1") -> RolloutConfig
     layout = parse_rollout_layout(rollout)
     return RolloutConfig(
         tp=layout.tp,
-        device=Device.cpu,
+        device=VLLM_DEVICE,
         dtype=Precision.bfloat16,
         quantization=scheme,
         max_prompt_length=128 - RESPONSE,
