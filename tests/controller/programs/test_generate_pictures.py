@@ -21,6 +21,7 @@ from tests.support import picture_models
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
 LENGTH = 6
+UNFINISHED = "\ufffd"  # a character whose last bytes are missing; vLLM leaves it out at the end of a text
 
 
 def expected(model: Path, file: Path) -> list[str]:
@@ -49,7 +50,8 @@ def expected(model: Path, file: Path) -> list[str]:
             seen = torch.cat([seen, torch.zeros(1, 1, dtype=seen.dtype)], dim=1)
             if tokens[0, -1] == tokenizer.eos_token_id:
                 break
-        texts.append(tokenizer.decode(tokens[0, len(prompt.tokens) :], skip_special_tokens=True))
+        text = str(tokenizer.decode(tokens[0, len(prompt.tokens) :], skip_special_tokens=True))
+        texts.append(text.rstrip(UNFINISHED))
     return texts
 
 
@@ -67,13 +69,13 @@ def test_responses_to_pictures_are_those_of_transformers(
     out = tmp_path / "answers.parquet"
     words = [
         f"model.path={model}", f"data.files=[{file}]", "data.image_key=images", f"data.max_response_length={LENGTH}",
-        "data.max_prompt_length=100", "rollout.temperature=0", "rollout.n=2", f"out={out}", "rollout.dtype=float32",
+        "data.max_prompt_length=100", "rollout.temperature=0", "rollout.n=1", f"out={out}", "rollout.dtype=float32",
         ON_VLLM_DEVICE["rollout"], f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8",
     ]  # fmt: skip
     assert main(["generate", *words]) == 0
     theirs = expected(model, file)
     assert len(set(theirs)) > 1, "else pictures may be taken for one another"
-    assert [each["responses"] for each in pq.read_table(out).to_pylist()] == [[text, text] for text in theirs]
+    assert [each["responses"] for each in pq.read_table(out).to_pylist()] == [[text] for text in theirs]
     assert "6 pictures, 6 different" in capfd.readouterr().err
     words[2] = "data.image_key=null"
     assert main(["generate", *words, "overwrite=true"]) != 0
