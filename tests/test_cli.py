@@ -62,21 +62,25 @@ def test_debug_shows_where_an_error_was_raised() -> None:
 def test_where_an_error_was_raised_is_told_below_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stumble(config: object, check: bool) -> int:
+    async def stumble(config: object) -> int:
         error = ConfigError([Violation("a", 1, "is wrong", "Write 2")])
         error.add_note("Raised by actor rank 1 on here in build")
         raise error
 
-    monkeypatch.setitem(PROGRAMS, "train", replace(PROGRAMS["train"], act=stumble, violations=bound_violations))
+    monkeypatch.setitem(
+        PROGRAMS, "train", replace(PROGRAMS["train"], acts=lambda: (int, stumble), violations=bound_violations)
+    )
     assert main(["train"]) == 2
     assert capsys.readouterr().err.endswith("a=1: is wrong. Write 2\nRaised by actor rank 1 on here in build\n")
 
 
 def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: object, check: bool) -> int:
+    async def interrupted(config: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(PROGRAMS, "sft", replace(PROGRAMS["sft"], act=interrupted, violations=bound_violations))
+    monkeypatch.setitem(
+        PROGRAMS, "sft", replace(PROGRAMS["sft"], acts=lambda: (int, interrupted), violations=bound_violations)
+    )
     assert main(["sft"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from mcore_rl import cli
+from mcore_rl.commands import programs
 from mcore_rl.commands.programs import PROGRAMS, Program
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import compose
@@ -74,9 +75,14 @@ def answer(
 ) -> tuple[int, str]:
     """(exit code, what was said); ``REACHED`` if the program would have been run."""
     made = PROGRAMS[program]
-    monkeypatch.setitem(PROGRAMS, program, replace(made, act=lambda config, check: REACHED))
+    monkeypatch.setattr(programs, "begin", lambda name: None)
+    monkeypatch.setitem(PROGRAMS, program, replace(made, acts=lambda: (lambda config: REACHED, _reached)))
     code = cli.main([program, *words])
     return code, capsys.readouterr().err
+
+
+async def _reached(config: object) -> int:
+    return REACHED
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -208,9 +208,11 @@ def test_without_a_cage_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bare:
         """A machine whose kernel has no Landlock."""
 
-        def __init__(self, module: str, theirs: socket.socket, environment: dict[str, str], *, shows: bool) -> None:
+        def __init__(self, module: str, environment: dict[str, str], *, shows: bool) -> None:
+            self.socket, theirs = socket.socketpair()
             reading, writing = os.pipe()
-            theirs.sendall(b"Landlock\0")
+            with theirs:
+                theirs.sendall(b"Landlock\0")
             os.close(writing)
             self.output = os.fdopen(reading, "rb")
 

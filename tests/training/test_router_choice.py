@@ -153,7 +153,7 @@ def test_the_balance_loss_of_sigmoids_is_that_of_the_formula() -> None:
     built.layer = 0
     microbatch = RoutedMicrobatch(index=0, sequence_M=sequence_M, lengths=(3, 4))
     map_ME = torch.zeros_like(logits_ME, dtype=torch.bool)
-    probs_ME = built._attach_aux_loss(0 * logits_ME, logits_ME, map_ME, sequence_M >= 0, microbatch)
+    probs_ME = built._attach_aux_loss(0 * logits_ME, logits_ME, map_ME, microbatch)
     probs_ME.sum().backward()
 
     exact_ME = logits_ME.detach().double().requires_grad_()
