@@ -128,11 +128,24 @@ def _demand_sound(run: RunConfig, stages: Sequence[StepStage]) -> None:
     made = {name for stage in stages for name in stage.makes}
     read = {name for stage in stages for name in stage.reads}
     for stage in stages:
+        _demand_told(run, stage)
         if missing := sorted(set(stage.reads) - made - GIVEN):
             raise _refusal(run, f"{_title(stage)} reads {', '.join(missing)}, which nothing in a step makes")
         unread = [name for name in stage.makes if is_field(name) and name not in read | FOR_METRICS]
         if unread and not isinstance(stage, Estimate):
             raise _refusal(run, f"{_title(stage)} makes {', '.join(unread)}, which nothing in a step reads")
+
+
+def _demand_told(run: RunConfig, stage: StepStage) -> None:
+    """Refuses a pass behind other prompts that makes more than numbers of tokens, or is a teacher's of several."""
+    if not isinstance(stage, Pass) or stage.context is None:
+        return
+    if more := [name for name in stage.makes if name.endswith(("_MH", "_TLK"))]:
+        raise _refusal(
+            run, f"{_title(stage)} behind other prompts makes {', '.join(more)}: it makes log-probs or values"
+        )
+    if stage.role == "teacher":
+        raise _refusal(run, f"{_title(stage)} behind other prompts has the name of the teachers' own; give it another")
 
 
 def _read_here(stages: Sequence[StepStage]) -> list[StepStage]:

@@ -30,6 +30,7 @@ from mcore_rl.data.rows import (
     progress_bar,
     read_files,
     wants_more_than_text,
+    without_column,
 )
 from mcore_rl.data.turns import ASSISTANT, Turns
 from mcore_rl.errors import DataError
@@ -140,6 +141,8 @@ class ConversationSet:
         reading.problems += [
             more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
         ]
+        if pictures is not None:
+            reading.problems += without_column(sources, pictures.key)
         if reading.too_long and config.truncation is Truncation.error:
             limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
             remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"

@@ -39,6 +39,7 @@ from mcore_rl.data.rows import (
     read_files,
     style_of,
     wants_more_than_text,
+    without_column,
 )
 from mcore_rl.errors import DataError
 
@@ -209,6 +210,8 @@ class PromptSet:
         reading.problems += [
             more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
         ]
+        if pictures is not None:
+            reading.problems += without_column(sources, pictures.key)
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))
         if reading.long_answers and not config.filter_overlong_prompts and config.truncation is Truncation.error:

@@ -253,6 +253,13 @@ def wants_more_than_text(record: dict[str, Any], agents: AgentRows | None = None
     return [key for key, each in asked if not _is_empty(each) and (key, each) != ("agent_name", SINGLE_TURN)]
 
 
+def without_column(files: Sequence[SourceFile], key: str) -> list[str]:
+    """Says that no file has the column ``key`` of pictures, if none has."""
+    if not files or any(key in file.table.column_names for file in files):
+        return []
+    return [f"no file has a column {key} of pictures. Write data.image_key=COLUMN as it is there, or leave it out"]
+
+
 def more_than_text(column: str, ids: Sequence[str], *, may_see: bool = False) -> str:
     """The problem of rows that ``wants_more_than_text`` of.
 

@@ -180,7 +180,11 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     work = rl_work(run, mini)
     if _not_shared(role, model, run, cluster) is None:
         shared = max(0, round(mean_lengths(run.data)[0]) - 1)
-        work = replace(work, shared=shared, samples=sequences_per_prompt(run))
+        samples = sequences_per_prompt(run)
+        if config.microbatch_tokens is not None:  # those of one microbatch share a prompt
+            answer = max(1, round(sum(mean_lengths(run.data))) - shared)
+            samples = min(samples, max(1, (config.microbatch_tokens - shared) // answer))
+        work = replace(work, shared=shared, samples=samples)
     return RolePlan(
         role.name, model, config, config.parallel, run.trainer.world_size, work,
         accelerator=cluster.gpus_per_node > 0, head=role.head, trains=role.trains, publishes=role.publishes,

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.algorithm_object import REFERENCE
-from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision, SharePrompts
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
@@ -187,7 +187,8 @@ def _passes(
     progress: Callable[[str], None],
 ) -> Engine:
     """Build, score, and train twice, each in its phase of the ledger."""
-    config = replace(part.engine, layer_spec=LayerSpec.local)
+    # Its sequences share no prompt: what sharing saves is counted by the plan alone.
+    config = replace(part.engine, layer_spec=LayerSpec.local, share_prompts=SharePrompts.off)
     batch = _batch(part, groups, count)
     scored = _batch(part, groups, groups.layout.pp if groups.layout.vpp > 1 else 1)
     adapters = None

@@ -198,8 +198,9 @@ def test_a_model_of_text_refuses_pictures_of_any_column(tmp_path: Path, name: st
     (problem,) = problems(path, reader=None)
     assert problem.startswith(f"{name}: ") and "1 would be read as text alone: t.parquet:1. Leave these rows" in problem
     other = PictureReader(Sizing(14), key="photo")
-    (problem,) = problems(path, reader=other)
+    problem, missing = problems(path, reader=other)
     assert problem.startswith(f"{name}: "), "nor does a model drop those of a column that it does not read"
+    assert missing.startswith("no file has a column photo of pictures. Write data.image_key=COLUMN")
 
 
 def test_a_model_of_text_refuses_parts_that_are_none(tmp_path: Path) -> None:

@@ -35,11 +35,10 @@ class ProbedReceiver(SyncReceiver):
         """(hash of the bytes, address) of every parameter."""
         return {
             name: (
-                hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
-                tensor.data_ptr(),
+                hashlib.sha256(parameter.data.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
+                parameter.data.data_ptr(),
             )
             for name, parameter in self.model_runner.get_model().named_parameters()
-            for tensor in (parameter.data.reshape(-1),)
         }
 
     def dtypes(self) -> dict[str, str]:

@@ -15,13 +15,13 @@ import pytest
 from mcore_rl.config.rollout import Quantization, parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.engine.process import EngineProcess
-from mcore_rl.rollout.protocol import Sample
+from mcore_rl.rollout.protocol import Request
 from mcore_rl.sync.update import WeightUpdater
 from tests.support import quantised_engines
 from tests.support.fp8_on_cpu import put_on_path
 from tests.support.live_trainers import LiveTrainers
 from tests.support.quantised_engines import MODELS, ProbedReceiver
-from tests.support.sync_cases import greedy
+from tests.support.sync_cases import GREEDY, PROMPTS
 
 Held = list[dict[str, tuple[str, int]]]
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600)]
@@ -95,7 +95,8 @@ async def _flips(sync: WeightUpdater, engine: EngineProcess, ranks: int) -> None
 
 
 async def _state(engine: EngineProcess) -> tuple[Held, list[Any]]:
-    samples: list[Sample] = await greedy(engine)
+    """What ranks hold, and greedy responses, one after another: a batch cut otherwise rounds otherwise."""
+    samples = [sample for prompt in PROMPTS async for sample in engine.generate([Request(prompt=prompt)], GREEDY)]
     return await engine.call_workers(ProbedReceiver.held), [
         (sample.tokens.tolist(), sample.logprobs.tolist()) for sample in samples
     ]

@@ -143,6 +143,13 @@ def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, poli
     if role.head is not Head.value and model.vocab_size < policy.vocab_size:
         problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: it cannot score all of them"
         yield Violation(key, path, problem, "Name a model with the policy's tokenizer")
+    if model.vision is not None and policy.vision is not None:
+        ours, theirs = (
+            (each.patch_size, each.merge_size, each.temporal_patch_size) for each in (model.vision, policy.vision)
+        )
+        if ours != theirs:
+            problem = f"has a tower of patches of {ours[0]} pixels, and the policy's are of {theirs[0]}"
+            yield Violation(key, path, problem, "Name a model of the policy's family")
     if longest > model.max_position_embeddings:
         problem = f"has {model.max_position_embeddings:,} positions, and a sequence up to {longest:,} tokens"
         yield Violation(key, path, problem, "Name a model with more, or shorten data.max_*_length")

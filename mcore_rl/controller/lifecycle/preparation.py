@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -379,14 +379,18 @@ def _prompts(
         name = config.algorithm.adv_estimator
         refuse_if_any([Violation("algorithm.adv_estimator", name, problem, remedy)] if programs else [])
     if has_agents and pictures is not None:
-        rows = (each[index] for each in sets for index in range(len(each)))
-        unseen = [row.id for row in rows if row.media and agents.loop_of_row(row) == PROGRAM]
-        problem = f"and a user's program writes its prompts itself, without the pictures of its rows: {named(unseen)}"
-        remedy = "Leave these rows out, or ask for another agent"
-        refuse_if_any([Violation("data.image_key", data.image_key, problem, remedy)] if unseen else [])
+        demand_shown((each[index] for each in sets for index in range(len(each))), agents, pictures.key)
     for line in notes:
         warn(line)
     return train, validation
+
+
+def demand_shown(rows: Iterable[PromptRow], agents: AgentRunner, key: str) -> None:
+    """ConfigError: rows of a user's program have pictures, which ``key`` is the column of."""
+    unseen = [row.id for row in rows if row.media and agents.loop_of_row(row) == PROGRAM]
+    problem = f"and a user's program writes its prompts itself, without the pictures of its rows: {named(unseen)}"
+    remedy = "Leave these rows out, or ask for another agent"
+    refuse_if_any([Violation("data.image_key", key, problem, remedy)] if unseen else [])
 
 
 def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encoder: Encoder | None) -> frozenset[str]:

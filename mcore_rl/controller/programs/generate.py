@@ -24,6 +24,7 @@ from mcore_rl.config.role_groups import MODEL_VIEW
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_directory import prepare_model
+from mcore_rl.controller.lifecycle.preparation import demand_shown
 from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.prompts import PromptRow, PromptSet
@@ -161,7 +162,9 @@ def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents:
     if taken:
         problem = f"there is a column {', '.join(taken)} already. Rename it, or generate from the file without it"
         raise DataError(title, [problem])
-    _, notes = agents.check_rows(prompts[index] for index in range(len(prompts)))
+    has_agents, notes = agents.check_rows(prompts[index] for index in range(len(prompts)))
+    if has_agents and pictures is not None:
+        demand_shown((prompts[index] for index in range(len(prompts))), agents, pictures.key)
     for line in notes:
         warn(line)
     return prompts

@@ -92,7 +92,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq, engine_set)
         devices = DeviceSharing(
             trainer.placement, groups[policy], pool, weights, restarter, kept.scorers,
-            keep_base=engine_adapters(config) is not None,
+            keep_base=engine_adapters(config) is not None or (config.sees_pictures and not config.actor.trains_tower),
         )  # fmt: skip
         elastic = ElasticEngines(start.directory, start.newcomers(kept, living), engine_set, pool, weights, devices)
         samples = ResendingPool(pool, restarter, devices, weights)

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.config.data import DataConfig
+from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.stages import Function, load_function
 from mcore_rl.data.chat_template import rendered
+from mcore_rl.data.packing import padded_length
 from mcore_rl.episodes import Author, Episode, Segment
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.parallel.context import padded_lengths, rows_multiple
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
@@ -38,17 +41,19 @@ def told(
     context: Function,
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,
+    reader: RoleConfig,
     positions: int,
 ) -> Told:
     """``episodes`` behind what ``context`` says of each (``Pass.context``).
 
-    positions: the most tokens that the model reads.
+    reader: the configuration of the role that computes it.  positions: the most tokens that its model reads.
     Raises ConfigError, with the prompt's name, if ``context`` fails or the chat template refuses what it says.
     """
     function, groups = load_function(context), defaultdict[int, list[Episode]](list)
     for episode in episodes:
         groups[episode.group].append(episode)
-    limit = min(positions, config.trained_config(config.policy).microbatch_tokens or config.rollout.max_model_len)
+    budget, parallel = reader.microbatch_tokens or config.rollout.max_model_len, reader.parallel
+    multiple = rows_multiple(parallel.cp, parallel.tp)
     behind, count = list[Episode](), 0
     for episode in episodes:
         try:
@@ -57,7 +62,9 @@ def told(
         except Exception as error:
             problem = f"cannot say what the model is told of {episode.prompt_id}: {type(error).__name__}: {error}"
             raise ConfigError([Violation(function.__name__, "Pass.context", problem, "Mend the function")]) from error
-        if prompt is None or len(prompt) + episode.num_response_tokens > limit:
+        length = 0 if prompt is None else len(prompt) + episode.num_response_tokens
+        rows = padded_length(sum(padded_lengths([length], parallel.cp)), multiple)
+        if prompt is None or length > positions or rows > budget:
             behind.append(replace(episode, experts=None))
             continue
         count += 1

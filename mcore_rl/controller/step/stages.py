@@ -85,14 +85,16 @@ async def _score(run: Run, stage: Pass, state: StepState) -> dict[str, float]:
     shared, into, metrics = state.shared, None, dict[str, float]()
     with run.clock(stage.phase):
         if stage.context is not None:
+            reader = config.role_config(config.row(stage.group))
             positions = run.prepared.models[stage.group].max_position_embeddings
-            told = contexts.told(state.episodes, stage.context, run.tokenizer, config, positions)
+            told = contexts.told(state.episodes, stage.context, run.tokenizer, config, reader, positions)
             into, shared = shared, updates.send_whole(group, assemble(told.episodes).batch)
             state.in_context.append((stage, shared.lengths_S))
             metrics[f"{stage.role}/in_context"] = told.share
         scores = await updates.run_pass(
-            group, shared, stage, temperature=run.temperature(stage), teachers=config.teachers, into=into
-        )
+            group, shared, stage, temperature=run.temperature(stage), teachers=config.teachers, into=into,
+            share_prompts=stage.group in run.sharing,
+        )  # fmt: skip
         if stage.rests:
             await group.rest()
     return metrics | score_metrics(stage.role, scores, state.groups.num_trained)
@@ -146,6 +148,7 @@ async def _update(run: Run, stage: Update, state: StepState) -> dict[str, float]
             reference=snapshots[0].snapshot if snapshots else None,
             seed=config.data.seed + state.step,
             with_scores=stage.scores,
+            share_prompts=stage.role in run.sharing,
         )
         for frozen in snapshots:
             if moves_after(frozen.moves, state.step):

@@ -128,20 +128,24 @@ async def run_pass(
     temperature: float = 1.0,
     teachers: Teachers | None = None,
     into: SharedBatch | None = None,
+    share_prompts: bool = False,
 ) -> SequenceScores | None:
     """Runs a pass, which adds what it makes to ``shared``.
 
     group: the workers that it runs on.  temperature: of its log-probs.
     into: another batch with the same responses behind other prompts, which gets what the pass makes of them.
     teachers: of the run; of several, each scores its own sequences.
+    share_prompts: whether the workers compute a prompt once for all of its samples.
     Returns sums per sequence; None where hidden states are made, or several teachers score.
     """
     if stage.role == TEACHER and teachers is not None and len(teachers.directories) > 1:
         await score_by_teacher(stage, group, shared, teachers, temperature)
         return None
     ranks, dp = shared.assignment, group.layout.dp
-    if len(ranks) != dp or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
-        ranks = dealt(shared.stems, shared.lengths_S, dp) if shared.stems else balance(shared.costs_S, dp)
+    parted = bool(shared.stems) and not share_prompts  # the assignment is of ranks that share
+    if len(ranks) != dp or parted or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
+        deals = shared.stems and share_prompts
+        ranks = dealt(shared.stems, shared.lengths_S, dp) if deals else balance(shared.costs_S, dp)
     lengths: list[Sequence[int] | None] = [None] * dp
     if into is not None:
         lengths = [[into.lengths_S[sequence] for sequence in members] for members in ranks]
@@ -171,6 +175,7 @@ async def update(
     reference: str | None = None,
     seed: int = 0,
     with_scores: bool = False,
+    share_prompts: bool = False,
 ) -> Updated:
     """Takes one optimizer step for each of ``minibatches``, lists of sequences, in one call of the workers.
 
@@ -179,6 +184,7 @@ async def update(
     reads: the fields that the loss receives, if the batch has them.
     reference: the snapshot to which a full KL is computed.
     seed: of the loss's random draws.
+    share_prompts: as in ``run_pass``.
     with_scores: nothing has been scored, and the forward pass of the first minibatch does so
     (``config/step_plan.py``).
     """
@@ -187,7 +193,8 @@ async def update(
         await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared, shared.costs_S, members, group.layout.dp, shared.stems) for members in minibatches]
+    stems = shared.stems if share_prompts else ()
+    shards = [_shards(shared, shared.costs_S, members, group.layout.dp, stems) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     if isinstance(loss, ActorLoss):

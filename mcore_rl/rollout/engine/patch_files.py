@@ -43,7 +43,6 @@ class PatchFiles:
             name = name_of(picture.placed.image.sha256, grid.h, grid.w)
             if not self._calls[name] and name not in self._left:
                 picture.read().tofile(_path(self._folder, name))
-            self._left.discard(name)
             self._calls[name] += 1
             names.append(name)
         return names
@@ -52,18 +51,20 @@ class PatchFiles:
         """Lets the pictures of a call go.  is_finished: every sample ended by itself, so that no worker needs them."""
         for name in names:
             self._calls[name] -= 1
+            if not is_finished:
+                self._left.add(name)
             if self._calls[name]:
                 continue
             del self._calls[name]
-            if is_finished:
+            if name not in self._left:
                 _path(self._folder, name).unlink()
-            else:
-                self._left.add(name)
 
     def clear(self) -> None:
         """Removes the files of calls that were given up, when the engine's workers stand still."""
         for name in self._left:
-            _path(self._folder, name).unlink()
+            if not self._calls[name]:
+                del self._calls[name]
+                _path(self._folder, name).unlink()
         self._left.clear()
 
 

@@ -289,6 +289,10 @@ class LiveWeights:
             for head in self._heads:
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)  # see above
+        # Qwen3-VL adds these to its first layers, also where no picture is.  They are no buffers, so that sleep at
+        # level 2 discards them, and nothing else would bring them back (vLLM 0.32, models/qwen3_vl.py).
+        for each in vars(self.model).get("deepstack_input_embeds") or ():
+            each.zero_()
 
     def put_back(self) -> None:
         """After a failure between ``start`` and ``finish``: restore the modules, with a mix of old and new weights.
@@ -361,8 +365,9 @@ class LiveWeights:
         of_scales = num_scales(self.quantization, (rows, columns))
         if not slots and self.quantization in STORED_BY_COLUMNS:
             held = held.t()
-        wanted = (prod(slots) * prod(of_scales), (*slots, rows, columns))
-        if held.dtype is not FP8 or (scales.numel(), tuple(held.shape)) != wanted:
+        shapes = (tuple(held.shape), [size for size in scales.shape if size > 1])
+        wanted = ((*slots, rows, columns), [size for size in (*slots, *of_scales) if size > 1])
+        if held.dtype is not FP8 or shapes != wanted or not scales.is_contiguous():
             kernel = type(vars(place.module.quant_method).get("fp8_linear", place.module.quant_method)).__name__
             problem = (
                 f"{name} is {held.dtype} {tuple(held.shape)} with {scales.numel()} scales: vLLM's {kernel} packs it"

@@ -25,7 +25,7 @@ def in_context(function: Any, positions: int = 1000) -> Told:
     """``EPISODES`` behind what ``function`` says."""
     run = recipe("arithmetic_grpo")
     assert isinstance(run, RunConfig)
-    return told(EPISODES, function, prompt_files.tokenizer(), run, positions)
+    return told(EPISODES, function, prompt_files.tokenizer(), run, run.actor, positions)
 
 
 def test_only_the_prompt_differs() -> None:

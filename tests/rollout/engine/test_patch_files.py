@@ -47,3 +47,15 @@ def test_files_go_with_the_last_call_that_has_them(tmp_path: Path) -> None:
     files.close(again, is_finished=False)
     files.clear()
     assert count(folder) == 0
+
+
+def test_a_file_of_a_call_that_was_given_up_outlives_another_that_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    files = PatchFiles(folder)
+    given_up = files.open(PROMPT.pictures[:1])
+    other = files.open(PROMPT.pictures[:1])
+    files.close(given_up, is_finished=False)
+    files.close(other, is_finished=True)
+    assert count(folder) == 1, "a worker may be at the first call's still"
+    files.clear()
+    assert count(folder) == 0
