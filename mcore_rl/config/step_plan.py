@@ -142,7 +142,7 @@ def _demand_told(run: RunConfig, stage: StepStage) -> None:
         return
     if more := [name for name in stage.makes if name.endswith(("_MH", "_TLK"))]:
         raise _refusal(
-            run, f"{_title(stage)} behind other prompts makes {', '.join(more)}: it makes log-probs or values"
+            run, f"{_title(stage)} behind other prompts makes {', '.join(more)}, and not log-probs or values"
         )
     if stage.role == "teacher":
         raise _refusal(run, f"{_title(stage)} behind other prompts has the name of the teachers' own; give it another")

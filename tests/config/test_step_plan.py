@@ -153,6 +153,7 @@ def test_a_model_that_is_scored_last_rests(when: str) -> None:
     assert rests == (["process_logprobs_T"] if when == "before" else [])
 
 
+TOLD = Pass(role="told", group="actor", makes=("told_T",), phase="told_scores", context="a:d")
 MAKES = OnController(function="a:b", reads=("never",), makes=("x",))
 
 
@@ -165,6 +166,9 @@ MAKES = OnController(function="a:b", reads=("never",), makes=("x",))
             (replace(MAKES, reads=("y",)), OnRanks(function="a:c", reads=("x",), makes=("y",))),
             "stages wait for each other: b, c",
         ),
+        ((replace(TOLD, makes=("teacher_hidden_MH",)),), "makes teacher_hidden_MH, and not log-probs or values"),
+        ((replace(TOLD, makes=("told_T", "routing_TLK")),), "makes routing_TLK, and not log-probs or values"),
+        ((replace(TOLD, role="teacher"),), "has the name of the teachers' own; give it another"),
     ],
 )
 def test_stages_that_cannot_run_are_refused(
