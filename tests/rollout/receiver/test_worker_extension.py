@@ -71,7 +71,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
 
     class Live:
         on_cpu, blocks = True, None
-        start = num_bytes = staticmethod(lambda *_: 0)
+        start = num_bytes = staticmethod(lambda *_, **__: 0)
         write = staticmethod(lambda *_: torch.nn.Module())
 
         def process(self, _: object) -> None:
@@ -81,6 +81,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
     part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_slice=region)
     updates = object.__new__(_Updates)
     updates.plan, updates.adapters = object.__new__(_Plan), None
+    updates.language_plan, updates._has_base = None, False
     updates.plan.messages = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
     updates.plan.rounds = []
     updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
