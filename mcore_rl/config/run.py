@@ -51,6 +51,7 @@ from mcore_rl.config.stages import Pass
 from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
+from mcore_rl.config.vllm_fields import TOWER_GRAPHS
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 
@@ -301,9 +302,9 @@ def _picture_violations(run: RunConfig) -> Iterator[Violation]:
     if any(isinstance(stage, Pass) and stage.context is not None for stage in stages):
         blind.append(f"what a pass tells the model in the prompt's place ({ESTIMATOR_KEY})")
     graphs = run.rollout.engine.get("compilation_config")
-    if isinstance(graphs, dict) and graphs.get("cudagraph_mm_encoder"):
+    if isinstance(graphs, dict) and graphs.get(TOWER_GRAPHS):
         problem = "records graphs of the tower that take pixels, and engines here are told a picture's name"
-        yield Violation("rollout.engine.compilation_config", graphs, problem, "Leave cudagraph_mm_encoder out")
+        yield Violation("rollout.engine.compilation_config", graphs, problem, f"Leave {TOWER_GRAPHS} out")
     for each in blind:
         problem = f"gives the policy pictures, and {each} would be read as text alone"
         yield Violation("data.image_key", run.data.image_key, problem, "Leave it out, or do without that part")

@@ -104,6 +104,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+TOWER_GRAPHS = "cudagraph_mm_encoder"  # of ``compilation_config``
 # Field -> the type of its values, as vLLM's annotation has it.
 ALLOWED: dict[str, ValueKind] = {
     "all2all_backend": str,
