@@ -90,7 +90,7 @@ def test_a_call_s_time_begins_when_it_is_its_turn(tmp_path: Path) -> None:
         for _ in range(2):
             dog.took("pid", 3.0)
         assert dog.limit_s("pid") == 3.0
-        first = asyncio.create_task(group.all(Talker.fails, {}, store.port))
+        first = asyncio.create_task(group.all(Talker.fails, {}, 1, store.port))
         second = asyncio.create_task(group.all(Talker.pid))
         await asyncio.sleep(dog.limit_s("pid") + 1)
         store.set("let go", b"")

@@ -80,7 +80,7 @@ def store() -> Iterator[TCPStore]:
 
 def failure(group: WorkerGroup, kinds: dict[int, str], store: TCPStore) -> WorkerError:
     with pytest.raises(WorkerError) as error:
-        asyncio.run(group.all(Talker.fails, kinds, store.port))
+        asyncio.run(group.all(Talker.fails, kinds, group.layout.world_size, store.port))
     return error.value
 
 
@@ -157,7 +157,7 @@ def test_an_error_is_named_at_once_though_its_peers_wait(four: WorkerGroup[Talke
 
 def test_an_error_for_the_user_is_raised_as_it_is(four: WorkerGroup[Talker], store: TCPStore) -> None:
     with pytest.raises(ConfigError) as error:
-        asyncio.run(four.all(Talker.fails, {2: "refuses"}, store.port))
+        asyncio.run(four.all(Talker.fails, {2: "refuses"}, 4, store.port))
     assert error.value.violations == (VIOLATION,)
     assert error.value.__notes__ == [
         "Raised by talker rank 2 (dp1 pp0 tp0 cp0 ep0) on node1 in fails > forward, microbatch 3"
@@ -179,13 +179,13 @@ def test_where_all_lost_their_peers_the_message_says_so(four: WorkerGroup[Talker
 def test_a_killed_worker_is_named_with_what_it_was_doing(pair: WorkerGroup[Talker], store: TCPStore) -> None:
     asyncio.run(pair.all(Talker.join, store.port, 2))
     processes = [psutil.Process(pid) for pid in asyncio.run(pair.all(Talker.pid))]
-    for attempt in range(2):  # also when it is dead already
+    for attempt, where in enumerate(["dies > gradients", "dies"]):  # also when it is dead: none waits for its peer then
         with pytest.raises(WorkerError) as error:
-            asyncio.run(pair.all(Talker.dies, 1))
+            asyncio.run(pair.all(Talker.dies, 1, 0, store.port))
         said = str(error.value)
         assert said.startswith("mourner rank 1 (dp1 pp0 tp0 cp0 ep0) failed on node0 in dies > forward, microbatch 7")
         assert "its process died" in said.splitlines()[0], attempt
-        assert "mourner rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in dies > gradients" in said
+        assert f"mourner rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in {where}" in said
     pair.close()
     assert still_alive(processes) == []
 

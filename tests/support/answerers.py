@@ -62,23 +62,29 @@ class Talker(Answering):
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world_size, timeout=LONG)
 
-    def fails(self, kinds: dict[int, str], port: int) -> str:
-        """Fail as ``kinds`` says of this rank, or wait in vain for a peer until the store at ``port`` lets go."""
-        kind = kinds.get(self.rank, "waits")
+    def fails(self, kinds: dict[int, str], ranks: int, port: int) -> str:
+        """Fail as ``kinds`` says of this rank, or wait in vain for a peer until the store at ``port`` lets go.
+
+        Of the ``ranks`` ranks, those without a kind wait before the others fail.
+        """
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+        if self.rank not in kinds:
+            with phase("backward"):
+                store.set(f"{self.rank} waits", b"")
+                store.wait(["let go"], LONG)
+            return "let go"
+        store.wait([f"{rank} waits" for rank in range(ranks) if rank not in kinds], LONG)
         with phase("forward", microbatch=3):
-            if kind == "raises":
-                raise ValueError("no such expert")
-            if kind == "refuses":
-                raise ConfigError([VIOLATION])
-            if kind == "loses its peers":
-                raise RuntimeError("[enforce fail] Connection closed by peer [127.0.0.1]:4711")
-            if kind == "exits":
-                raise SystemExit(3)
-            if kind == "returns":
-                return "done"
-        with phase("backward"):
-            TCPStore("127.0.0.1", port, is_master=False, timeout=LONG).wait(["let go"], LONG)
-        return "let go"
+            match kinds[self.rank]:
+                case "raises":
+                    raise ValueError("no such expert")
+                case "refuses":
+                    raise ConfigError([VIOLATION])
+                case "loses its peers":
+                    raise RuntimeError("[enforce fail] Connection closed by peer [127.0.0.1]:4711")
+                case "exits":
+                    raise SystemExit(3)
+        return "done"
 
     def hangs(self, rank: int, port: int) -> None:
         """Rank ``rank`` waits until the store at ``port`` lets go, its peers for it in a collective."""
@@ -88,12 +94,15 @@ class Talker(Answering):
         with phase("gradients", microbatch=4):
             dist.all_reduce(torch.ones(1))
 
-    def dies(self, rank: int) -> None:
-        """Rank ``rank`` is killed while its peers wait for it in a collective."""
+    def dies(self, rank: int, peer: int, port: int) -> None:
+        """Rank ``rank`` is killed once ``peer`` waits for it in a collective."""
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
         if self.rank == rank:
             with phase("forward", microbatch=7):
+                store.wait([f"{peer} waits"], LONG)
                 os.kill(os.getpid(), signal.SIGKILL)
         with phase("gradients"):
+            store.set(f"{self.rank} waits", b"")
             dist.all_reduce(torch.ones(1))
 
 
