@@ -35,6 +35,11 @@ class Picture:
     width: int
     tokens: int
 
+    @property
+    def num_patches(self) -> int:
+        """How many patches it has."""
+        return self.height * self.width
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
@@ -121,14 +126,14 @@ class TrainBatch:
         """Asserts that all pictures have their patches."""
         for image in (image for images in self.images_S or () for image in images):
             rows = len(self.patches[image.key]) if image.key in self.patches else 0
-            assert rows == image.height * image.width, f"picture {image.key} has {rows} patches"
+            assert rows == image.num_patches, f"picture {image.key} has {rows} patches"
 
     @property
     def patches_S(self) -> list[int]:
         """The patches of each sequence's pictures."""
         if self.images_S is None:
             return [0] * len(self.lengths_S)
-        return [sum(image.height * image.width for image in images) for images in self.images_S]
+        return [sum(image.num_patches for image in images) for images in self.images_S]
 
     @property
     def offsets_S(self) -> tuple[int, ...]:

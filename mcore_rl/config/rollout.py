@@ -263,6 +263,11 @@ def rollout_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
     return _tensor_violations(model, layout) + _expert_violations(model, layout)
 
 
+def quantization_of(config: ServingConfig) -> Quantization:
+    """The form of the matrices of an engine; one that scores has them plain."""
+    return config.quantization if isinstance(config, RolloutConfig) else Quantization.none
+
+
 def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
     """Every violation within ``rollout``, not looking at a model."""
     rules = (

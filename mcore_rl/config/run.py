@@ -291,8 +291,8 @@ def _picture_violations(run: RunConfig) -> Iterator[Violation]:
     yield from picture_violations(run.data, {role.name: run.role_config(role) for role in run.group_rows})
     if not run.sees_pictures:
         return
-    blind = [f"the {role.name} (algorithm.adv_estimator={run.algorithm.adv_estimator})"
-             for role in run.group_rows if role.head is Head.value]  # fmt: skip
+    values = [role.name for role in run.group_rows if role.head is Head.value]
+    blind = [f"the {name} ({ESTIMATOR_KEY}={run.algorithm.adv_estimator})" for name in values]
     blind += ["the reward model (reward_model.enable=true)"] if run.reward_model.enable else []
     if run.reward.judge.path is not None or run.reward.judge.address is not None:
         blind.append("the judge (reward.judge)")
@@ -301,13 +301,13 @@ def _picture_violations(run: RunConfig) -> Iterator[Violation]:
     stages += [stage for role in run.role_rows for stage in role.stages(role, run)]
     if any(isinstance(stage, Pass) and stage.context is not None for stage in stages):
         blind.append(f"what a pass tells the model in the prompt's place ({ESTIMATOR_KEY})")
+    for each in blind:
+        problem = f"gives the policy pictures, and {each} would be read as text alone"
+        yield Violation("data.image_key", run.data.image_key, problem, "Leave it out, or do without that part")
     graphs = run.rollout.engine.get("compilation_config")
     if isinstance(graphs, dict) and graphs.get(TOWER_GRAPHS):
         problem = "records graphs of the tower that take pixels, and engines here are told a picture's name"
         yield Violation("rollout.engine.compilation_config", graphs, problem, f"Leave {TOWER_GRAPHS} out")
-    for each in blind:
-        problem = f"gives the policy pictures, and {each} would be read as text alone"
-        yield Violation("data.image_key", run.data.image_key, problem, "Leave it out, or do without that part")
 
 
 def _unknown_parts(run: RunConfig) -> list[Violation]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.algorithm import OffPolicy, Rejection
+from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.stages import INPUTS, OUTCOME, OUTCOMES, TOKEN_REWARDS, Estimate, Pass, StepStage, Update, is_field
 from mcore_rl.errors import ConfigError, Violation
@@ -144,7 +145,7 @@ def _demand_told(run: RunConfig, stage: StepStage) -> None:
         raise _refusal(
             run, f"{_title(stage)} behind other prompts makes {', '.join(more)}, and not log-probs or values"
         )
-    if stage.role == "teacher":
+    if stage.role == TEACHER:
         raise _refusal(run, f"{_title(stage)} behind other prompts has the name of the teachers' own; give it another")
 
 

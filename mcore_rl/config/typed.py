@@ -22,7 +22,7 @@ from mcore_rl.config.bounds import settings
 from mcore_rl.config.names import NO_KEY, field_of, has_key, key_of, meant, value_at
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.trl_names import trl_remedy
-from mcore_rl.config.written_keys import Composed, leaf_values
+from mcore_rl.config.written_keys import Composed, leaf_paths, leaf_values
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def resolved(tree: Tree) -> Tree:
     """``tree`` with the values of its interpolations.  Raises ConfigError with each that has none."""
     values = copy.deepcopy(tree)
     wrong = list[Violation]()
-    for path, written in _leaves(tree):
+    for path, written in leaf_paths(tree):
         if "${" not in str(written) and written != MISSING:
             continue
         try:
@@ -121,15 +121,6 @@ def resolved(tree: Tree) -> Tree:
             wrong.append(Violation(".".join(path), written, problem, "Write a value, or ${KEY} of a key that has one"))
     refuse_if_any(wrong)
     return values
-
-
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(names one below the other, value) of each leaf."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
 
 
 def _resolved(tree: Tree, path: Sequence[str], written: Any) -> Any:

@@ -35,10 +35,15 @@ def leaves(values: Mapping[str, Any]) -> Iterator[str]:
     return (key for key, _ in leaf_values(values))
 
 
-def leaf_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of each leaf of a tree of groups."""
+    return ((".".join(map(str, path)), value) for path, value in leaf_paths(values))
+
+
+def leaf_paths(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(names one below the other, value) of each leaf of a tree of groups: names of mappings may have dots."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from leaf_values(value, f"{prefix}{name}.")
+            yield from leaf_paths(value, (*path, name))
         else:
-            yield f"{prefix}{name}", value
+            yield (*path, name), value

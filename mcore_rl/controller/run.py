@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -32,7 +31,7 @@ from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
-from mcore_rl.controller.step.pixels import put_pixels
+from mcore_rl.controller.step.pixels import StepPictures, step_pictures
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.samples import sample_rows
@@ -43,7 +42,6 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.rows import named
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import AlarmError, DataError
-from mcore_rl.families.flops import patch_cost
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
@@ -178,7 +176,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         assert self.prepared.train is not None
         return replace(self.prepared.train[number], epoch=epoch)
 
-    async def pictures_of(self, episodes: Sequence[Episode]) -> updates.StepPictures | None:
+    async def pictures_of(self, episodes: Sequence[Episode]) -> StepPictures | None:
         """The pictures of the episodes' rows, in Ray's store; None: models are given none.
 
         DataError: a picture cannot be read, or is another one than was drawn with.
@@ -192,9 +190,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
         if changed:
             problem = f"{named(list(dict.fromkeys(changed)))}: drawn with other pictures than the files hold now"
             raise DataError(train.title, [f"{problem}. Bring back the files of then, or begin the run anew"])
-        patches = await asyncio.to_thread(put_pixels, self.policy, train, media)
         model = self.prepared.models[self.config.policy.name]
-        return updates.StepPictures(patches, patch_cost(model, trained=self.config.actor.trains_tower))
+        return await step_pictures(self.policy, train, media, model, trained=self.config.actor.trains_tower)
 
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""

@@ -25,12 +25,11 @@ from mcore_rl.data.rows import (
     field_value,
     is_messages,
     is_text,
-    more_than_text,
     named,
     progress_bar,
     read_files,
+    unread_pictures,
     wants_more_than_text,
-    without_column,
 )
 from mcore_rl.data.turns import ASSISTANT, Turns
 from mcore_rl.errors import DataError
@@ -137,12 +136,8 @@ class ConversationSet:
                             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
                         _take(reading, (number, row), file, record, config, turns, pictures)
                     bar.advance(task, len(records))
-        may_see = pictures is None
-        reading.problems += [
-            more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
-        ]
-        if pictures is not None:
-            reading.problems += without_column(sources, pictures.key)
+        key = None if pictures is None else pictures.key
+        reading.problems += unread_pictures(sources, reading.more_than_text, key)
         if reading.too_long and config.truncation is Truncation.error:
             limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
             remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"

@@ -33,13 +33,12 @@ from mcore_rl.data.rows import (
     clean_messages,
     is_messages,
     is_text,
-    more_than_text,
     named,
     progress_bar,
     read_files,
     style_of,
+    unread_pictures,
     wants_more_than_text,
-    without_column,
 )
 from mcore_rl.errors import DataError
 
@@ -206,12 +205,8 @@ class PromptSet:
         pictures: PictureReader | None,
     ) -> PromptSet:
         """The prompts that were read.  DataError: with all that is wrong with them."""
-        may_see = pictures is None
-        reading.problems += [
-            more_than_text(column, ids, may_see=may_see) for column, ids in reading.more_than_text.items()
-        ]
-        if pictures is not None:
-            reading.problems += without_column(sources, pictures.key)
+        key = None if pictures is None else pictures.key
+        reading.problems += unread_pictures(sources, reading.more_than_text, key)
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))
         if reading.long_answers and not config.filter_overlong_prompts and config.truncation is Truncation.error:

@@ -253,11 +253,16 @@ def wants_more_than_text(record: dict[str, Any], agents: AgentRows | None = None
     return [key for key, each in asked if not _is_empty(each) and (key, each) != ("agent_name", SINGLE_TURN)]
 
 
-def without_column(files: Sequence[SourceFile], key: str) -> list[str]:
-    """Says that no file has the column ``key`` of pictures, if none has."""
-    if not files or any(key in file.table.column_names for file in files):
-        return []
-    return [f"no file has a column {key} of pictures. Write data.image_key=COLUMN as it is there, or leave it out"]
+def unread_pictures(files: Sequence[SourceFile], unread: Mapping[str, Sequence[str]], key: str | None) -> list[str]:
+    """The problems of columns that no model would see, and of a column of pictures that no file has.
+
+    unread: rows that ``wants_more_than_text`` of, by column.  key: ``data.image_key``; None: it is not set.
+    """
+    problems = [more_than_text(column, ids, may_see=key is None) for column, ids in unread.items()]
+    if key is not None and files and all(key not in file.table.column_names for file in files):
+        remedy = "Write data.image_key=COLUMN as it is there, or leave it out"
+        problems.append(f"no file has a column {key} of pictures. {remedy}")
+    return problems
 
 
 def more_than_text(column: str, ids: Sequence[str], *, may_see: bool = False) -> str:

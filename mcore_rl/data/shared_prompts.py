@@ -71,8 +71,8 @@ def within(stems: Iterable[Stem], members: Iterable[int]) -> list[Stem]:
     """What ``members`` have of ``stems``; a sequence that is left alone shares nothing."""
     wanted, parts = set(members), list[Stem]()
     for stem in stems:
-        if left := tuple(index for index in stem.members if index in wanted):
-            parts.append(Stem(left, stem.shared if len(left) > 1 else 0))
+        left = tuple(index for index in stem.members if index in wanted)
+        parts += parted(Stem(left, stem.shared))
     return parts
 
 

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # any of them makes a tokenizer
 TITLE = "tokenizer"
 PLAIN = "TokenizersBackend"  # transformers' class for whatever tokenizer.json says
-OTHERWISE = (
-    "qwen2",
-    "qwen3_5_moe_text",
-)  # model types for which AutoTokenizer takes another class where the files name that one
+# Model types for which AutoTokenizer takes another class where the files name that one.
+OTHERWISE = ("qwen2", "qwen3_5_moe_text")
 
 
 def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedTokenizerBase:

@@ -27,6 +27,12 @@ def rows_multiple(cp: int, tp: int) -> int:
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
+def padded_rows(lengths: Sequence[int], cp: int, tp: int) -> int:
+    """The rows of a microbatch of sequences of ``lengths`` tokens, over all context ranks, with their padding."""
+    multiple = rows_multiple(cp, tp)
+    return -(-sum(padded_lengths(lengths, cp)) // multiple) * multiple
+
+
 def padded_lengths(lengths: Sequence[int], cp: int) -> tuple[int, ...]:
     """``lengths`` in tokens, each rounded up to a multiple of ``2 * cp``; unchanged if ``cp`` is 1."""
     multiple = 2 * cp if cp > 1 else 1

@@ -18,11 +18,11 @@ from mcore_rl.config.rollout import (
     CPU_BATCHED_TOKENS,
     CPU_KV_CACHE_BYTES,
     Quantization,
-    RolloutConfig,
     RolloutLayout,
     ServingConfig,
     kv_bytes_per_token,
     padded_vocab_size,
+    quantization_of,
     state_bytes,
 )
 from mcore_rl.families.rules import Axis, Rule, Stage
@@ -133,11 +133,6 @@ def cache_bytes_per_token(model: ModelConfig, config: ServingConfig, *, latent_a
     if latent_attention:
         return size * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
     return size * 2 * model.head_dim * max(1, model.num_attention_heads // config.tp)
-
-
-def quantization_of(config: ServingConfig) -> Quantization:
-    """The form of the matrices of an engine; one that scores has them plain."""
-    return config.quantization if isinstance(config, RolloutConfig) else Quantization.none
 
 
 def rollout_weight_bytes(

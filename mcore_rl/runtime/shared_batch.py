@@ -119,14 +119,14 @@ class SharedBatch:
             extra = tuple({name: x_S[list(batch)] for name, x_S in self.extra_S.items()} for batch in of_rank)
             images, keys_of_pictures = self._pictures(of_rank) if FEATURES in names else (None, [])
             portion = Portion(
-                of_field,
-                picks,
-                payload,
-                pairs,
-                extra if self.extra_S else (),
-                images,
-                tuple(keys_of_pictures),
-                len(handed),
+                fields=of_field,
+                batches=picks,
+                payload=payload,
+                pairs=pairs,
+                extra=extra if self.extra_S else (),
+                images=images,
+                patches=tuple(keys_of_pictures),
+                num_shards=len(handed),
             )
             pickled = pickle.dumps(portion, protocol=pickle.HIGHEST_PROTOCOL)
             shards = [columns[number].shards[shard] for number, shard in handed]

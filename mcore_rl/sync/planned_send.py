@@ -102,59 +102,55 @@ class PlannedSend:
         Collective over the training ranks where the rollout ranks quantise: a scale may be of elements of several.
         """
         sums: dict[tuple[int, str, int], int] = {}
-        quantised: dict[str, list[Copy]] = {name: [] for name in self._quantised_tensors()}
-        dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
+        tensors = {tensor.name: tensor for tensor in self.rollout.tensors(0)}
+        quantised: dict[str, list[Copy]] = {name: [] for name, tensor in tensors.items() if self.quantises(tensor)}
         try:
             for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
                 if copy.target in quantised:
                     quantised[copy.target].append(copy)
                     continue
-                name = dtypes[copy.target]
-                sent = self._elements(copy).to(self.dtype if name is None else getattr(torch, name))
+                name = tensors[copy.target].rule.dtype
+                sent = self._sent(copy, self.dtype if name is None else getattr(torch, name))
                 key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
                 sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
             for target, copies in quantised.items():
-                for key, value in self._quantised_sums(target, copies):
+                for key, value in self._quantised_sums(tensors[target], copies):
                     sums[key] = sums.get(key, 0) + value
         finally:  # the weights may change before the next use
             self._published.forget()
         return sums
 
-    def _elements(self, copy: Copy) -> Tensor:
-        return view_of(self._published[copy.chunk, copy.source], copy.source_slice)
+    def _sent(self, copy: Copy, dtype: torch.dtype) -> Tensor:
+        return view_of(self._published[copy.chunk, copy.source], copy.source_slice).to(dtype)
 
     def quantises(self, tensor: RolloutTensor) -> bool:
         """Whether the rollout ranks quantise ``tensor``."""
         return self.quantization is not Quantization.none and is_quantised(tensor.rule)
 
-    def _quantised_tensors(self) -> dict[str, RolloutTensor]:
-        """The tensors that the rollout ranks quantise, as rank 0 holds them."""
-        return {tensor.name: tensor for tensor in self.rollout.tensors(0) if self.quantises(tensor)}
-
-    def _quantised_sums(self, target: str, copies: Sequence[Copy]) -> Iterator[tuple[tuple[int, str, int], int]]:
-        """(key, summand) of the bytes and the scales of tensor ``target``; ``copies``: what this rank sends of it."""
-        tensor = self._quantised_tensors()[target]
+    def _quantised_sums(
+        self, tensor: RolloutTensor, copies: Sequence[Copy]
+    ) -> Iterator[tuple[tuple[int, str, int], int]]:
+        """(key, summand) of the bytes and the scales of ``tensor``; ``copies``: what this rank sends of it."""
         *slots, rows, columns = self.rollout.shape(tensor)
         matrix = QuantisedMatrix(self.quantization, (rows, columns))
         each = matrix.magnitudes(next(iter(self.tensors.values())).device)
         ranks, count = self.rollout.layout.world_size, prod(slots)
         magnitudes = each.expand(ranks, count, *each.shape).clone()
         for copy in copies:
-            matrix.widen(magnitudes[copy.target_rank, copy.slot or 0], self._sent(copy), copy.target_slice.start)
+            matrix.widen(
+                magnitudes[copy.target_rank, copy.slot or 0], self._sent(copy, self.dtype), copy.target_slice.start
+            )
         if dist.is_initialized():
             dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
         scales = matrix.scales(magnitudes)
         for copy in copies:
             start, slot = copy.target_slice.start, -1 if copy.slot is None else copy.slot
-            held = matrix.quantise(self._sent(copy), start, scales[copy.target_rank, copy.slot or 0])
-            yield (copy.target_rank, target, slot), fingerprint(held.view(torch.uint8), start)
+            held = matrix.quantise(self._sent(copy, self.dtype), start, scales[copy.target_rank, copy.slot or 0])
+            yield (copy.target_rank, tensor.name, slot), fingerprint(held.view(torch.uint8), start)
         if self.rank == 0:  # they are sums over the training ranks
             for rank, slot in product(range(ranks), range(count)):
-                key = (rank, target + SCALES, slot if slots else -1)
+                key = (rank, tensor.name + SCALES, slot if slots else -1)
                 yield key, fingerprint(scales[rank, slot], (0, 0))
-
-    def _sent(self, copy: Copy) -> Tensor:
-        return self._elements(copy).to(self.dtype)
 
 
 class SendClock:

@@ -107,8 +107,8 @@ class Publisher(PlannedSend):
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
         return opening_of(
-            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank, self.adapters, self.language,
-            self.quantization,
+            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank,
+            adapters=self.adapters, language=self.language, quantization=self.quantization,
         ).packed()  # fmt: skip
 
     def open(self, attempt: int = 1) -> None:

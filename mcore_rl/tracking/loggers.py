@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
+from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.errors import Violation, pip_line
 from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.lanes import Lane, StepLanes
 from mcore_rl.tracking.messages import warn
-from mcore_rl.tracking.run_files import leaves
 from mcore_rl.tracking.samples import Kind, Rows
 from mcore_rl.tracking.schedule import ScheduledStep
 from mcore_rl.tracking.timeline import PhaseSpan
@@ -236,7 +236,7 @@ class MlflowSink(ServiceSink):
         place = (logs.resolve() / "mlflow").as_uri() if here else None
         experiment = known.experiment_id if known else self._client.create_experiment(project, artifact_location=place)
         self._run = str(self._client.create_run(experiment, run_name=title).info.run_id)
-        params = [Param(key, str(value)[:MAX_PARAM]) for key, value in leaves(config)]
+        params = [Param(key, str(value)[:MAX_PARAM]) for key, value in leaf_values(config)]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._run, params=params[start : start + MAX_PARAMS], synchronous=True)
         return self._run

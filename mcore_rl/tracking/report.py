@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import OFFLINE_LOSSES, before_after
 from mcore_rl.tracking.console import number
@@ -16,7 +17,7 @@ from mcore_rl.tracking.curves import curves, names_of
 from mcore_rl.tracking.head_card import LOSSES, facts, head_card, state_of
 from mcore_rl.tracking.metrics import METRICS
 from mcore_rl.tracking.page import LIGHT, details, page, table, text
-from mcore_rl.tracking.run_files import RecordedRun, leaves, read_run
+from mcore_rl.tracking.run_files import RecordedRun, read_run
 from mcore_rl.tracking.sample_browser import sample_browser
 from mcore_rl.tracking.time_section import time_section
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
@@ -96,7 +97,7 @@ def _settings_that_differ(runs: Sequence[RecordedRun]) -> str:
 
     Keys that some have not, as those of another program, are in a fold.
     """
-    flat = [dict(leaves(run.settings)) for run in runs]
+    flat = [dict(leaf_values(run.settings)) for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [[key, *(str(each.get(key, ABSENT)) for each in flat)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
@@ -231,7 +232,7 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
 
 def _notes_and_warnings(run: RecordedRun) -> str:
     config = f"<pre>{text(run.config)}</pre>" if run.config else '<p class="soft">config.yaml is missing.</p>'
-    values = leaves(run.environment)
+    values = leaf_values(run.environment)
     rows = [[key, " ".join(map(str, value)) if isinstance(value, list) else value] for key, value in values]
     place = table([], rows) if rows else '<p class="soft">environment.json is missing.</p>'
     return "<h2>Notes and warnings</h2>" + details("Configuration", config) + details("Environment", place)

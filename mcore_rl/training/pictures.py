@@ -43,10 +43,10 @@ def share_out(pictures: Sequence[Picture], num_ranks: int) -> list[list[Picture]
     """Which rank encodes which of ``pictures``: the largest first, each to the rank with the fewest patches so far."""
     shares: list[list[Picture]] = [[] for _ in range(num_ranks)]
     patches = [0] * num_ranks
-    for picture in sorted(pictures, key=lambda each: (-each.height * each.width, each.key)):
+    for picture in sorted(pictures, key=lambda each: (-each.num_patches, each.key)):
         rank = patches.index(min(patches))
         shares[rank].append(picture)
-        patches[rank] += picture.height * picture.width
+        patches[rank] += picture.num_patches
     return shares
 
 

@@ -53,14 +53,14 @@ class QuantisedMatrix:
 
     def scales(self, magnitudes: Tensor) -> Tensor:
         """The scales of blocks of these magnitudes: float32, or uint8 exponents of mxfp8, of the same shape."""
-        greatest = torch.tensor(FP8_MAX, device=magnitudes.device)  # divided by truly, and not times its inverse
+        top = torch.tensor(FP8_MAX, device=magnitudes.device)  # divided by truly, and not times its inverse
         match self.quantization:
             case Quantization.fp8_block:
                 return magnitudes.clamp(LEAST_OF_BLOCK) / FP8_MAX
             case Quantization.fp8_channel:
-                return (magnitudes / greatest).clamp_min(1.0 / (greatest * 512))
+                return (magnitudes / top).clamp_min(1.0 / (top * 512))
             case Quantization.fp8_tensor:
-                return magnitudes / greatest
+                return magnitudes / top
             case _:
                 least = torch.finfo(torch.float32).tiny
                 exponent = torch.ceil(torch.log2(magnitudes.clamp(min=least) / FP8_MAX)) + 127.0

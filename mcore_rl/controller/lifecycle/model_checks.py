@@ -27,7 +27,7 @@ from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollou
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import BY_SOURCE, Teachers
 from mcore_rl.data.media.placed import Placed
-from mcore_rl.data.packing import budget_violations, padded_length
+from mcore_rl.data.packing import budget_violations
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
 from mcore_rl.errors import CheckpointError, DataError, Violation
@@ -35,7 +35,7 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.text_part import text_part_of
 from mcore_rl.families.towers import PICTURES
-from mcore_rl.parallel.context import padded_lengths, rows_multiple
+from mcore_rl.parallel.context import padded_rows
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, target_violations
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_form, published_violations
@@ -241,8 +241,7 @@ def unit_violations(
     parallel, tokens = config.parallel, config.microbatch_tokens
     if tokens is None or not units:
         return
-    multiple = rows_multiple(parallel.cp, parallel.tp)
-    costs = [padded_length(sum(padded_lengths(each, parallel.cp)), multiple) for each in units]
+    costs = [padded_rows(each, parallel.cp, parallel.tp) for each in units]
     yield from budget_violations(costs, tokens, f"{name}.microbatch_tokens", unit)
 
 

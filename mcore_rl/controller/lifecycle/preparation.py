@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -352,6 +353,7 @@ def _prompts(
     Warns of what the chat template does with more than one turn, if a row has an agent.
     """
     data, train, validation = config.data, None, None
+    load = partial(PromptSet.load, config=data, tokenizer=tokenizer, agents=agents, pictures=pictures)
     if not config.trainer.val_only:
         files, title, answers = data.train_files, "data.train_files", None
         limit = data.train_max_samples
@@ -359,13 +361,11 @@ def _prompts(
             ends = {*end_tokens(config.model_directory), *config.rollout.stop_token_ids}
             turns = Turns.of(tokenizer, data.chat_template_kwargs, ends=ends)
             answers = OwnAnswers(turns, data.answer_key, data.prompt_key)
-        options: dict[str, Any] = {"max_samples": limit, "title": title, "agents": agents, "pictures": pictures}
-        train = PromptSet.load(files, data, tokenizer, answers=answers, **options)
+        train = load(files, max_samples=limit, title=title, answers=answers)
     if data.val_files:
         files, title = data.val_files, "data.val_files"
         limit = data.val_max_samples
-        options = {"max_samples": limit, "title": title, "agents": agents, "pictures": pictures}
-        validation = PromptSet.load(files, data, tokenizer, **options)
+        validation = load(files, max_samples=limit, title=title)
     sets = [each for each in (train, validation) if each is not None]
     has_agents, notes = agents.check_rows(each[index] for each in sets for index in range(len(each)))
     if has_agents and config.actor.router_replay is RouterReplay.r3:

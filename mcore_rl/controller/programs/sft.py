@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,13 @@ from mcore_rl.controller.lifecycle.model_checks import patch_violations
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.metrics import picture_metrics
-from mcore_rl.controller.step.pixels import put_pixels
+from mcore_rl.controller.step.pixels import StepPictures, step_pictures
 from mcore_rl.data.conversations import Conversation, ConversationSet
-from mcore_rl.data.media.batch import batch_pictures
+from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.tokenizer import end_tokens
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
-from mcore_rl.families.flops import patch_cost
 from mcore_rl.families.registry import model_of
 from mcore_rl.types import StepResult, TrainBatch
 
@@ -51,16 +49,13 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
             count += int(batch.mask_T.sum())
         return {"sft/val_loss": total / count}
 
-    async def pictures_of(
-        self, rows: ConversationSet, chosen: Mapping[int, Conversation]
-    ) -> updates.StepPictures | None:
+    async def pictures_of(self, rows: ConversationSet, chosen: Mapping[int, Conversation]) -> StepPictures | None:
         """The pictures of the ``chosen`` of ``rows``, in Ray's store; None: models are given none."""
         if rows.pictures is None:
             return None
         media = {number: each.media for number, each in chosen.items()}
-        patches = await asyncio.to_thread(put_pixels, self.group, rows, media)
         model = self.prepared.models[ACTOR.name]
-        return updates.StepPictures(patches, patch_cost(model, trained=self.config.actor.trains_tower))
+        return await step_pictures(self.group, rows, media, model, trained=self.config.actor.trains_tower)
 
 
 def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ConversationSet]:
@@ -109,19 +104,15 @@ def batch_of(conversations: Sequence[Conversation], *, pictures: bool = False) -
 
     pictures: whether the model is given theirs.
     """
-    lengths_S = tuple(len(each.tokens) for each in conversations)
-    seen = batch_pictures(lengths_S, [each.media for each in conversations]) if pictures else None
     masks = [torch.tensor(each.mask) for each in conversations]
     for mask in masks:
         mask[0] = False
-    return TrainBatch(
-        lengths_S=lengths_S,
+    batch = TrainBatch(
+        lengths_S=tuple(len(each.tokens) for each in conversations),
         tokens_T=torch.tensor([token for each in conversations for token in each.tokens]),
         mask_T=torch.cat(masks),
-        positions_T3=None if seen is None else seen.positions_T3,
-        feature_T=None if seen is None else seen.feature_T,
-        images_S=None if seen is None else seen.images_S,
     )
+    return with_pictures(batch, [each.media for each in conversations]) if pictures else batch
 
 
 SFT = OfflineProgram(loader, SftRun, train_step)

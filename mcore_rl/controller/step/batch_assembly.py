@@ -12,7 +12,7 @@ from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.config.teachers import Teachers
-from mcore_rl.data.media.batch import batch_pictures
+from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.errors import Violation, refuse_if_any
@@ -51,10 +51,8 @@ def assemble(
     taught_by = teachers.names if teachers is not None and teachers.are_several else ()
     if teachers is not None and taught_by:
         extra_S[TAUGHT_BY] = torch.tensor([float(teachers.name_of(each.row.data_source)) for each in episodes])
-    lengths_S = tuple(episode.num_tokens for episode in episodes)
-    seen = batch_pictures(lengths_S, [episode.media for episode in episodes]) if pictures else None
     batch = TrainBatch(
-        lengths_S=lengths_S,
+        lengths_S=tuple(episode.num_tokens for episode in episodes),
         tokens_T=torch.from_numpy(tokens_T),
         mask_T=torch.from_numpy(mask_T),
         rollout_logprobs_T=torch.from_numpy(logprobs_T),
@@ -63,10 +61,9 @@ def assemble(
         unrouted_T=unrouted_T,
         pairs_S=_pairs(episodes),
         extra_S=extra_S,
-        positions_T3=None if seen is None else seen.positions_T3,
-        feature_T=None if seen is None else seen.feature_T,
-        images_S=None if seen is None else seen.images_S,
     )
+    if pictures:
+        batch = with_pictures(batch, [episode.media for episode in episodes])
     groups = [episode.group for episode in episodes]
     return StepBatch(
         batch=batch,

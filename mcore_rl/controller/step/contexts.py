@@ -7,7 +7,7 @@ not told: the pass then sees the prompt as it was drawn from.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.config.data import DataConfig
 from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.stages import Function, load_function
 from mcore_rl.data.chat_template import rendered
-from mcore_rl.data.packing import padded_length
 from mcore_rl.episodes import Author, Episode, Segment
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.parallel.context import padded_lengths, rows_multiple
+from mcore_rl.parallel.context import padded_rows
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
@@ -49,33 +47,47 @@ def told(
     reader: the configuration of the role that computes it.  positions: the most tokens that its model reads.
     Raises ConfigError, with the prompt's name, if ``context`` fails or the chat template refuses what it says.
     """
-    function, groups = load_function(context), defaultdict[int, list[Episode]](list)
+    function = load_function(context)
+    groups = defaultdict[int, list[Episode]](list)
     for episode in episodes:
         groups[episode.group].append(episode)
+    texts = [_text(function, episode, groups[episode.group], tokenizer, config) for episode in episodes]
+    prompts = _prompts([text for text in texts if text is not None], tokenizer)
     budget, parallel = reader.microbatch_tokens or config.rollout.max_model_len, reader.parallel
-    multiple = rows_multiple(parallel.cp, parallel.tp)
     behind, count = list[Episode](), 0
-    for episode in episodes:
-        try:
-            messages = function(episode, groups[episode.group], config)
-            prompt = None if messages is None else _tokens(messages, tokenizer, config.data)
-        except Exception as error:
-            problem = f"cannot say what the model is told of {episode.prompt_id}: {type(error).__name__}: {error}"
-            raise ConfigError([Violation(function.__name__, "Pass.context", problem, "Mend the function")]) from error
-        length = 0 if prompt is None else len(prompt) + episode.num_response_tokens
-        rows = padded_length(sum(padded_lengths([length], parallel.cp)), multiple)
-        if prompt is None or length > positions or rows > budget:
-            behind.append(replace(episode, experts=None))
-            continue
-        count += 1
-        segments = (Segment(author=Author.prompt, tokens=prompt), *episode.segments[1:])
+    for episode, text in zip(episodes, texts, strict=True):
+        segments = episode.segments
+        if text is not None:
+            length = len(prompts[text]) + episode.num_response_tokens
+            if length <= positions and padded_rows([length], parallel.cp, parallel.tp) <= budget:
+                segments = (Segment(author=Author.prompt, tokens=prompts[text]), *segments[1:])
+                count += 1
         behind.append(replace(episode, segments=segments, experts=None))
     return Told(behind, count / max(1, len(behind)))
 
 
-def _tokens(
-    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> NDArray[np.int32]:
-    """The prompt that ``messages`` make, as the rows of the data become prompts."""
-    text = rendered(tokenizer, messages, opens=True, kwargs=config.chat_template_kwargs)
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+def _text(
+    function: Callable[..., Any],
+    episode: Episode,
+    group: Sequence[Episode],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+) -> str | None:
+    """What the model is told of ``episode``, as text; None: its prompt."""
+    try:
+        messages = function(episode, group, config)
+        if messages is None:
+            return None
+        return rendered(tokenizer, messages, opens=True, kwargs=config.data.chat_template_kwargs)
+    except Exception as error:
+        problem = f"cannot say what the model is told of {episode.prompt_id}: {type(error).__name__}: {error}"
+        raise ConfigError([Violation(function.__name__, "Pass.context", problem, "Mend the function")]) from error
+
+
+def _prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, NDArray[np.int32]]:
+    """The tokens of each text, which samples of a prompt often share, once."""
+    different = list(dict.fromkeys(texts))
+    if not different:
+        return {}
+    encoded = tokenizer(different, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return {text: np.asarray(tokens, dtype=np.int32) for text, tokens in zip(different, encoded, strict=True)}

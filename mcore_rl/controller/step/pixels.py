@@ -5,17 +5,32 @@ Files are decoded in threads, straight into Ray's store; the controller holds on
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.media.placed import Placed
+from mcore_rl.families.flops import patch_cost
 from mcore_rl.parallel.device import num_cores
 from mcore_rl.runtime.shared_batch import PatchesRef
 from mcore_rl.runtime.train_group import TrainGroup
+
+
+@dataclass(frozen=True)
+class StepPictures:
+    """The pictures of a step.
+
+    patches: a reference to those of each picture, by its key.  patch_cost: what a patch costs, in tokens of text.
+    """
+
+    patches: Mapping[str, PatchesRef]
+    patch_cost: float
 
 
 class PicturedRows(Protocol):
@@ -24,6 +39,17 @@ class PicturedRows(Protocol):
     def patches(self, index: int, place: int) -> NDArray[np.uint8]:
         """The patches of picture ``place`` of row ``index``; DataError if it cannot be read."""
         ...
+
+
+async def step_pictures(
+    group: TrainGroup, rows: PicturedRows, media: Mapping[int, Sequence[Placed]], model: ModelConfig, *, trained: bool
+) -> StepPictures:
+    """The pictures of ``rows``, in Ray's store.
+
+    group, rows, media, errors: see ``put_pixels``.  model: has the tower.  trained: whether that learns.
+    """
+    patches = await asyncio.to_thread(put_pixels, group, rows, media)
+    return StepPictures(patches, patch_cost(model, trained=trained))
 
 
 def put_pixels(group: TrainGroup, rows: PicturedRows, media: Mapping[int, Sequence[Placed]]) -> dict[str, PatchesRef]:

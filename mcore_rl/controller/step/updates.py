@@ -6,7 +6,7 @@ the losses' sums are counted here, over the whole minibatch, before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,30 +24,20 @@ from mcore_rl.config.roles import ActorConfig, TrainedConfig
 from mcore_rl.config.stages import INPUTS, TOKENS, Pass, is_field
 from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
+from mcore_rl.controller.step.pixels import StepPictures
 from mcore_rl.controller.step.teaching import score_by_teacher
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
-from mcore_rl.runtime.shared_batch import PatchesRef, SharedBatch
+from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages
 from mcore_rl.types import HIDDEN, Denominators, SequenceScores, StepResult, TrainBatch
 
 # The fields from which the keys of selection are computed.
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
-
-
-@dataclass(frozen=True)
-class StepPictures:
-    """The pictures of a step.
-
-    patches: a reference to those of each picture, by its key.  patch_cost: what a patch costs, in tokens of text.
-    """
-
-    patches: Mapping[str, PatchesRef]
-    patch_cost: float
 
 
 @dataclass
@@ -107,9 +97,15 @@ def send(
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
     shards = _together(assignment, group.neighbours)
-    patches = {} if pictures is None else pictures.patches
     shared = SharedBatch(
-        batch.lengths_S, assignment, batch.pairs_S, batch.extra_S, batch.images_S, patches, costs_S, stems
+        batch.lengths_S,
+        assignment,
+        batch.pairs_S,
+        batch.extra_S,
+        images_S=batch.images_S,
+        patches=None if pictures is None else pictures.patches,
+        costs_S=costs_S,
+        stems=stems,
     )
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
@@ -222,7 +218,7 @@ async def update(
         results=done.results,
         memories=done.memories,
         trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
-        imbalance=max(_imbalance(shared, each) for each in shards),
+        imbalance=max(_imbalance(shared.lengths_S, each, stems) for each in shards),
         shared=sum(result.saved_tokens for result in done.results) / sum(each.tokens for each in counts),
         own=shared.in_order(shards[0], done.scores) if with_scores else None,
     )
@@ -291,11 +287,11 @@ def _shards(
     return [[members[place] for place in shard] for shard in shards]
 
 
-def _imbalance(shared: SharedBatch, shards: Sequence[Sequence[int]]) -> float:
+def _imbalance(lengths_S: Sequence[int], shards: Sequence[Sequence[int]], stems: Sequence[Stem]) -> float:
     """Tokens that the busiest rank computes over the mean."""
-    if not shared.stems:
-        return imbalance(shared.lengths_S, shards)
-    return imbalance(loads(shared.stems, shared.lengths_S, shards), [[rank] for rank in range(len(shards))])
+    if not stems:
+        return imbalance(lengths_S, shards)
+    return imbalance(loads(stems, lengths_S, shards), [[rank] for rank in range(len(shards))])
 
 
 def _counts(lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: TrainedConfig) -> Denominators:

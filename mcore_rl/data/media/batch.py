@@ -6,7 +6,7 @@ Made on the controller from lengths and grids alone, which know no token id.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.media.positions import positions_3T
-from mcore_rl.types import Picture
+from mcore_rl.types import Picture, TrainBatch
 
 TEXT = -1  # of a token that is no picture's
 
@@ -26,6 +26,12 @@ class BatchPictures:
     positions_T3: Tensor
     feature_T: Tensor
     images_S: tuple[tuple[Picture, ...], ...]
+
+
+def with_pictures(batch: TrainBatch, media_S: Sequence[Sequence[Placed]]) -> TrainBatch:
+    """``batch`` with the pictures of its sequences, in order, maybe none of one."""
+    seen = batch_pictures(batch.lengths_S, media_S)
+    return replace(batch, positions_T3=seen.positions_T3, feature_T=seen.feature_T, images_S=seen.images_S)
 
 
 def batch_pictures(lengths_S: Sequence[int], media_S: Sequence[Sequence[Placed]]) -> BatchPictures:

@@ -66,12 +66,13 @@ class PictureReader:
 
     def contents(self, record: Mapping[str, Any], folder: Path, media: Sequence[Placed]) -> list[bytes]:
         """The files of a row's pictures, which were placed as ``media``.  ValueError: one is another now."""
-        files = [read_image(value, folder) for value in values_of(record.get(self.key))]
-        for file, each in zip(files, media, strict=True):
-            if file.sha256 != each.image.sha256:
-                changed = f"{each.image.source} is not what it was when the run began"
-                raise ValueError(f"{self.key}: {changed}. Begin the run anew")
-        return [file.content for file in files]
+        return [self._content(record, folder, place, each.image) for place, each in enumerate(media)]
+
+    def _content(self, record: Mapping[str, Any], folder: Path, place: int, image: ImageRef) -> bytes:
+        file = read_image(values_of(record.get(self.key))[place], folder)
+        if file.sha256 != image.sha256:
+            raise ValueError(f"{self.key}: {image.source} is not what it was when the run began. Begin the run anew")
+        return file.content
 
     def patches(
         self, record: Mapping[str, Any], folder: Path, media: Sequence[Placed], place: int
@@ -80,7 +81,7 @@ class PictureReader:
 
         ValueError, with the column: a file is another one now, or is damaged behind its header.
         """
-        content = self.contents(record, folder, media)[place]
+        content = self._content(record, folder, place, media[place].image)
         try:
             patches, grid = patches_of_file(content, self.sizing)
         except ValueError as error:

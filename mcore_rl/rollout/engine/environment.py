@@ -26,6 +26,7 @@ from mcore_rl.config.rollout import (
     Quantization,
     RolloutConfig,
     ServingConfig,
+    quantization_of,
 )
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.text_part import text_config
@@ -88,7 +89,7 @@ def engine_environment(
         environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     if platform.kind is Device.rocm:
         environment |= {name: environ.get(name, "0") for name in AITER_QUANTISES}
-    if isinstance(config, RolloutConfig) and config.quantization is not Quantization.none:
+    if quantization_of(config) is not Quantization.none:
         environment |= UNPACKED_BLOCKS
     if platform.is_accelerator:
         if device_ids is not None:

@@ -63,7 +63,6 @@ class PatchFiles:
         """Removes the files of calls that were given up, when the engine's workers stand still."""
         for name in self._left:
             if not self._calls[name]:
-                del self._calls[name]
                 _path(self._folder, name).unlink()
         self._left.clear()
 

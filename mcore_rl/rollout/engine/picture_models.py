@@ -77,12 +77,14 @@ def use(directory: Path, *, pictures: bool) -> None:
 
 
 def _model(architecture: str) -> type:
-    if architecture in MODULES:
-        return seeing(architecture)
+    return seeing(architecture) if architecture in MODULES else _theirs(architecture)
+
+
+def _theirs(architecture: str) -> Any:
+    """vLLM's own class of ``architecture``."""
     torchvision_names.stand_in()
-    module = importlib.import_module(f"vllm.model_executor.models.{BESIDE_A_TOWER[architecture]}")
-    theirs: type = getattr(module, architecture)
-    return theirs
+    name = (MODULES | BESIDE_A_TOWER)[architecture]
+    return getattr(importlib.import_module(f"vllm.model_executor.models.{name}"), architecture)
 
 
 def __getattr__(name: str) -> Any:
@@ -131,9 +133,7 @@ class _NoProcessor(BaseMultiModalProcessor[PatchesInfo]):  # type: ignore[misc] 
 @cache
 def seeing(architecture: str) -> type:
     """vLLM's class of ``architecture``, with the numbers of its tower and without a processor."""
-    torchvision_names.stand_in()
-    module = importlib.import_module(f"vllm.model_executor.models.{MODULES[architecture]}")
-    theirs: Any = getattr(module, architecture)
+    theirs: Any = _theirs(architecture)
 
     class Seeing(theirs):  # type: ignore[misc]  # untyped
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:

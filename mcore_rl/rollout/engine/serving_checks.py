@@ -17,6 +17,7 @@ from mcore_rl.config.rollout import (
     Quantization,
     RolloutConfig,
     ServingConfig,
+    quantization_of,
     rollout_violations,
 )
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
@@ -135,8 +136,8 @@ def memory_violations(
     with open_weights(directory, pictures=pictures) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
-    is_plain = not isinstance(rollout, RolloutConfig) or rollout.quantization is Quantization.none
-    weights = numbers * (BYTES[rollout.dtype] if is_plain else 1) // layout.engine_size
+    itemsize = BYTES[rollout.dtype] if quantization_of(rollout) is Quantization.none else 1
+    weights = numbers * itemsize // layout.engine_size
     default = 0 if platform.is_accelerator else CPU_KV_CACHE_BYTES
     cache = rollout.kv_cache_memory_bytes or default
     ranks = 1 if platform.is_accelerator else layout.tp * layout.dp  # which share the machine's memory
