@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mcore_rl.cli import main
+from tests.support.engines import same_bits
 from tests.support.run_task import nothing_left
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
@@ -31,20 +32,17 @@ CASES = [
 
 
 def tower_of(directory: Path) -> dict[str, torch.Tensor]:
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if "visual." in name}  # noqa: SIM118  no mapping
+    return {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if "visual." in name}
 
 
-@pytest.mark.parametrize(("family", "layout", "trained"), CASES)
-def test_engines_and_trainer_see_the_same_pictures(
-    family: str, layout: tuple[str, ...], trained: bool, tmp_path: Path, fast_ray: None
-) -> None:
-    data, model, run = tmp_path / "squares", tmp_path / "model", tmp_path / "run"
+def prepared(folder: Path, family: str) -> list[str]:
+    """The words of a run on squares, in ``folder``, which has the model."""
+    data, model = folder / "squares", folder / "model"
     assert main(["prepare", "squares", "--train", "12", "--val", "4", "--out", str(data)]) == 0
     made = ["--data", str(data), "--family", family, "--out", str(model)]
     assert main(["prepare", "tiny-model", *made]) == 0
-    (tmp_path / "reward.py").write_text(REWARD)
-    words = [
+    (folder / "reward.py").write_text(REWARD)
+    return [
         "train",
         f"model.path={model}",
         f"data.train_files=[{data}/train.parquet]",
@@ -53,10 +51,8 @@ def test_engines_and_trainer_see_the_same_pictures(
         "data.train_batch_size=4",
         "data.max_prompt_length=48",
         "data.max_response_length=8",
-        f"custom_reward_function.path={tmp_path}/reward.py",
+        f"custom_reward_function.path={folder}/reward.py",
         "reward.num_workers=1",
-        "algorithm=grpo",
-        "actor.use_kl_loss=true",
         "actor.precision=float32",
         "actor.ppo_mini_batch_size=4",
         "actor.microbatch_tokens=256",
@@ -70,19 +66,53 @@ def test_engines_and_trainer_see_the_same_pictures(
         ON_VLLM_DEVICE["trainer"],
         f"trainer.total_training_steps={STEPS}",
         f"trainer.test_freq={STEPS}",
-        "trainer.save_freq=0",
-        f"trainer.default_local_dir={run}",
-        *layout,
+        f"trainer.default_local_dir={folder}/run",
     ]
+
+
+def steps_of(run: Path) -> dict[int, dict[str, float]]:
+    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+@pytest.mark.parametrize(("family", "layout", "trained"), CASES)
+def test_engines_and_trainer_see_the_same_pictures(
+    family: str, layout: tuple[str, ...], trained: bool, tmp_path: Path, fast_ray: None
+) -> None:
+    words = [*prepared(tmp_path, family), "algorithm=grpo", "actor.use_kl_loss=true", "trainer.save_freq=0", *layout]
     with nothing_left():
         assert main(words) == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: line for line in lines}
+    run = tmp_path / "run"
+    steps = steps_of(run)
     for step in range(1, STEPS + 1):
         assert steps[step]["rollout/logprob_diff_max"] < AGREEMENT, steps[step]
         assert steps[step]["pictures/count"] == 8 and steps[step]["pictures/different"] == 4
     assert "val/squares/reward" in steps[STEPS]
-    before, after = tower_of(model), tower_of(run / "hf" / "final")
+    before, after = tower_of(tmp_path / "model"), tower_of(run / "hf" / "final")
     assert before.keys() == after.keys()
     moved = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert moved > 1e-3 if trained else moved == 0
+
+
+@pytest.mark.tier("full")
+def test_a_critic_learns_from_pictures_and_its_checkpoint_begins_another_run(tmp_path: Path, fast_ray: None) -> None:
+    """What a checkpoint of the run becomes is what the run wrote at its end."""
+    words = [*prepared(tmp_path, "qwen2_5_vl"), "algorithm=ppo", "critic.precision=float32"]
+    words += ["critic.ppo_mini_batch_size=4", "critic.microbatch_tokens=256", "critic.optim.lr=1e-5"]
+    with nothing_left():
+        assert main([*words, f"trainer.save_freq={STEPS}"]) == 0
+    run = tmp_path / "run"
+    losses = [steps_of(run)[step]["critic/loss"] for step in range(1, STEPS + 1)]
+    assert losses[-1] < losses[0], losses
+
+    step = run / "checkpoints" / f"step_{STEPS}"
+    for role in ("actor", "critic"):
+        assert main(["convert", "to-hf", "--run", str(step / role), "--out", str(tmp_path / role)]) == 0
+    exported, converted = (load_file(each / "model.safetensors") for each in (run / "hf" / "final", tmp_path / "actor"))
+    assert same_bits(converted, exported)
+    first, learned = tower_of(tmp_path / "model"), tower_of(tmp_path / "critic")
+    assert max(float((first[name] - learned[name]).abs().max()) for name in first) > 0, "its tower learns, too"
+
+    again = [f"critic.path={tmp_path}/critic", "trainer.total_training_steps=1", "critic.vision=frozen"]
+    with nothing_left():
+        assert main([*words, *again, f"trainer.default_local_dir={tmp_path}/again"]) == 0
+    assert steps_of(tmp_path / "again")[1]["critic/loss"] < losses[0], "it goes on with what it had learned"
