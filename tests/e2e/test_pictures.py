@@ -13,14 +13,10 @@ import torch
 from safetensors import safe_open
 
 from mcore_rl.cli import main
+from tests.support import picture_runs
+from tests.support.picture_runs import STEPS
 from tests.support.run_task import nothing_left
-from tests.support.vllm_device import ON_VLLM_DEVICE
 
-STEPS = 3
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(letter.isdigit() for letter in solution_str) / (1 + len(solution_str))
-"""
 # Float32 on both sides: rounding alone, after updates of the tower too.
 AGREEMENT = 1e-4
 CASES = [
@@ -39,50 +35,16 @@ def tower_of(directory: Path) -> dict[str, torch.Tensor]:
 def test_engines_and_trainer_see_the_same_pictures(
     family: str, layout: tuple[str, ...], trained: bool, tmp_path: Path, fast_ray: None
 ) -> None:
-    data, model, run = tmp_path / "squares", tmp_path / "model", tmp_path / "run"
-    assert main(["prepare", "squares", "--train", "12", "--val", "4", "--out", str(data)]) == 0
-    made = ["--data", str(data), "--family", family, "--out", str(model)]
-    assert main(["prepare", "tiny-model", *made]) == 0
-    (tmp_path / "reward.py").write_text(REWARD)
-    words = [
-        "train",
-        f"model.path={model}",
-        f"data.train_files=[{data}/train.parquet]",
-        f"data.val_files=[{data}/val.parquet]",
-        "data.image_key=images",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=48",
-        "data.max_response_length=8",
-        f"custom_reward_function.path={tmp_path}/reward.py",
-        "reward.num_workers=1",
-        "algorithm=grpo",
-        "actor.use_kl_loss=true",
-        "actor.precision=float32",
-        "actor.ppo_mini_batch_size=4",
-        "actor.microbatch_tokens=256",
-        "actor.optim.lr=3e-3",
-        "rollout.n=2",
-        "rollout.max_num_seqs=16",
-        "rollout.kv_cache_memory_bytes=16777216",
-        "rollout.enforce_eager=true",
-        "trainer.n_gpus_per_node=2",
-        "trainer.logger=[]",
-        ON_VLLM_DEVICE["trainer"],
-        f"trainer.total_training_steps={STEPS}",
-        f"trainer.test_freq={STEPS}",
-        "trainer.save_freq=0",
-        f"trainer.default_local_dir={run}",
-        *layout,
-    ]
+    task, run = picture_runs.write_task(tmp_path, family), tmp_path / "run"
     with nothing_left():
-        assert main(words) == 0
+        assert main(picture_runs.words(task, run, *layout)) == 0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines}
     for step in range(1, STEPS + 1):
         assert steps[step]["rollout/logprob_diff_max"] < AGREEMENT, steps[step]
         assert steps[step]["pictures/count"] == 8 and steps[step]["pictures/different"] == 4
     assert "val/squares/reward" in steps[STEPS]
-    before, after = tower_of(model), tower_of(run / "hf" / "final")
+    before, after = tower_of(task / "model"), tower_of(run / "hf" / "final")
     assert before.keys() == after.keys()
     moved = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert moved > 1e-3 if trained else moved == 0
