@@ -134,10 +134,9 @@ def attend(kind: str) -> Attention:
 
     grid = Sizing(PATCH).grid(*SIZES[kind])
     _, boundaries = get_vision_window_index(torch.tensor([[1, grid.h, grid.w]]), grid.merge, WINDOW, PATCH)
-    boundaries = boundaries.unique_consecutive()
     lengths = boundaries.diff().tolist()
     draw = torch.Generator().manual_seed(1)
-    inputs = torch.randn(3, 1, HEADS, grid.patches, WIDTH, generator=draw, requires_grad=True)
+    inputs: Any = torch.randn(3, 1, HEADS, grid.patches, WIDTH, generator=draw, requires_grad=True)
     module = SimpleNamespace(is_causal=False, num_key_value_groups=1, training=False)
     options: dict[str, Any] = {"attention_mask": None, "scaling": WIDTH**-0.5, "dropout": 0.0, "is_causal": False}
 
@@ -202,9 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     attention = [attend(kind) for kind in SIZES]
     show_attention(attention, console)
+    everything: list[Result | Attention] = [*results, *attention]
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in (*results, *attention)], indent=1))
-    return 0 if all(each.ratio >= 1 for each in (*results, *attention)) else 1
+        options.json.write_text(json.dumps([asdict(each) for each in everything], indent=1))
+    return 0 if all(each.ratio >= 1 for each in everything) else 1
 
 
 if __name__ == "__main__":

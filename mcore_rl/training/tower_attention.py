@@ -48,7 +48,8 @@ def attend_by_windows(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
     """[windows * length, heads, d], of [windows, length, heads, d]."""
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=scaling)
+    heads_first = (x.transpose(1, 2) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(*heads_first, scale=scaling)  # type: ignore[misc, arg-type]
     return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -30,7 +30,8 @@ def build_tower(vision: VisionConfig, out_hidden_size: int, device: torch.device
     with torch.device(device if device.type == "meta" else "cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         tower = _module(vision, out_hidden_size)
-    tower.config._attn_implementation = tower_attention.NAME  # its blocks share the configuration
+    settings: Any = tower.config  # which its blocks share
+    settings._attn_implementation = tower_attention.NAME
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     for module in tower.modules():

@@ -5,18 +5,16 @@ Nothing but the picture tells what is right: the question is the same in every r
 
 from __future__ import annotations
 
-import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from mcore_rl.cli import main
 from mcore_rl.tracking.jsonl import read_metrics
-from tests.support import picture_runs, prompt_files
+from tests.support import prompt_files
 from tests.support.run_task import nothing_left
 from tests.support.vllm_device import ON_VLLM_DEVICE
 
@@ -88,57 +86,3 @@ def test_a_policy_learns_what_colour_it_is_shown(tmp_path: Path, fast_ray: None)
     assert after["step"] == COLOUR_STEPS
     assert after["val/colours/reward"] > before["val/colours/reward"] + LIFT, (before, after)
     assert after["val/exchanged/reward"] < before["val/exchanged/reward"] - LIFT, (before, after)
-
-
-# Behind SFT_STEPS a model knows the form of an answer, and is right about half the time.
-SFT_STEPS, SQUARES_STEPS = 400, 40
-CHANCE, MARGIN = 1 / 6, 0.1  # six answers, as many of each; 400 answers tell a share to 0.04
-ACCURACY = "val/squares/accuracy"
-
-
-@pytest.mark.tier("full")
-@pytest.mark.timeout(3600)
-def test_grpo_lifts_what_sft_left_half_right_and_other_pictures_undo_it(tmp_path: Path, fast_ray: None) -> None:
-    """How many squares a picture shows; then the same pictures in the rows before theirs."""
-    data, model = tmp_path / "squares", tmp_path / "model"
-    sft, run = tmp_path / "sft", tmp_path / "run"
-    assert main(["prepare", "squares", "--train", "2000", "--val", "200", "--out", str(data)]) == 0
-    assert main(["prepare", "tiny-model", "--data", str(data), "--family", "qwen2_5_vl", "--out", str(model)]) == 0
-    files = [f"data.train_files=[{data}/train.parquet]", f"data.val_files=[{data}/val.parquet]"]
-    with nothing_left():
-        assert main(["sft", f"model.path={model}", *files, *SFT, f"trainer.default_local_dir={sft}"]) == 0
-        words = [f"model.path={sft}/hf/final", *files, *SETTINGS, *GRPO, f"trainer.default_local_dir={run}"]
-        assert main(["train", *words]) == 0
-        metrics = read_metrics(run / "metrics.jsonl")
-        before, after = metrics[0][ACCURACY], metrics[-1][ACCURACY]
-        assert after > before + LIFT, (before, after)
-        assert accuracy(run / "hf" / "final", data / "val.parquet", tmp_path / "right") > after - MARGIN
-        others = picture_runs.exchanged(data / "val.parquet", tmp_path / "others.parquet")
-        assert accuracy(run / "hf" / "final", others, tmp_path / "wrong") < CHANCE + MARGIN
-
-
-SFT = (
-    "data.image_key=images", "data.train_batch_size=64", "data.max_length=64", "actor.precision=float32",
-    "actor.microbatch_tokens=4096", "actor.optim.lr=2e-3", "actor.optim.weight_decay=0", "trainer.n_gpus_per_node=1",
-    "trainer.logger=[]", "trainer.save_freq=0", "trainer.test_freq=0", ON_VLLM_DEVICE["trainer"],
-    f"trainer.total_training_steps={SFT_STEPS}",
-)  # fmt: skip
-GRPO = (
-    "data.train_batch_size=32", "data.max_response_length=8", "actor.ppo_mini_batch_size=16", "actor.optim.lr=5e-4",
-    "rollout.val_kwargs.n=2", f"trainer.total_training_steps={SQUARES_STEPS}", f"trainer.test_freq={SQUARES_STEPS}",
-)  # fmt: skip
-
-
-def accuracy(model: Path, rows: Path, out: Path) -> float:
-    """The share of right answers of ``model``, two to each of ``rows``, by `generate` and `evaluate`."""
-    answers, numbers = out.with_suffix(".parquet"), out.with_suffix(".json")
-    words = [
-        f"model.path={model}", f"data.files=[{rows}]", "data.image_key=images", "data.max_prompt_length=48",
-        "data.max_response_length=8", "rollout.n=2", "rollout.temperature=1", "rollout.dtype=float32",
-        "rollout.max_num_seqs=256", "rollout.kv_cache_memory_bytes=67108864", ON_VLLM_DEVICE["rollout"],
-        f"out={answers}",
-    ]  # fmt: skip
-    assert main(["generate", *words]) == 0
-    assert main(["evaluate", f"path={answers}", f"out={numbers}"]) == 0
-    value: float = json.loads(numbers.read_text())["data_sources"]["squares"]["metrics"]["accuracy"]["value"]
-    return value
