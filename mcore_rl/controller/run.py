@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.algorithms.role_loss import RoleLoss
@@ -183,15 +185,19 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """
         if not self.config.sees_pictures:
             return None
-        train = self.prepared.train
-        assert train is not None, "a step trains rows"
+        train, shelf = self.prepared.train, self.prepared.shelf
+        assert train is not None and shelf is not None, "a step trains rows"
         media = {each.row.number: each.row.media for each in episodes}
         changed = [each.row.id for each in episodes if not _keys(each.media) <= _keys(each.row.media)]
         if changed:
             problem = f"{named(list(dict.fromkeys(changed)))}: drawn with other pictures than the files hold now"
             raise DataError(train.title, [f"{problem}. Bring back the files of then, or begin the run anew"])
         model = self.prepared.models[self.config.policy.name]
-        return await step_pictures(self.policy, train, media, model, trained=self.config.actor.trains_tower)
+
+        def read(number: int, place: int) -> NDArray[np.uint8]:
+            return shelf.patches(media[number][place].image.sha256)
+
+        return await step_pictures(self.policy, read, media, model, trained=self.config.actor.trains_tower)
 
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""
