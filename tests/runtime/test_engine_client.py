@@ -78,7 +78,7 @@ def test_pictures_are_decoded_while_the_loop_goes_on(engine: EngineClient) -> No
         def patches() -> NDArray[np.uint8]:
             turned = threading.Event()
             loop.call_soon_threadsafe(turned.set)
-            assert turned.wait(60), "the loop waits for pictures"
+            assert turned.wait(20), "the loop waits for pictures"
             made, _ = patches_of_file(file, Sizing(14))
             read.append(len(made))
             return made
