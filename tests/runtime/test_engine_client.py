@@ -23,9 +23,9 @@ from torch.distributed import TCPStore
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.data.media.pixels import patches_of_file
-from mcore_rl.data.media.placed import ImageRef, Placed
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.media.sizes import Sizing
-from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.errors import DataError, DeadEngineError, RolloutError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Prompt, PromptPicture, Request, Sample, Sampling, Statistics
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods, WeightReceiverMethods
@@ -95,6 +95,16 @@ def test_pictures_are_decoded_while_the_loop_goes_on(engine: EngineClient) -> No
 
     assert len(asyncio.run(draw())) == 60
     assert read == [4900] * 20, "once for all samples of a prompt"
+
+
+def test_a_picture_that_cannot_be_read_is_told_as_its_rows_say_it(engine: EngineClient) -> None:
+    def patches() -> NDArray[np.uint8]:
+        raise DataError("data.train_files", ["t.parquet:0: images: a.png is not what it was when the run began"])
+
+    placed = Placed(ImageRef("0" * 64, "a.png"), 0, Grid(1, 2, 2))
+    seen = Prompt(id="a", tokens=(1,), pictures=(PromptPicture(placed, patches),))
+    with pytest.raises(DataError, match="t.parquet:0: images: a.png is not what it was"):
+        asyncio.run(gather(engine.generate([Request(prompt=seen)], SAMPLING)))
 
 
 def test_verbs_reach_the_engine(engine: EngineClient) -> None:

@@ -333,7 +333,7 @@ def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator
     for role in config.group_rows:
         for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
             yield replace(each, problem=f"{each.problem} with the longest response to it")
-        yield from patch_violations(role.name, config.role_config(role), train.media)
+        yield from patch_violations(role.name, config.role_config(role), train.media, pairs=trains_pairs(config))
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:
