@@ -103,7 +103,7 @@ def test_a_picture_that_cannot_be_read_is_told_as_its_rows_say_it(engine: Engine
 
     placed = Placed(ImageRef("0" * 64, "a.png"), 0, Grid(1, 2, 2))
     seen = Prompt(id="a", tokens=(1,), pictures=(PromptPicture(placed, patches),))
-    with pytest.raises(DataError, match="t.parquet:0: images: a.png is not what it was"):
+    with pytest.raises(DataError, match=r"t\.parquet:0: images: a\.png is not what it was"):
         asyncio.run(gather(engine.generate([Request(prompt=seen)], SAMPLING)))
 
 
