@@ -35,8 +35,8 @@ class ShownPictures:
         images: the value of its column ``images``; [] where that is none, as of a run of text.
         """
         try:
-            read = read_json(images) if isinstance(images, str) else images
-            pictures = [(str(each["sha256"]), str(each["source"])) for each in read or ()]  # type: ignore[attr-defined]
+            read: Any = read_json(images) if isinstance(images, str) else images
+            pictures = [(str(each["sha256"]), str(each["source"])) for each in read or ()]
         except (ValueError, TypeError, LookupError):
             return []
         for sha256, source in pictures:
