@@ -186,7 +186,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """
         if not self.config.sees_pictures:
             return None
-        train, shelf = self.prepared.train, self.prepared.shelf
+        train = self.prepared.train
+        shelf = self.prepared.shelf
         assert train is not None and shelf is not None, "a step trains rows"
         media = {each.row.number: each.row.media for each in episodes}
         changed = [each.row.id for each in episodes if not _keys(each.media) <= _keys(each.row.media)]

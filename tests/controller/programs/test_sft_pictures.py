@@ -50,7 +50,7 @@ def rows(count: int) -> list[dict[str, Any]]:
             ("<image>How many?", []),
         ]
         asked, pictures = kinds[number % 4]
-        images = [{"bytes": each, "path": None} for each in pictures]
+        images: list[dict[str, Any]] = [{"bytes": each, "path": None} for each in pictures]
         if number % 4 == 3:
             images = [{"bytes": None, "path": OWN_FILE}]
         made.append({"prompt": prompt_files.user(asked), "response": f"#### {number}", "images": images})
