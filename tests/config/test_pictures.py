@@ -7,7 +7,9 @@ import re
 import pytest
 
 from mcore_rl.config.compose import compose
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 
@@ -52,8 +54,9 @@ def test_a_critic_may_see_what_the_policy_sees() -> None:
     assert not [each for each in run_violations(config) if "image" in str(each)]
 
 
-def test_what_trains_beside_says_nothing_of_a_key_that_it_lacks() -> None:
-    (violation,) = compose(PreferConfig, "prefer", [*DATA, "actor.microbatch_patches=64"]).violations()
+@pytest.mark.parametrize(("schema", "command"), [(PreferConfig, "prefer"), (RewardTrainingConfig, "reward")])
+def test_what_trains_beside_says_nothing_of_a_key_that_it_lacks(schema: type[OfflineConfig], command: str) -> None:
+    (violation,) = compose(schema, command, [*DATA, "actor.microbatch_patches=64"]).violations()
     assert violation.key == "actor.microbatch_patches" and violation.remedy == "Leave it out"
 
 

@@ -20,6 +20,7 @@ from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.rest import KEPT
 from mcore_rl.config.engine import EngineConfig, OptimizerConfig, Recompute
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.families.config_json import read_config
@@ -32,8 +33,10 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.sequences import Deepstack
 from mcore_rl.training.value_head import ValueHead
 from mcore_rl.types import TrainBatch
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, picture_models
+from tests.support.adapters import LORA
 from tests.support.forked import run_ranks
 
 pytestmark = pytest.mark.tier("test")
@@ -66,13 +69,25 @@ def _engine(
     *,
     trained: bool = True,
     head: Head = Head.lm,
+    lora: LoraConfig | None = None,
 ) -> tuple[Engine, TrainBatch]:
-    """(the engine with the checkpoint's weights, the batch for its tower)."""
+    """(the engine with the checkpoint's weights, the batch for its tower).  lora: of its adapters, if it has some."""
     family, model = model_of(read_config(directory), pictures=True)
     assert model.vision is not None
     parallel = parse_layout(layout)
     table = Table(family, model, parallel, rank.world_size, head=head)
-    engine = Engine("actor", model, parallel, settings, groups, engines.CPU, train_tower=trained, head=head)
+    adapters = None if lora is None else AdapterTable(table, lora)
+    engine = Engine(
+        "actor",
+        model,
+        parallel,
+        settings,
+        groups,
+        engines.CPU,
+        train_tower=trained,
+        adapters=adapters,
+        head=head,
+    )
     with open_weights(directory, pictures=True) as checkpoint:
         engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank.rank))
     return engine, picture_models.batch_of(model.vision)
@@ -147,7 +162,7 @@ def test_a_critic_sees_what_the_whole_sees(family: str, layout: str, checkpoints
     torch.testing.assert_close(ours_T, theirs_T.detach(), rtol=1e-5, atol=1e-5)
 
 
-def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
+def _held(rank: Rank, directory: Path, trained: bool, lora: LoraConfig | None, recompute: Recompute) -> list[int]:
     """How many microbatches have features, whenever one enters the embedding, and after each pass."""
     held = list[int]()
 
@@ -155,8 +170,8 @@ def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
         held.append(sum(type(each) is Deepstack for each in gc.get_objects()))
 
     with engines.world(rank), engines.groups_of("") as groups:
-        settings = engines.config(microbatch_tokens=50, recompute=Recompute.full)
-        engine, batch = _engine(rank, groups, directory, "", settings, trained=trained)
+        settings = engines.config(microbatch_tokens=50, recompute=recompute)
+        engine, batch = _engine(rank, groups, directory, "", settings, trained=trained, lora=lora)
         engine.models[0].embedding.register_forward_pre_hook(count)
         engine.score(batch)
         count()
@@ -165,11 +180,19 @@ def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("trained", "lora", "recompute"),
+    [
+        (True, None, Recompute.full),
+        (False, None, Recompute.full),
+        (False, LORA, Recompute.none),
+        (False, LORA, Recompute.full),
+    ],
+)
 def test_features_are_let_go_with_the_pass_of_their_microbatch(
-    trained: bool, checkpoints: Path, processes: None
+    trained: bool, lora: LoraConfig | None, recompute: Recompute, checkpoints: Path, processes: None
 ) -> None:
-    (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained))
+    (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained, lora, recompute))
     assert len(held) > 6 and not any(held), held
 
 
