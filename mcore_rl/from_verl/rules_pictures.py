@@ -11,7 +11,10 @@ KEY, OTHERS = "data.image_key", ("data.video_key", "data.audio_key")
 COLUMN = "images"  # verl's default, of fine-tuning too, whose yaml has no such key
 FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
 EXCLUDES = re.compile(r"\W*(?:model)?\W*(?:visual|vision)\W*", re.I)  # of a pattern that leaves the tower out
-READ = "the vision towers that are read are those of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE"
+UNREAD = (
+    "of this model pictures are not read: the vision towers that are read are those of Qwen2.5-VL, Qwen3-VL and "
+    "Qwen3-VL-MoE. data.image_key stays in the yaml, where the run is refused"
+)
 ADAPTERS = "the tower has no adapters here, and stays as it is"
 # Kind of tower -> fewest and most pixels of a picture, as qwen_vl_utils and the checkpoint's processor have them.
 PIXELS = {
@@ -33,7 +36,7 @@ def pictures(verl: Verl, answer: Answer) -> None:
             answer.tell(Difference.absent, key, "pictures alone are read: rows with videos or sounds are refused")
     if answer.model.tower == "":
         for key in (KEY,) if KEY in verl.written else MODEL_PATHS:
-            answer.tell(Difference.absent, key, f"of this model pictures are not read: {READ}")
+            answer.tell(Difference.absent, key, UNREAD)
     if answer.model.tower in PIXELS:
         fewest, most = PIXELS[answer.model.tower]
         answer.set("data.image_min_pixels", fewest, "the processor's min_pixels")

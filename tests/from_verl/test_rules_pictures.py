@@ -125,12 +125,13 @@ def test_what_leaves_the_tower_out() -> None:
 
 
 def test_fine_tuning() -> None:
-    words = [f"model.path={QWEN3}", "data.train_files=[a.parquet]", "trainer.n_gpus_per_node=1"]
+    words = [f"model.path={QWEN3}", "data.train_files=[a.parquet]", "optim.warmup_style=cosine"]
     translation = translate(
         of_launch(Launch("verl.trainer.sft_trainer", words)), ModelFacts(sees=True, tower="qwen3_vl")
     )
     assert translation.program == "sft" and translation.run.data.image_key == "images"
     assert translation.run.data.image_min_pixels == 65_536
+    assert at(translation.run, "actor.optim.lr_schedule") == "cosine"  # its own name goes before another's default
 
 
 def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
