@@ -3,7 +3,7 @@
 python benchmarks/from_verl.py CHECKOUT            # a table by exit code, and what is not here, most frequent first
 python benchmarks/from_verl.py CHECKOUT --each     # one line a script besides
 
-A script counts if it starts a program of verl's and asks for Megatron, or for vLLM (verl's default), in text.  Scripts
+A script counts if it starts a program of verl's and asks for Megatron, or for vLLM (verl's default).  Scripts
 that ask for arguments get ``ARGUMENTS``.  Exit code 0: our run does all that it asks for.  1: a part is not here, and
 said; each such part is counted by its key and reason.  2: refused.
 """
@@ -39,6 +39,7 @@ class Measured:
     code: int
     log: str
     model: str = ""
+    sees: bool = False
     words: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -65,7 +66,8 @@ def measured(checkout: Path, script: Path) -> Measured | None:
         code = command(["from-verl", str(script), *words, "--out", str(out)])
         made = yaml.safe_load(out.read_text()) if out.exists() else {}
     model = str((made.get("model") or {}).get("path") or "")
-    outcome = Measured(path, code, log.getvalue(), model, launches[0].words)
+    sees = "image_key" in (made.get("data") or {})
+    outcome = Measured(path, code, log.getvalue(), model, sees, launches[0].words)
     for heading in ("Not here, and left out", "Not understood, and left out", "Refused by ours"):
         section = re.search(rf"^{heading}:\n((?:  .*\n?)+)", outcome.log, re.M)
         outcome.lost += [line.strip() for line in section[1].splitlines()] if section else []
@@ -73,12 +75,12 @@ def measured(checkout: Path, script: Path) -> Measured | None:
 
 
 def is_ours(each: Measured) -> bool:
-    """Whether it is Megatron's or vLLM's, on NVIDIA's or AMD's devices, and of text."""
+    """Whether it is Megatron's or vLLM's, on NVIDIA's or AMD's devices."""
     elsewhere = any(word in each.path.lower() for word in ELSEWHERE) or any(
         re.search(r"rollout\.name=(?!vllm)|trainer\.device=npu|model_engine=(?!megatron|dp|fsdp)", word)
         for word in each.words
     )
-    return not elsewhere and "asks for images" not in each.log
+    return not elsewhere
 
 
 def main() -> int:
@@ -89,11 +91,13 @@ def main() -> int:
     options = parser.parse_args()
     outcomes = [each for path in sorted(options.checkout.rglob("*.sh")) if (each := measured(options.checkout, path))]
     ours = [each for each in outcomes if is_ours(each)]
+    seeing = [each for each in ours if each.sees]
     for each in outcomes if options.each else ():
         print(each.code, "" if each in ours else "elsewhere", each.path, *each.lost[:6], sep="\t")
         if each.code == 2:
             print("\t", each.log.strip()[:300])
-    for name, some in (("all", outcomes), ("Megatron's or vLLM's, of text", ours)):
+    kinds = {"all": outcomes, "Megatron's or vLLM's": ours, "those of them with pictures": seeing}
+    for name, some in kinds.items():
         codes = Counter(each.code for each in some)
         print(f"{name}: {len(some)} scripts,", ", ".join(f"{codes[code]} exit {code}" for code in sorted(codes)))
     print("yamls with a model that the script does not name:", sum(each.names_another_model for each in outcomes))

@@ -109,8 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taken = parser(words[0], asked)
     options, more = taken.parse_known_args(words[1:])  # argparse takes no key=value after an option by itself
     if more and ("words" not in options or any(text.startswith("-") for text in more)):
-        near = [_nearest(text.partition("=")[0], _options(taken)) for text in more if text.startswith("--")]
-        taken.error(f"unrecognized arguments: {' '.join(more)}.{''.join(near)}".removesuffix("."))
+        dashed = [text.partition("=")[0] for text in more if text.startswith("--")]
+        hints = [_nearest(name, _options(taken)) or _key_of(name, taken) for name in dashed]
+        taken.error(f"unrecognized arguments: {' '.join(more)}.{''.join(dict.fromkeys(hints))}".removesuffix("."))
     if more:
         options.words += more
     try:
@@ -148,6 +149,16 @@ class _Parser(argparse.ArgumentParser):
 def _nearest(written: str, known: Iterable[str]) -> str:
     near = get_close_matches(written, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def _key_of(option: str, parser: argparse.ArgumentParser) -> str:
+    """What to write where a setting was given as an option, as other trainers take it; "" of a command without keys."""
+    from mcore_rl.config.trl_names import trl_remedy
+
+    if not any(action.metavar == "key=value" for action in parser._actions):
+        return ""
+    name = option.lstrip("-").replace("-", "_")
+    return " Keys are written KEY=VALUE, without dashes." + (f" {told}." if (told := trl_remedy(name)) else "")
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

@@ -199,6 +199,12 @@ def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytes
         (["conjure"], "there is no command conjure. --help lists them"),
         (["prepare", "gsm9k"], "Did you mean gsm8k?"),
         (["plan", "--serch"], "unrecognized arguments: --serch. Did you mean --search?"),
+        (
+            ["train", "--learning_rate", "1e-6"],
+            "KEY=VALUE, without dashes. TRL's learning_rate is here",
+        ),
+        (["sft", "--learning-rate=1e-6"], "without dashes. TRL's learning_rate is here: actor.optim.lr"),
+        (["train", "--actor.optim.lr=1e-6"], "--actor.optim.lr=1e-6. Keys are written KEY=VALUE, without dashes"),
     ],
 )
 def test_the_nearest_word_is_offered(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``."""
     from mcore_rl.from_verl.facts import versions
-    from mcore_rl.from_verl.models import model_facts, refuse_images
+    from mcore_rl.from_verl.models import model_facts
     from mcore_rl.from_verl.translate import translate
     from mcore_rl.from_verl.yaml_text import yaml_of
     from mcore_rl.secrets import redacted
@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
         remedy = f"Write one of {', '.join(versions())}"
         raise ConfigError([Violation("--version", options.version, "is no version of verl that is known", remedy)])
     verl, aside = read(options.source, options.words, options.version)
-    refuse_images(verl)
     translation = translate(verl, model_facts(verl.model_path))
     head = f"Made by mcore-rl from-verl of verl {verl.version}, {verl.config}."
     text = redacted(yaml_of(translation.program, translation.algorithm, translation.settings, head))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.names import NO_KEY
+from mcore_rl.config.trl_names import trl_remedy
 from mcore_rl.errors import Violation
 from mcore_rl.from_verl.answer import Answer
 from mcore_rl.from_verl.facts import MEGATRON, keys_of, versions
@@ -20,12 +21,13 @@ ALONE = ("aggregation", "estimator", "loss")  # rules whose answer follows from 
 
 
 def hinted(violations: Sequence[Violation]) -> list[Violation]:
-    """``violations``; where a key that is none of ours may be verl's, the remedy is ours."""
+    """``violations``; where a key that is none of ours may be verl's, the remedy is ours.  TRL's names have theirs."""
     from mcore_rl.config.run import any_run_schema
     from mcore_rl.config.typed import all_keys
 
     known = list(all_keys(any_run_schema()))
-    told = {each.key: hint(each.key, str(each.value), known) for each in violations if each.problem == NO_KEY}
+    unknown = [each for each in violations if each.problem == NO_KEY and not trl_remedy(each.key)]
+    told = {each.key: hint(each.key, str(each.value), known) for each in unknown}
     return [replace(each, remedy=told.get(each.key) or each.remedy) for each in violations]
 
 

@@ -18,7 +18,9 @@ from mcore_rl.from_verl.rows_engine import (
 )
 
 RESUME = "a checkpoint has everything that a bitwise resume needs"
-VISION = "a run with pictures is written by hand, with actor.vision=frozen (docs/vision.md)"
+VISION = "`True` is `frozen`; else the tower is trained, but beside adapters (docs/vision.md)"
+ADAPTERS_ALONE = "always: beside adapters no other weight is trained, and the vision tower has none"
+FROZEN = of_names({"True": None}, ADAPTERS_ALONE)
 MTP = "not yet: layers for more than the next token are left out"
 REMOTE = "code of a checkpoint is never run: families are written here (docs/models.md)"
 MICROBATCHES = (
@@ -87,9 +89,14 @@ def adapters(verl: str, ours: str) -> list[KeyRow]:
             "and v_proj), each with an A of its own",
         ),
         gone(
-            f"{verl}.lora.{{a2a_experimental,dropout_position,dtype,freeze_language_model,freeze_vision_model,"
-            "freeze_vision_projection,lora_B_init_method}",
-            "B begins at 0, adapters are float32, and of a language model there is nothing more to freeze",
+            f"{verl}.lora.{{a2a_experimental,dropout_position,dtype,lora_B_init_method}}",
+            "B begins at 0, and adapters are float32",
+        ),
+        KeyRow(
+            f"{verl}.lora.{{freeze_language_model,freeze_vision_model,freeze_vision_projection}}",
+            (),
+            ADAPTERS_ALONE,
+            FROZEN,
         ),
         absent(f"{verl}.mtp.{{enable,enable_train,enable_rollout}}", MTP),
         gone(
@@ -212,7 +219,7 @@ ACTOR_ROWS = [
         "of the estimator optimal_token_baseline, which is not here",
     ),
     gone(f"{ACTOR}.pad_to_length", PACKED),
-    absent(f"{ACTOR}.freeze_vision_tower", VISION),
+    part(f"{ACTOR}.freeze_vision_tower", "actor.vision", "pictures", VISION),
     *quantisation(ACTOR),
     *router_replay(ACTOR),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.from_verl.row import KeyRow, absent, gone, of_names, part, to
 from mcore_rl.from_verl.rows_engine import profiler
+from mcore_rl.from_verl.rows_pictures import engine_pictures
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MICROBATCHES = "the actor's microbatches"
@@ -129,10 +130,8 @@ ROLLOUT_ROWS = [
     gone(f"{ROLLOUT}.agent.num_workers", VLLM),
     gone(f"{ROLLOUT}.engine_kwargs.{{vllm,sglang,trtllm}}", "an empty group"),
     gone(f"{ROLLOUT}.engine_kwargs.{{sglang,trtllm}}.*", "engines are vLLM's"),
-    gone(
-        f"{ROLLOUT}.engine_kwargs.vllm.{{disable_mm_preprocessor_cache,swap_space}}",
-        "text alone is sampled; vLLM's choice",
-    ),
+    gone(f"{ROLLOUT}.engine_kwargs.vllm.swap_space", "vLLM's choice"),
+    *engine_pictures(ROLLOUT),
     part(
         f"{ROLLOUT}.engine_kwargs.vllm.*",
         "rollout.engine",

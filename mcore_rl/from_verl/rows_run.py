@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mcore_rl.from_verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
+from mcore_rl.from_verl.rows_pictures import pictures
 from mcore_rl.from_verl.rows_roles import KL, NO_SUCH_KL, REMOTE
 
-COLUMN = "of runs with pictures, which are written by hand (docs/vision.md)"
 CORRECTION = "algorithm.rollout_correction"
 OWN_DATASET = "files are parquet in the field's schema: a dataset class of one's own is not here"
 PF_PPO = "not here: PF-PPO draws the batch again by its rewards"
@@ -43,7 +43,7 @@ DATA_ROWS = [
     to("data.apply_chat_template_kwargs.*", "data.chat_template_kwargs"),
     to("data.tokenizer", "model.tokenizer_path"),
     gone("data.reward_fn_key", "the column is data_source"),
-    gone("data.{image_key,video_key,audio_key,image_patch_size,mm_processor_kwargs,return_multi_modal_inputs}", COLUMN),
+    *pictures(),
     gone("data.{return_raw_chat,return_raw_input_ids,return_full_prompt}", "rows stay with their samples"),
     gone(
         "data.{filter_overlong_prompts_workers,dataloader_num_workers,use_shm,validation_shuffle}",

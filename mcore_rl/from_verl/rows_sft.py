@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.from_verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
 from mcore_rl.from_verl.rows_engine import FSDP, FSDP_CP, megatron, optimizer
+from mcore_rl.from_verl.rows_pictures import pictures
 from mcore_rl.from_verl.rows_roles import RESUME, model
 from mcore_rl.from_verl.rows_run import DEVICE, OWN_DATASET, RESUME_MODE
 
@@ -38,6 +39,7 @@ SFT_ROWS = [
     to("data.apply_chat_template_kwargs.*", "data.chat_template_kwargs"),
     gone("data.{pad_mode,balance_dp_token,use_shm,num_workers,ignore_input_ids_mismatch}", "rows are packed"),
     absent("data.chat_template", "the tokenizer's folder has the template: change it in your copy"),
+    *pictures(),
     absent("data.custom_cls.{path,name}", OWN_DATASET),
     to("model.{path,partial_pretrain}", "model.path", needed=True),
     to("model.tokenizer_path", "model.tokenizer_path"),

@@ -29,6 +29,7 @@ from mcore_rl.from_verl.rules_megatron import (
     transformer_field,
 )
 from mcore_rl.from_verl.rules_modes import BATCHES, agents, asynchrony, conversation, fine_tuning_batches
+from mcore_rl.from_verl.rules_pictures import pictures
 from mcore_rl.from_verl.table import row_for
 from mcore_rl.from_verl.written import Verl
 
@@ -147,7 +148,8 @@ def decay(verl: Verl, answer: Answer, role: str) -> None:
     """The schedule, where it ends, and at which share of the rate."""
     base = verl.places[role].optim
     styles = [f"{base}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type", "lr_scheduler")]
-    style = next((each for each in styles if verl[each] is not None), styles[0])
+    told = [each for each in styles if verl[each] is not None]
+    style = next((each for each in told if verl.has(each)), told[0] if told else styles[0])
     ours = DECAYS.get(str(verl[style]))
     if ours is None:
         answer.tell(
@@ -391,16 +393,20 @@ def engine_field(verl: Verl, answer: Answer) -> None:
     """Each argument of vLLM's engine that is passed on by name."""
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     for key in [each for each in verl.written if each.startswith(prefix)]:
-        name, value = key.removeprefix(prefix), verl.written[key]
+        names = key.removeprefix(prefix).split(".")
+        value = verl.written[key]
+        field = value  # with a group's name, such as compilation_config, the group of the one value
+        for name in reversed(names[1:]):
+            field = {name: field}
         row = row_for(key)
         if row is None or row.rule != engine_field.__name__:
             continue
         if value is None:
             answer.tell(Difference.dropped, key, "null, as by itself")
-        elif violations := VLLM_FIELDS.violations({name: value}, "rollout.engine"):
+        elif violations := VLLM_FIELDS.violations({names[0]: field}, "rollout.engine"):
             answer.tell(Difference.absent, key, violations[0].problem)
         else:
-            answer.add("rollout.engine", [name], value, key)
+            answer.add("rollout.engine", names, value, key)
 
 
 def loggers(verl: Verl, answer: Answer) -> None:
@@ -456,6 +462,7 @@ RULES: dict[str, Callable[[Verl, Answer], None]] = {
         asynchrony,
         agents,
         conversation,
+        pictures,
         fine_tuning_batches,
         distillation,
         correction,

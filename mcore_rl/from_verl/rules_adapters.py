@@ -6,6 +6,7 @@ from typing import Any
 
 from mcore_rl.config.lora import ALL_LINEAR
 from mcore_rl.from_verl.answer import Answer, Difference
+from mcore_rl.from_verl.rules_pictures import ADAPTERS, leaves_tower_out
 from mcore_rl.from_verl.written import Verl
 
 # Megatron-Bridge's names of layers, of whole weights and of parts, by their ends -> the Hugging Face model's.
@@ -47,6 +48,9 @@ def lora(verl: Verl, answer: Answer, role: str) -> None:
     for name in ("target_modules", "exclude_modules"):
         value = verl[f"{group}.{name}"]
         if value in (None, [], "null"):
+            continue
+        if name == "exclude_modules" and leaves_tower_out(value):
+            answer.tell(Difference.dropped, f"{group}.{name}", ADAPTERS)
             continue
         if isinstance(value, str) and value != ALL_LINEAR:
             answer.tell(Difference.absent, f"{group}.{name}", "a pattern: here are names, or ends of names")

@@ -289,10 +289,10 @@ def _leave_out_defaults(answer: Answer, algorithm: str) -> None:
             del answer.settings[key]
         else:
             source = next((each for each in setting.sources if each in answer.verl.keys), "")
+            theirs = answer.verl[source] if source else setting.value
             text = "written into the yaml, so that it is the same run"
-            answer.entries.append(
-                Entry(Difference.default, source, answer.verl[source], f"{key}={shown(setting.value)}", text)
-            )
+            name = source or setting.sources[0]
+            answer.entries.append(Entry(Difference.default, name, theirs, f"{key}={shown(setting.value)}", text))
 
 
 def _compare_defaults(answer: Answer, run: Any) -> None:

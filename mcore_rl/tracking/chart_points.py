@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 MAX_BINS = 240  # of a chart; a finer line is not seen
 MIN_SMOOTHED = 20  # values; fewer are read without help
+FINE = 1e6  # bins of a chart by hours whose points each have their own
 WINDOW = 0.05  # of the values, in a smoothed one
 Point = tuple[float, float | None]
 _Floats = NDArray[np.float64]
@@ -57,14 +58,24 @@ class StepBin:
         return (self.first + self.last) / 2
 
 
-def bin_width(series: Iterable[Series]) -> int:
-    """How many steps a bin of the chart of ``series`` covers: 1 while each may have its own."""
-    steps = [step for each in series for step, _ in each.points]
+def bin_width(series: Iterable[Series], *, hours: bool = False) -> float:
+    """How many steps, or hours, a bin of the chart of ``series`` covers: 1 step while each may have its own."""
+    places = [place for each in series for place, _ in each.points]
     most = max((len(each.points) for each in series), default=0)
-    return 1 if most <= MAX_BINS else math.ceil((max(steps) - min(steps) + 1) / MAX_BINS)
+    if hours:
+        return (max(places) - min(places) or 1.0) / (MAX_BINS if most > MAX_BINS else FINE)
+    return 1 if most <= MAX_BINS else math.ceil((max(places) - min(places) + 1) / MAX_BINS)
 
 
-def bins(series: Series, origin: float, width: int) -> list[StepBin]:
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether nine tenths of ``values``, all above 0, span three powers of ten: a linear axis hides the small ones."""
+    ordered = sorted(values)
+    lower = ordered[math.ceil(0.05 * (len(ordered) - 1))]
+    upper = ordered[math.floor(0.95 * (len(ordered) - 1))]
+    return len(ordered) >= MIN_SMOOTHED and ordered[0] > 0 and upper >= 1000 * lower
+
+
+def bins(series: Series, origin: float, width: float) -> list[StepBin]:
     """The bins of ``series`` that have points, in order; ``width`` steps each, the first from ``origin``."""
     if not series.points:
         return []

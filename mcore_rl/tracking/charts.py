@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
-from mcore_rl.tracking.chart_points import Series, StepBin, axis_ends, bin_width, bins
+from mcore_rl.tracking.chart_points import Series, StepBin, axis_ends, bin_width, bins, spans_decades
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import NUM_COLOURS
 
@@ -50,17 +51,25 @@ class BarSeries:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps numbers to positions: ``low`` to ``start``, ``high`` to ``end``.  ticks: the numbers to mark."""
+    """Maps numbers to positions: ``low`` to ``start``, ``high`` to ``end``.  ticks: the numbers to mark.
+
+    logarithmic: equal distances are equal ratios; all numbers are above 0.
+    """
 
     low: float
     high: float
     start: float
     end: float
     ticks: tuple[float, ...]
+    logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
         """The position of ``value``."""
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        if self.logarithmic:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
 
     def inside(self, value: float) -> float:
         """The position of ``value``, or of the end that it lies beyond."""
@@ -87,6 +96,14 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     return tuple(k * apart for k in range(first, last + 1))
 
 
+def decades(low: float, high: float, most: int) -> tuple[float, ...]:
+    """At most ``most`` powers of ten, equally many apart, that enclose low and high, which are above 0."""
+    first = math.floor(math.log10(low) + 1e-9)
+    last = max(math.ceil(math.log10(high) - 1e-9), first + 1)
+    apart = math.ceil((last - first) / (most - 1))
+    return tuple(10.0**power for power in range(first, last + apart, apart))
+
+
 def line_chart(
     title: str,
     unit: str,
@@ -94,11 +111,13 @@ def line_chart(
     *,
     whole: bool = False,
     steps: tuple[float, float] | None = None,
+    hours: bool = False,
     note: str = "",
 ) -> str:
     """A figure with a line per series, on one vertical axis; "" if no series has a number.
 
-    The axis of a share begins at 0 %, so that a line is as high as its share.  whole: and ends at 100 %.
+    The axis of a share begins at 0 %, so that a line is as high as its share.  whole: and ends at 100 %.  Numbers that
+    span powers of ten have a logarithmic one.  hours: the horizontal axis, and the points, are hours and not steps.
     steps: the first and the last step of the horizontal axis, as other charts of the page have it; else those of the
     series.  note: what is measured, below the title.
     """
@@ -109,8 +128,12 @@ def line_chart(
     bounds = [end for each in series for interval in each.intervals.values() for end in interval]
     places = [step for each in series for step, _ in each.points]
     first, last = steps or (min(places), max(places))
-    x, y = _scales([first, last], min([ends[0], *bounds]), max([ends[1], *bounds]))
-    width = bin_width(series)
+    logarithmic = unit != "share" and not bounds and spans_decades(numbers)
+    ends = (min(numbers), max(numbers)) if logarithmic else ends
+    low = min([ends[0], *bounds])
+    high = max([ends[1], *bounds])
+    x, y = _scales([first, last], low, high, whole=not hours, logarithmic=logarithmic)
+    width = bin_width(series, hours=hours)
     colours = [index if each.colour is None else each.colour for index, each in enumerate(series)]
     curves = [
         Curve(each, colour % NUM_COLOURS, bins(each, min(places), width))
@@ -124,12 +147,15 @@ def line_chart(
             row = rows.setdefault((each.first, each.last), [""] * len(curves))
             row[index] = _said(each, curve.series, unit)
     beyond = [value for value in numbers if not y.low <= value <= y.high]
-    notes = [note, f"band: lowest and highest of {width} steps" if width > 1 and len(series) <= MAX_BANDS else ""]
+    bound = any(each.last > each.first for curve in curves for each in curve.bins)
+    wide = f"{width:.2g} hours" if hours else f"{width} steps"
+    notes = [note, f"band: lowest and highest of {wide}" if bound and banded else ""]
+    notes.append("logarithmic axis" if logarithmic else "")
     if beyond:
         farthest = ", ".join(number(value, unit) for value in sorted({min(beyond), max(beyond)}))
         notes.append(f"{len(beyond)} of {len(numbers)} values lie beyond the axis (\u25b2\u25bc), up to {farthest}")
     names = [(curve.series.label, f"c{curve.colour}") for curve in curves]
-    return _figure(title, unit, [_axes(x, y, unit), *lines], x, names, rows, notes)
+    return _figure(title, unit, [_axes(x, y, unit, "hours" if hours else "step"), *lines], x, names, rows, notes, hours)
 
 
 def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[BarSeries]) -> str:
@@ -144,7 +170,7 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Ba
     places = [(first + last) / 2 for first, last in ranges]
     x, y = _scales(places, 0.0, max(totals), margin=0.5 * together)
     wide = max(1.0, 0.8 * (x(together) - x(0.0)))
-    drawn: list[str] = [_axes(x, y, unit)]
+    drawn: list[str] = [_axes(x, y, unit, "step")]
     rows: _Rows = {}
     for k, place in enumerate(places):
         below = 0.0
@@ -165,21 +191,34 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Ba
     return _figure(title, unit, drawn, x, names, rows, [note])
 
 
-def _scales(steps: Sequence[float], low: float, high: float, margin: float = 0.0) -> tuple[Scale, Scale]:
-    first = min(steps) - margin
-    last = max(steps) + margin
+def _scales(
+    places: Sequence[float],
+    low: float,
+    high: float,
+    margin: float = 0.0,
+    *,
+    whole: bool = True,
+    logarithmic: bool = False,
+) -> tuple[Scale, Scale]:
+    """Scales of both axes.  whole: marks at whole numbers alone, of steps."""
+    first = min(places) - margin
+    last = max(places) + margin
     if last <= first:
         first = first - 1
         last = last + 1
-    marks = tuple(tick for tick in ticks(first, last, 7) if first <= tick <= last and tick == round(tick))
-    heights = ticks(0.0 if 0 < low <= high / 2 else low, high, 6)  # start at 0 if that costs little height
+    marks = tuple(
+        tick for tick in ticks(first, last, 7) if first <= tick <= last and (not whole or tick == round(tick))
+    )
+    nothing = 0.0 if 0 < low <= high / 2 else low  # start at 0 if that costs little height
+    heights = decades(low, high, 6) if logarithmic else ticks(nothing, high, 6)
     return (
         Scale(first, last, LEFT, WIDTH - RIGHT, marks),
-        Scale(heights[0], heights[-1], HEIGHT - BOTTOM, TOP, heights),
+        Scale(heights[0], heights[-1], HEIGHT - BOTTOM, TOP, heights, logarithmic),
     )
 
 
-def _axes(x: Scale, y: Scale, unit: str) -> str:
+def _axes(x: Scale, y: Scale, unit: str, name: str) -> str:
+    """Grid, ticks and their texts.  name: of the horizontal axis."""
     elements = []
     for tick in y.ticks:
         place = f"{y(tick):.2f}"
@@ -188,14 +227,17 @@ def _axes(x: Scale, y: Scale, unit: str) -> str:
     for tick in x.ticks:
         place = f"{x(tick):.2f}"
         elements.append(f'<line class="axis" x1="{place}" x2="{place}" y1="{y.start}" y2="{y.start + 4}"/>')
-        elements.append(f'<text class="x" x="{place}" y="{y.start + 16}">{tick:.0f}</text>')
+        said = f"{tick:.0f}" if name == "step" else f"{tick:g}"
+        elements.append(f'<text class="x" x="{place}" y="{y.start + 16}">{said}</text>')
     elements.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.start}" y2="{y.start}"/>')
-    elements.append(f'<text class="x" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}">step</text>')
+    elements.append(f'<text class="x" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}">{name}</text>')
     return "".join(elements)
 
 
 def _tick(tick: float, scale: Scale, unit: str) -> str:
     """The text of a tick, with enough decimals to differ from its neighbours."""
+    if scale.logarithmic:
+        return f"{tick:g}"
     factor = 100 if unit == "share" else 1
     apart = factor * (scale.ticks[1] - scale.ticks[0])
     size = factor * max(abs(scale.low), abs(scale.high))
@@ -287,16 +329,19 @@ def _figure(
     names: Sequence[tuple[str, str]],
     rows: _Rows,
     notes: Sequence[str],
+    hours: bool = False,
 ) -> str:
-    """A figure.  names: label and class of each number of a row."""
+    """A figure.  names: label and class of each number of a row.  hours: the rows are at hours, not steps."""
     named = {"share": "%", "1": "", "reward": ""}.get(unit, unit)
     caption = f"<b>{escape(title)}</b>" + (f" <span>{escape(named)}</span>" if named else "")
     said = "; ".join(note for note in notes if note)
     keys = "".join(f'<li><i class="{colour}"></i>{escape(label)}</li>' for label, colour in names if colour)
-    hover = {
+    hover: dict[str, Any] = {
         "start": x.start, "low": x.low, "apart": round((x.end - x.start) / (x.high - x.low), 6),
-        "names": names, "rows": [[*steps, *rows[steps]] for steps in sorted(rows, key=sum)],
+        "names": names, "rows": [[*(round(place, 5) for place in at), *rows[at]] for at in sorted(rows, key=sum)],
     }  # fmt: skip
+    if hours:
+        hover["unit"] = "h"
     data = escape(json.dumps(hover, separators=(",", ":")), quote=True)
     return (
         f"<figure><figcaption>{caption}<output></output></figcaption>{f'<p>{escape(said)}</p>' if said else ''}"

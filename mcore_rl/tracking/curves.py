@@ -5,8 +5,9 @@ All charts have the same steps on their horizontal axes, so that a page can be r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.chart_points import MAX_BINS, MIN_SMOOTHED, Series, window
@@ -18,6 +19,11 @@ from mcore_rl.tracking.run_files import RecordedRun
 AHEAD = ("Staleness", "Groups drawn ahead")  # charts that say nothing of a run that draws and trains in turns
 ACCURACY = "Accuracy on training prompts"
 PARTS = "reward/part/"
+Clock = Mapping[float, float]  # step -> hours
+IN_STEPS = "Hours in steps, without start-up."
+OVER_HOURS = ", over hours"
+# Titles of the charts that are shown over hours, too.
+CLOCKED = ("Loss, per trained token", "Loss of preferences", "Loss of scores", "Reward", ACCURACY)
 # Title and keys of the charts that are always open; the other metrics have charts in a fold below.  A key that ends in
 # a slash is every metric that begins so.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -62,6 +68,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Explained variance of the critic", ("value/explained_variance",)),
     ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
     ("Model FLOPs utilisation", ("perf/mfu", "perf/mfu_logprobs")),
+    ("Memory, of a host and of a device", ("perf/memory_host_gib", "perf/memory_device_gib")),
     ("TFLOP/s of a device", ("perf/tflops_per_device", "perf/tflops_per_device_logprobs")),
 )
 
@@ -78,7 +85,35 @@ def curves(runs: Sequence[RecordedRun]) -> str:
     section = f'<h2>Curves</h2><p class="soft">{text(_legend(runs))}</p><div class="charts">{"".join(shown)}</div>'
     if not "".join(shown):
         section = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
+    clocked = _by_the_clock(runs)
+    section += (
+        details("By the clock", f'<p class="soft">{IN_STEPS}</p><div class="charts">{clocked}</div>') if clocked else ""
+    )
     return section + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
+
+
+def _by_the_clock(runs: Sequence[RecordedRun]) -> str:
+    """The charts of what is learned, over the hours that it took."""
+    clocks = [_hours_of(run) for run in runs]
+    known = {key for run in runs for key in run.metric_keys()}
+    charts = [(title, [key for key in keys if key in known]) for title, keys in CHARTS if title in CLOCKED]
+    return _validation_chart(runs, clocks) + "".join(
+        _chart(title, keys, runs, clocks) for title, keys in charts if keys
+    )
+
+
+def _hours_of(run: RecordedRun) -> dict[float, float]:
+    """Step -> hours in steps until its end."""
+    steps = run.values("time/step")
+    hours = accumulate((seconds or 0.0) / 3600 for _, seconds in steps)
+    return {0: 0.0} | {step: hour for (step, _), hour in zip(steps, hours, strict=True)}
+
+
+def _timed(series: Series, clock: Clock) -> Series:
+    """``series`` by hours in the place of steps."""
+    points = [(clock[step], value) for step, value in series.points if step in clock]
+    intervals = {clock[step]: interval for step, interval in series.intervals.items() if step in clock}
+    return replace(series, points=points, intervals=intervals)
 
 
 def _is_any(key: str, runs: Sequence[RecordedRun]) -> bool:
@@ -96,8 +131,11 @@ def _members(key: str, known: Sequence[str]) -> list[str]:
     return [each for each in known if each.startswith(key)] if key.endswith("/") else [key]
 
 
-def _validation_chart(runs: Sequence[RecordedRun]) -> str:
-    """The chart of accuracies: from samples with intervals; from metrics for a data source without samples."""
+def _validation_chart(runs: Sequence[RecordedRun], clocks: Sequence[Clock] = ()) -> str:
+    """The chart of accuracies: from samples with intervals; from metrics for a data source without samples.
+
+    clocks: of each run, for a chart by hours.
+    """
     series = []
     for at, (name, run) in enumerate(zip(names_of(runs), runs, strict=True)):
         prefix = f"{name}: " if len(runs) > 1 else ""
@@ -110,11 +148,13 @@ def _validation_chart(runs: Sequence[RecordedRun]) -> str:
             source = key.removeprefix("val/").removesuffix("/accuracy")
             if _validates(key) and source not in run.accuracies:
                 of_run.append(Series(prefix + source, run.values(key)))
-        series += [replace(each, colour=_colour(at, line, len(runs))) for line, each in enumerate(of_run)]
-    return line_chart("Validation accuracy", "share", series, whole=True, steps=_steps(runs))
+        of_run = [replace(each, colour=_colour(at, line, len(runs))) for line, each in enumerate(of_run)]
+        series += [_timed(each, clocks[at]) for each in of_run] if clocks else of_run
+    title = f"Validation accuracy{OVER_HOURS if clocks else ''}"
+    return line_chart(title, "share", series, whole=True, steps=_ends(runs, clocks), hours=bool(clocks))
 
 
-def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
+def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun], clocks: Sequence[Clock] = ()) -> str:
     series = []
     row = _row(keys[0])
     smooth = row is None or row.reduction != "last"  # what is set, as a rate is, has no noise
@@ -124,10 +164,13 @@ def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
                 parts = [name] if len(runs) > 1 else []
                 parts += [_label(key)] if len(keys) > 1 or not parts else []
                 colour = _colour(at, line, len(runs))
-                series.append(Series(": ".join(parts), values, smooth=smooth, colour=colour))
+                one = Series(": ".join(parts), values, smooth=smooth, colour=colour)
+                series.append(_timed(one, clocks[at]) if clocks else one)
     note = row.help if row is not None and len(keys) == 1 else ""
     unit = "1" if row is None else row.unit
-    return line_chart(title, unit, series, whole=title == ACCURACY, steps=_steps(runs), note=note)
+    whole = title == ACCURACY
+    title += OVER_HOURS if clocks else ""
+    return line_chart(title, unit, series, whole=whole, steps=_ends(runs, clocks), hours=bool(clocks), note=note)
 
 
 def _legend(runs: Sequence[RecordedRun]) -> str:
@@ -139,8 +182,10 @@ def _legend(runs: Sequence[RecordedRun]) -> str:
     return f"{behind} Thick: the mean of the {window(count)} steps around each, near ones counting more."
 
 
-def _steps(runs: Sequence[RecordedRun]) -> tuple[float, float]:
-    """The first and the last step that any run has."""
+def _ends(runs: Sequence[RecordedRun], clocks: Sequence[Clock]) -> tuple[float, float]:
+    """The first and the last step that any run has, or from 0 to the hours of the longest run."""
+    if clocks:
+        return 0.0, max((hour for clock in clocks for hour in clock.values()), default=0.0)
     steps = [row["step"] for run in runs for row in run.steps]
     return (min(steps), max(steps)) if steps else (0, 0)
 

@@ -43,7 +43,8 @@
 
   function fill(chart, row) {
     const head = document.createElement("b");
-    head.textContent = row[0] === row[1] ? `step ${row[0]}` : `steps ${row[0]} to ${row[1]}`;
+    const place = row[0] === row[1] ? `${row[0]}` : `${row[0]} to ${row[1]}`;
+    head.textContent = chart.unit ? `after ${place} ${chart.unit}` : `step${row[0] === row[1] ? "" : "s"} ${place}`;
     const lines = chart.names.map(([label, colour], index) => {
       const value = row[index + 2];
       if (!value) return "";
@@ -60,7 +61,7 @@
     const chart = chartOf(svg), row = chart.rows[index];
     mark(svg, row, true);
     for (const other of svg.closest("[data-together]")?.querySelectorAll("svg[data-hover]") ?? []) {
-      if (other === svg || !other.getClientRects().length) continue;
+      if (other === svg || chartOf(other).unit !== chart.unit || !other.getClientRects().length) continue;
       const rows = chartOf(other).rows, near = rows[nearest(rows, middle(row))];
       if (near[0] <= row[1] && near[1] >= row[0]) mark(other, near, false);
     }

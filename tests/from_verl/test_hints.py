@@ -18,6 +18,7 @@ CASES = {
     "trainer.max_actor_ckpt_to_keep=3": "write trainer.max_to_keep=3",
     "rollout.tensor_model_parallel_size=4": "write rollout.tp=4",  # without verl's first name
     "actor.ppo_max_token_len_per_gpu=4": "here it is actor.microbatch_tokens",
+    "beta=0.04": "TRL's beta is here: actor.kl_loss_coef",  # and not what ends so
     "optim.lr=1e-6": "here are actor.optim.lr, critic.optim.lr",  # by its end
     "my.optim.clip_grad=1": "here are actor.optim.clip_grad, critic.optim.clip_grad",
     "policy.parallel.tp=2": "Did you mean actor.parallel.tp or critic.parallel.tp",  # the end of ours

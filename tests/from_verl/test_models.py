@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from mcore_rl.errors import ConfigError
-from mcore_rl.from_verl.models import model_facts, refuse_images, refused
-from mcore_rl.from_verl.programs import Launch
-from mcore_rl.from_verl.written import of_launch
+from mcore_rl.from_verl.models import model_facts, refused
 
 
 def test_models_are_known_by_name_or_by_relatives() -> None:
@@ -16,6 +16,8 @@ def test_models_are_known_by_name_or_by_relatives() -> None:
     relative = model_facts("/models/Qwen3-30B-A3B-Base")
     assert (relative.num_layers, relative.is_mixture, relative.checkpoint) == (48, True, "")
     assert model_facts("<path_to_dsv3_config>").num_layers is None
+    seeing = model_facts("/m/Qwen3-VL-30B-A3B-Instruct")  # its language model is known
+    assert (seeing.num_layers, seeing.is_mixture, seeing.checkpoint, seeing.tower) == (48, True, "", "qwen3_vl")
 
 
 @pytest.mark.parametrize(
@@ -33,19 +35,30 @@ def test_what_a_name_says(name: str, architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("path", "sees", "tower"),
     [
-        ["data.image_key=images"], ["data.video_key=videos"], ["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B"],
-        ["actor_rollout_ref.model.path=/m/Qwen3-VL-30B-A3B-Instruct"],
-        ["actor_rollout_ref.model.path=openbmb/MiniCPM-o-2_6"],
-        ["actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking"],
+        ("Qwen/Qwen2.5-VL-7B-Instruct", True, "qwen2_5_vl"), ("/m/qwen2_5_vl_3b", True, "qwen2_5_vl"),
+        ("/m/Qwen3-VL-30B-A3B-Instruct", True, "qwen3_vl"), ("openbmb/MiniCPM-o-2_6", True, ""),
+        ("zai-org/GLM-4.1V-9B-Thinking", True, ""), ("Qwen/Qwen2-VL-7B", True, ""), ("Qwen/Qwen3.5-27B", False, ""),
+        ("Qwen/Qwen2-7B-Instruct", False, ""), ("my-model", False, None),
     ],
 )  # fmt: skip
-def test_images_are_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="asks for images"):
-        refuse_images(of_launch(Launch("verl.trainer.main_ppo", words)))
+def test_what_a_name_says_of_pictures(path: str, sees: bool, tower: str | None) -> None:
+    facts = model_facts(path)
+    assert (facts.sees, facts.tower) == (sees, tower)
 
 
-@pytest.mark.parametrize("word", ["data.image_key=null", "actor_rollout_ref.model.path=Qwen/Qwen3-8B", "a=1"])
-def test_text_is_not(word: str) -> None:
-    refuse_images(of_launch(Launch("verl.trainer.main_ppo", [word])))
+@pytest.mark.parametrize(
+    ("architecture", "tower"),
+    [("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"), ("Qwen2ForCausalLM", "")],
+)
+def test_a_folder_goes_before_its_name(tmp_path: Path, architecture: str, tower: str) -> None:
+    """config.json decides, whatever somebody called the folder."""
+    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    size |= {"num_key_value_heads": 2, "intermediate_size": 128, "tie_word_embeddings": False}
+    kind = tower or "qwen2"
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": kind} | size))
+    facts = model_facts(str(folder))
+    assert (facts.num_layers, facts.sees, facts.tower) == (2, bool(tower), tower)

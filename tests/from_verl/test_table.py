@@ -102,6 +102,10 @@ def test_no_row_is_about_nothing(program: str) -> None:
         "{optim,model}",
         "gradient_checkpointing",
         "use_remove_padding",
+        "limit_images",
+        "image_",
+        "video_key",
+        "multi_modal",
     )
     assert [verl for verl in idle if not any(each in verl for each in added)] == []
 
@@ -129,9 +133,8 @@ def test_a_name_goes_before_a_pattern_and_a_narrow_one_before_a_wide_one() -> No
     fields = "actor_rollout_ref.actor.megatron.override_transformer_config"
     rules = {name: getattr(row_for(f"{fields}.{name}"), "rule", None) for name in ("recompute_method", "some_field")}
     assert rules == {"recompute_method": "recompute", "some_field": "transformer_field"}
-    assert row_for("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space") == row_for(
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache"
-    )
+    caches = "actor_rollout_ref.rollout.engine_kwargs.vllm.{}".format
+    assert row_for(caches("mm_processor_cache_gb")) == row_for(caches("disable_mm_preprocessor_cache"))
     assert row_for("actor_rollout_ref.rollout.no_such") is None
 
 

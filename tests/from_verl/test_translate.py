@@ -257,6 +257,12 @@ def test_what_changes_how_vllm_computes_is_passed_on() -> None:
     known = translated(f"+{R}.engine_kwargs.vllm.block_size=16", f"+{R}.engine_kwargs.vllm.quantization=fp8")
     assert known.settings["rollout.engine"].value == {"block_size": 16}
     assert listed(known, f"{R}.engine_kwargs.vllm.quantization") is Difference.absent and not known.is_whole
+    graphs = f"+{R}.engine_kwargs.vllm.compilation_config."
+    grouped = translated(f"{graphs}cudagraph_mode=FULL_DECODE_ONLY", f"{graphs}cudagraph_capture_sizes='[4,8]'")
+    assert grouped.is_whole
+    assert grouped.settings["rollout.engine"].value == {
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8]}
+    }
 
 
 @pytest.mark.parametrize(

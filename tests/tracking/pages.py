@@ -28,6 +28,10 @@ def numbers_under_the_pointer(svg: ElementTree.Element) -> list[tuple[str, dict[
     labels = [label for label, _ in chart["names"]]
     rows = []
     for first, last, *texts in chart["rows"]:
-        steps = f"step {first:g}" if first == last else f"steps {first:g} to {last:g}"
+        if chart.get("unit") == "h":
+            hours = " to ".join(f"{each:.5f}".rstrip("0").rstrip(".") for each in dict.fromkeys((first, last)))
+            steps = f"after {hours} h"
+        else:
+            steps = f"step {first:g}" if first == last else f"steps {first:g} to {last:g}"
         rows.append((steps, {label: text for label, text in zip(labels, texts, strict=True) if text}))
     return rows

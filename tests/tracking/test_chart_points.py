@@ -5,7 +5,16 @@ from statistics import fmean
 
 import pytest
 
-from mcore_rl.tracking.chart_points import MAX_BINS, Series, axis_ends, bin_width, bins, smooth, window
+from mcore_rl.tracking.chart_points import (
+    MAX_BINS,
+    Series,
+    axis_ends,
+    bin_width,
+    bins,
+    smooth,
+    spans_decades,
+    window,
+)
 
 
 def test_a_smoothed_value_is_the_mean_of_means_around_it() -> None:
@@ -43,6 +52,27 @@ def test_bins_hold_every_value_once() -> None:
         inside = [values[float(step)] for step in range(int(each.first), int(each.last) + 1)]
         assert (each.mean, each.low, each.high) == (pytest.approx(fmean(inside)), min(inside), max(inside))
     assert sum(int(each.last - each.first) + 1 for each in made) == len(points)
+
+
+def test_points_at_hours_keep_their_own_place_unless_they_are_many() -> None:
+    few = Series("a", [(hour / 7, 1.0) for hour in range(MAX_BINS)])
+    assert len(bins(few, 0.0, bin_width([few], hours=True))) == MAX_BINS
+    many = Series("a", [(hour / 7, 1.0) for hour in range(5 * MAX_BINS)])
+    assert len(bins(many, 0.0, bin_width([many], hours=True))) <= MAX_BINS + 1
+
+
+@pytest.mark.parametrize(
+    ("values", "spans"),
+    [
+        ([10.0 ** (-step / 10) for step in range(41)], True),
+        ([1.0 + step for step in range(60)], False),
+        ([*[1.0] * 60, 5e6], False),  # one spike is not a range
+        ([10.0 ** (-step / 10) for step in range(10)], False),  # few
+        ([0.0, *(10.0 ** (-step / 10) for step in range(41))], False),  # nothing has no place
+    ],
+)
+def test_what_spans_powers_of_ten(values: list[float], spans: bool) -> None:
+    assert spans_decades(values) is spans
 
 
 def test_a_bin_without_a_number_is_a_gap() -> None:

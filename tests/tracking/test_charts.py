@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from itertools import pairwise
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mcore_rl.tracking.chart_points import MAX_BINS, Series
-from mcore_rl.tracking.charts import BarSeries, line_chart, stacked_bars, ticks
+from mcore_rl.tracking.charts import BarSeries, decades, line_chart, stacked_bars, ticks
 from tests.tracking.pages import numbers_under_the_pointer
 
 Element = ElementTree.Element
@@ -135,6 +136,39 @@ def test_the_axis_is_cut_where_few_values_lie_far_out_and_says_so() -> None:
     assert "1 of 60 values lie beyond the axis (\u25b2\u25bc), up to 5000" in text
     assert ("step 7", {"a": "5000"}) in numbers_under_the_pointer(svg), "no number is lost"
     assert "beyond" not in line_chart("t", "1", [Series("a", points[:6])])
+
+
+def test_numbers_over_powers_of_ten_have_a_logarithmic_axis() -> None:
+    points = [(float(step), 10.0 ** (-6 + step / 10)) for step in range(41)]
+    text = line_chart("t", "1", [Series("a", points)])
+    svg = chart(text)
+    marks = [(float(each.get("y") or ""), each.text) for each in svg.iter("text") if each.get("class") == "y"]
+    assert [said for _, said in marks] == ["1e-06", "1e-05", "0.0001", "0.001", "0.01"]
+    (bottom, _), *_, (top, _) = marks
+    (line,) = svg.iter("polyline")
+    heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+    powers = [-6 + (bottom - height) / (bottom - top) * 4 for height in heights]
+    assert powers == pytest.approx([math.log10(value) for _, value in points], abs=0.002)  # places have one decimal
+    assert "logarithmic axis" in text
+    assert "logarithmic" not in line_chart("t", "share", [Series("a", points)]), "shares begin at 0 %"
+    assert "logarithmic" not in line_chart("t", "1", [Series("a", [*points, (41.0, 0.0)])])
+
+
+def test_decades_enclose_and_are_few() -> None:
+    assert decades(2e-3, 5.0, 6) == pytest.approx((1e-3, 1e-2, 1e-1, 1, 10))
+    assert decades(1e-12, 1e3, 6) == pytest.approx((1e-12, 1e-9, 1e-6, 1e-3, 1, 1e3))
+    assert decades(1.0, 1.0, 6) == (1.0, 10.0)
+
+
+def test_points_may_be_at_hours() -> None:
+    svg = chart(line_chart("t", "1", [Series("a", [(0.05, 1.0), (0.1, 3.0)])], steps=(0.0, 0.1), hours=True))
+    assert [each.text for each in svg.iter("text") if each.get("class") == "x"] == [
+        "0", "0.02", "0.04", "0.06", "0.08", "0.1", "hours"
+    ]  # fmt: skip
+    hover = json.loads(svg.get("data-hover") or "")
+    assert hover["unit"] == "h" and [row[:2] for row in hover["rows"]] == [[0.05, 0.05], [0.1, 0.1]]
+    many = line_chart("t", "1", [Series("a", [(hour / 100, 1.0 + hour) for hour in range(1000)])], hours=True)
+    assert "band: lowest and highest of 0.042 hours" in many  # 9.99 hours in 240 bins
 
 
 def test_charts_of_a_page_may_share_their_steps() -> None:

@@ -235,6 +235,22 @@ def test_a_comparison_tells_the_settings_that_differ(tmp_path: Path) -> None:
     assert "sft.packed-True" in words(fold)
 
 
+def test_what_is_learned_is_drawn_over_hours_too(tmp_path: Path) -> None:
+    """A run that takes twice as long is twice as far to the right."""
+    runs = [record(tmp_path / name, total_steps=5) for name in ("first", "second")]
+    slow = [json.loads(line) for line in (runs[1] / "metrics.jsonl").read_text().splitlines()]
+    slow = [row | {"time/step": 7200.0} if "time/step" in row else row for row in slow]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slow))
+    root = parsed(write_comparison(runs, tmp_path / "both.html"))
+    hovers = {each.get("aria-label"): json.loads(each.get("data-hover") or "{}") for each in root.iter("svg")}
+    reward = hovers["Reward, over hours"]
+    accuracy = hovers["Validation accuracy, over hours"]
+    assert (reward["unit"], accuracy["unit"]) == ("h", "h")
+    assert [row[0] for row in reward["rows"] if row[3]] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert [row[0] for row in accuracy["rows"] if row[3]] == [0.0, 10.0]  # validated before the first step, and after 5
+    assert "unit" not in hovers["Reward"]
+
+
 def test_staleness_is_a_chart_only_where_something_was_stale(tmp_path: Path) -> None:
     for name, staleness, shown in (("turns", 0, False), ("ahead", 1, True)):
         path = record(tmp_path / name, total_steps=3)

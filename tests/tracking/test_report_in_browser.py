@@ -117,6 +117,25 @@ def test_every_chart_shows_its_numbers_under_the_pointer(chromium: Browser, run_
     assert chromium.complaints() == [] and len(chromium.requests()) == 1
 
 
+def test_steps_and_hours_are_not_shown_together(chromium: Browser, tmp_path: Path) -> None:
+    """After 2 hours is not step 2."""
+    path = record(tmp_path / "slow", total_steps=5)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    slow = [row | {"time/step": 3600.0} if "time/step" in row else row for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slow))
+    chromium.open(write_report(path).as_uri())
+    chromium.ask("document.querySelectorAll('details').forEach(each => each.open = true)")
+    seen = "[...document.querySelectorAll('.rule.seen')].map(each => each.ownerSVGElement.getAttribute('aria-label'))"
+    for chart, other in (("Reward, over hours", "Reward"), ("Reward", "Reward, over hours")):
+        chromium.ask(f"document.querySelector('svg[aria-label=\"{chart}\"]').focus({{preventScroll: true}})")
+        chromium.press("ArrowRight")
+        together = chromium.ask(seen)
+        assert chart in together and len(together) > 1 and other not in together
+        assert chromium.ask("document.querySelector('#tip b').textContent") == (
+            "step 1" if chart == "Reward" else "after 1 h"
+        )
+
+
 def test_charts_show_the_same_step_together_and_keys_move_it(chromium: Browser, run_dir: Path) -> None:
     chromium.open((run_dir / "report.html").as_uri())
     before = chromium.ask(HEIGHT)
