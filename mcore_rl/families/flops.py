@@ -102,9 +102,14 @@ def tower_flops(model: ModelConfig, grids: Iterable[Grid], *, train: bool = Fals
     return 3 * forward - 2 * _embedding_parameters(vision) * patches  # pixels need no gradient
 
 
+def patch_width(vision: VisionConfig) -> int:
+    """The numbers of a patch: three colours of each pixel, in each frame."""
+    return 3 * vision.temporal_patch_size * vision.patch_size**2
+
+
 def _embedding_parameters(vision: VisionConfig) -> int:
     """Parameters of the projection that makes a hidden state of a patch's pixels."""
-    return 3 * vision.temporal_patch_size * vision.patch_size**2 * vision.hidden_size
+    return patch_width(vision) * vision.hidden_size
 
 
 def _pieces_squared(length: int, side: int) -> int:
