@@ -27,9 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "baselines.md"
 RESULTS = ROOT / "launch" / "results"
 BAND = 2.0  # points: between evaluations of one run, and between equal runs on two hosts (verl's pull request 7519)
-NOT_YET = {
-    "Qwen2.5-VL-7B-Instruct, GRPO (Megatron)": ("65.4 on Geo3k", "vision-language models"),
-}
 INTRODUCTION = """\
 # The field's baselines, as recipes
 
@@ -105,7 +102,6 @@ def page() -> str:
         "| run | published | recipe | planned on | a step | steps | hours | our run |",
         "|---|---|---|---|---|---|---|---|",
         *(_row(name) for name in sorted(names, key=lambda name: recipe(name).recipe.published.score is None)),
-        *(f"| {title} | {score} | not yet: {missing} | | | | | |" for title, (score, missing) in NOT_YET.items()),
         "",
         "## What is known of the published runs",
         "",
