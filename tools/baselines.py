@@ -50,6 +50,7 @@ mcore-rl prepare gsm8k-tools --source openai/gsm8k --out data/gsm8k-tools
 mcore-rl prepare gsm8k-interaction --source openai/gsm8k --out data/gsm8k-interaction
 mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
 mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
+mcore-rl prepare geo3k --source hiyouga/geometry3k --out data/geo3k
 mcore-rl prepare eurus2-rl --source PRIME-RL/Eurus-2-RL-Data --out data/eurus2-rl
 mcore-rl train recipe=qwen25_05b_ppo
 mcore-rl submit recipe=qwen2_7b_grpo cluster=nvidia_h100

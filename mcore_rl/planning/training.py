@@ -286,7 +286,8 @@ class RolePlan:
         activations = kept * self.in_flight(stage) * rows
         if stage == 0:
             activations += self._tower_kept * self.in_flight(stage)
-            working = max(working, self._tower_working, self._tower_sums - activations)
+            # Both come when the logits are freed.
+            working = max(working, self._tower_working - logits, self._tower_sums - activations - logits)
         gradient = self._largest_gradient(stage)
         return StepBytes(
             activations=round(activations),

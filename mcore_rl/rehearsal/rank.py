@@ -309,7 +309,7 @@ def _pictures(part: RehearsedRank, lengths: Sequence[int], count: int) -> dict[s
         whole = part.tokens // part.longest or 1  # sequences of a microbatch that have pictures
         place = index % per_microbatch
         share = [part.pictures[n] for n in range(place, len(part.pictures), whole)] if place < whole else []
-        shown = []
+        shown = list[Picture]()
         for grid in share:
             key = f"{index}.{len(shown)}"
             shown.append(Picture(key, *grid, grid[0] * grid[1] // vision.merge_size**2))

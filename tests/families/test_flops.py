@@ -173,8 +173,9 @@ def counted_tower(model: ModelConfig, grids: list[tuple[int, int]], *, train: bo
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(train):
         features = features_of(tower, model.vision, pictures, patches)
         if train:
-            features.sum().backward()
-    return counter.get_total_flops()
+            total: Any = features.sum()
+            total.backward()
+    return int(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("family", picture_models.ARCHITECTURES)
