@@ -27,9 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "baselines.md"
 RESULTS = ROOT / "launch" / "results"
 BAND = 2.0  # points: between evaluations of one run, and between equal runs on two hosts (verl's pull request 7519)
-NOT_YET = {
-    "Qwen2.5-VL-7B-Instruct, GRPO (Megatron)": ("65.4 on Geo3k", "vision-language models"),
-}
 INTRODUCTION = """\
 # The field's baselines, as recipes
 
@@ -53,6 +50,7 @@ mcore-rl prepare gsm8k-tools --source openai/gsm8k --out data/gsm8k-tools
 mcore-rl prepare gsm8k-interaction --source openai/gsm8k --out data/gsm8k-interaction
 mcore-rl prepare dapo-interpreter --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo-interpreter
 mcore-rl prepare aime24-interpreter --source BytedTsinghua-SIA/AIME-2024 --out data/aime24-interpreter
+mcore-rl prepare geo3k --source hiyouga/geometry3k --out data/geo3k
 mcore-rl prepare eurus2-rl --source PRIME-RL/Eurus-2-RL-Data --out data/eurus2-rl
 mcore-rl train recipe=qwen25_05b_ppo
 mcore-rl submit recipe=qwen2_7b_grpo cluster=nvidia_h100
@@ -105,7 +103,6 @@ def page() -> str:
         "| run | published | recipe | planned on | a step | steps | hours | our run |",
         "|---|---|---|---|---|---|---|---|",
         *(_row(name) for name in sorted(names, key=lambda name: recipe(name).recipe.published.score is None)),
-        *(f"| {title} | {score} | not yet: {missing} | | | | | |" for title, (score, missing) in NOT_YET.items()),
         "",
         "## What is known of the published runs",
         "",

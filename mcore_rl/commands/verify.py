@@ -99,7 +99,7 @@ class Asked:
     """What is to be proven.
 
     config: of Hugging Face.  rollout: None, and nothing is proven of the reshard.  lora: in which form the engines get
-    adapters; None: none are trained.
+    adapters; None: none are trained.  pictures: with the vision tower.
     """
 
     config: Mapping[str, Any]
@@ -107,6 +107,7 @@ class Asked:
     world_size: int
     rollout: RolloutLayout | None
     lora: PublishedLora | None = None
+    pictures: bool = False
 
 
 def demand_one_subject(arguments: argparse.Namespace) -> None:
@@ -121,16 +122,17 @@ def demand_one_subject(arguments: argparse.Namespace) -> None:
 def asked_for(arguments: argparse.Namespace) -> Asked:
     """What the command line asks for, of a recipe or of a model."""
     if not arguments.words:
-        return Asked(wanted_config(arguments), *read_layouts(arguments))
+        return Asked(wanted_config(arguments), *read_layouts(arguments), pictures=arguments.pictures)
     from mcore_rl.config.launch import load_words
 
     run, _, _ = load_words(arguments.words)
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     config = changes_asked(arguments).apply(run_config_json(run))
     form = run.rollout.published_lora if isinstance(run, RunConfig) else PublishedLora.merged
-    family, model = model_of(config)
+    pictures = arguments.pictures or run.sees_pictures
+    family, model = model_of(config, pictures=pictures)
     lora = published_form(run.actor.lora, form, Table(family, model)) if run.actor.lora.rank else None
-    return Asked(config, run.actor.parallel, run.trainer.world_size, rollout, lora)
+    return Asked(config, run.actor.parallel, run.trainer.world_size, rollout, lora, pictures)
 
 
 def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -279,12 +281,12 @@ def run(options: argparse.Namespace) -> int:
         return mutate(options.mutate, options, console)
     asked = asked_for(options)
     if options.check:
-        demand_suited(asked.config, asked.parallel, asked.world_size, asked.rollout, pictures=options.pictures)
+        demand_suited(asked.config, asked.parallel, asked.world_size, asked.rollout, pictures=asked.pictures)
         console.print("the layouts suit the model. Nothing was proven", highlight=False)
         return 0
     report, model = prove(
         asked.config, asked.parallel, asked.world_size, asked.rollout, options.hf, Console(stderr=True, emoji=False),
-        asked.lora, pictures=options.pictures,
+        asked.lora, pictures=asked.pictures,
     )  # fmt: skip
     if options.json:
         json.dump(report.as_json(), sys.stdout, indent=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -56,7 +56,18 @@ class ImagesConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig(ImagesConfig):
+class PlannedImagesConfig(ImagesConfig):
+    """Pictures in rows that are trained.
+
+    mean_image_tokens: how many tokens of a row stand for pictures on average, for the times of a plan; None is half of
+    a mean prompt.
+    """
+
+    mean_image_tokens: PositiveInt | None = None
+
+
+@dataclass(kw_only=True)
+class DataConfig(PlannedImagesConfig):
     """Rows in the field's schema (docs/data.md), and how prompts are taken from them.
 
     train_files, val_files: files (parquet, jsonl, jsonl.gz), folders of them or of ``datasets`` save_to_disk, and Hub
@@ -129,7 +140,7 @@ class AnswersConfig:
 
 
 @dataclass(kw_only=True)
-class SftDataConfig(AnswersConfig, ImagesConfig):
+class SftDataConfig(AnswersConfig, PlannedImagesConfig):
     """Rows of conversations or of prompts with their responses.
 
     messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
@@ -176,8 +187,9 @@ def image_violations(data: object) -> Iterator[Violation]:
     """Contradictions among the keys of pictures, and keys that nothing reads without ``image_key``."""
     if not isinstance(data, ImagesConfig):
         return
-    usual = ImagesConfig()
-    for name in ("image_min_pixels", "image_max_pixels", "max_images") if not data.sees_pictures else ():
+    planned = isinstance(data, PlannedImagesConfig)
+    usual = PlannedImagesConfig() if planned else ImagesConfig()
+    for name in (each.name for each in fields(usual) if each.name != "image_key" and not data.sees_pictures):
         value = getattr(data, name)
         if value != getattr(usual, name):
             remedy = "Leave it out, or write data.image_key=images, say"
@@ -185,6 +197,13 @@ def image_violations(data: object) -> Iterator[Violation]:
     if data.image_min_pixels > data.image_max_pixels:
         problem = f"exceeds data.image_max_pixels={data.image_max_pixels}"
         yield Violation("data.image_min_pixels", data.image_min_pixels, problem, "Write less")
+    if isinstance(data, PlannedImagesConfig) and data.mean_image_tokens is not None:
+        key = "max_prompt_length" if isinstance(data, DataConfig) else "max_length"
+        longest = getattr(data, key)
+        if data.mean_image_tokens > longest:
+            problem = f"is more than data.{key}={longest}"
+            remedy = "Write a mean within it, or leave it out"
+            yield Violation("data.mean_image_tokens", data.mean_image_tokens, problem, remedy)
 
 
 def _truncation_violations(data: DataConfig | AnswersConfig) -> list[Violation]:

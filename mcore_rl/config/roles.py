@@ -135,6 +135,11 @@ class SeeingConfig(AdaptedConfig):
         return [*super().rules(key), partial(_tower_violations, key=key)]
 
 
+def trains_tower(config: EngineConfig) -> bool:
+    """Whether a vision tower of a role with these settings learns, if it has one."""
+    return isinstance(config, SeeingConfig) and config.trains_tower
+
+
 def _tower_violations(config: SeeingConfig, key: str) -> Iterator[Violation]:
     if config.vision is TowerTraining.trained and config.lora.rank:
         problem = f"and {key}.lora.rank={config.lora.rank} trains adapters alone, which the tower has none of"

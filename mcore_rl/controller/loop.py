@@ -83,7 +83,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     passes = step_passes(
         config, run.plan(step), run.prepared.models, counts, in_context=state.in_context, sharing=run.sharing
     )
-    metrics |= tflop(shared.lengths_S, passes, shared.stems)
+    metrics |= tflop(shared.lengths_S, passes, shared.stems, shared.images_S)
 
     with clock("generate"):
         await run.rollouts.settle(run.preemption)

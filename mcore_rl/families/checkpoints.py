@@ -19,6 +19,7 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.towers import PICTURES
 
 HARDWARE = {"h100_80gb": 80, "h200_141gb": 141, "mi300x_192gb": 192}  # memory of one GPU, 10**9 bytes
 
@@ -120,8 +121,9 @@ def _read(path: Path) -> KnownCheckpoint:
         raise ConfigError([Violation(place, "...", problem, "Mend it")]) from None
     _check_keys(place, values, _KEYS)
     violations = []
-    if values["family"] not in FAMILIES or values["family"] != path.parent.name:
-        remedy = f"Name the folder and the family alike, one of {', '.join(FAMILIES)}"
+    known = FAMILIES | PICTURES
+    if values["family"] not in known or values["family"] != path.parent.name:
+        remedy = f"Name the folder and the family alike, one of {', '.join(known)}"
         violations.append(
             Violation(f"{place}: family", values["family"], f"is in the folder {path.parent.name}", remedy)
         )

@@ -8,6 +8,7 @@ scores) do not count, so that layouts and kernels can be compared.  A multiplica
     attention   2 (d_k + d_v) for each head and each pair of a query and a key that it sees: ``q k``, then ``p v``
     linear      6 d_k d_v a token and head: ``S k``, the outer product that is added to the state S, ``S q``
     training    3 times the forward pass: each product has two more in the backward pass (arXiv:2001.08361, 2.1)
+    pictures    2 N a patch of the vision tower, its attention over all pairs of a picture or of a window of it
 
 Appendix B counts 12 L H Q T for attention, all pairs of a sequence of T; here only pairs that the causal mask and the
 window leave count, by each sequence's own length.  Norms, rotations, softmax and activations are left out, as there.
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mcore_rl.config.model import ModelConfig, MoeConfig, TowerKind
+from mcore_rl.config.model import ModelConfig, MoeConfig, TowerKind, VisionConfig
 from mcore_rl.config.role import Head
+
+Grid = tuple[int, int]
 
 
 def matmul_parameters(model: ModelConfig, *, head: Head = Head.lm) -> int:
@@ -62,16 +65,57 @@ def patch_cost(model: ModelConfig, *, trained: bool) -> float:
 
     Attention is left out in both.  trained: whether the tower learns, else it has a third of its products.
     """
-    vision = model.vision
-    if vision is None:
+    if model.vision is None:
         return 0.0
+    return tower_parameters(model, model.vision) / matmul_parameters(model) / (1 if trained else 3)
+
+
+def tower_parameters(model: ModelConfig, vision: VisionConfig) -> float:
+    """Parameters of the tower that multiply a patch; those that multiply merged patches count for each in part."""
     width = vision.hidden_size
     gated = vision.kind is TowerKind.qwen2_5_vl
     block = 4 * width**2 + (3 if gated else 2) * width * vision.ffn_hidden_size
-    merged = width * vision.merge_size**2
-    mergers = (1 + len(vision.deepstack)) * (merged + model.hidden_size) * merged // vision.merge_size**2
-    of_patch = vision.depth * block + mergers
-    return of_patch / matmul_parameters(model) / (1 if trained else 3)
+    area = vision.merge_size**2
+    merger = (width * area + model.hidden_size) * width * area
+    return _embedding_parameters(vision) + vision.depth * block + (1 + len(vision.deepstack)) * merger / area
+
+
+def tower_flops(model: ModelConfig, grids: Iterable[Grid], *, train: bool = False) -> int:
+    """Operations of the vision tower on pictures, forward, or with ``train`` also backward; 0 without a tower.
+
+    grids: (patches high, patches wide) of each picture.
+    """
+    vision = model.vision
+    if vision is None:
+        return 0
+    patches = pairs = 0
+    full = vision.depth if vision.window_size is None else len(set(vision.full_blocks))
+    for height, width in grids:
+        patches += height * width
+        pairs += full * (height * width) ** 2
+        if vision.window_size is not None:
+            side = vision.window_size // vision.patch_size // vision.merge_size * vision.merge_size
+            pairs += (vision.depth - full) * _pieces_squared(height, side) * _pieces_squared(width, side)
+    forward = round(2 * tower_parameters(model, vision) * patches) + 4 * vision.hidden_size * pairs
+    if not train:
+        return forward
+    return 3 * forward - 2 * _embedding_parameters(vision) * patches  # pixels need no gradient
+
+
+def patch_width(vision: VisionConfig) -> int:
+    """The numbers of a patch: three colours of each pixel, in each frame."""
+    return 3 * vision.temporal_patch_size * vision.patch_size**2
+
+
+def _embedding_parameters(vision: VisionConfig) -> int:
+    """Parameters of the projection that makes a hidden state of a patch's pixels."""
+    return patch_width(vision) * vision.hidden_size
+
+
+def _pieces_squared(length: int, side: int) -> int:
+    """The sum of squares of the pieces that ``length`` is cut into, each of ``side`` but for a shorter last one."""
+    whole, rest = divmod(length, side)
+    return whole * side**2 + rest**2
 
 
 def _delta_rule(model: ModelConfig) -> int:

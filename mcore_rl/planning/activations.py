@@ -27,10 +27,11 @@ from typing import TypeVar
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute, muon_problem
-from mcore_rl.config.model import Activation, LayerKind, ModelConfig
+from mcore_rl.config.model import Activation, LayerKind, ModelConfig, TowerKind, VisionConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
+from mcore_rl.families.flops import patch_width
 
 CHUNK = 64  # tokens of linear attention (training/delta_rule.py)
 AnyEngine = TypeVar("AnyEngine", bound=EngineConfig)
@@ -147,6 +148,46 @@ def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *
     outputs = {Head.lm: e * -(-model.vocab_size // tp), Head.value: 4 * (h / tp + 1), Head.hidden: e * h}[head]
     kept = _norm(model, kernels, h) / tp + outputs + LOSS_BYTES
     return RowBytes(kept=kept, core=0, passed=e * h / tp, backward=e * h)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerBytes:
+    """Bytes of a vision tower per patch that a rank encodes.
+
+    kept: what a tower that learns keeps for backward: the inputs of its blocks, and what stands around them.
+    block: what one block needs in backward, which computes it again.
+    forward: the temporaries of a block in a pass without gradient.
+    """
+
+    kept: float
+    block: float
+    forward: float
+
+
+def tower_bytes(vision: VisionConfig, size: int) -> TowerBytes:
+    """The bytes of transformers' modules (5.19), whose norms of Qwen2.5-VL and rotations compute in float32.
+
+    size: bytes per element of activations.
+    """
+    e = size
+    w = vision.hidden_size
+    f = vision.ffn_hidden_size
+    if vision.kind is TowerKind.qwen2_5_vl:
+        norm = 4 * w + e * w  # the input in float32, and the quotient
+        mlp = 4 * e * f  # gate and up, the activation, their product
+    else:
+        norm = e * w
+        mlp = 2 * e * f
+    merger = norm + 2 * e * w
+    around = e * patch_width(vision) + 2 * 4 * w / vision.num_heads + merger
+    around += len(vision.deepstack) * 3 * e * w
+    rotation = 4 * 4 * w  # queries and keys in float32, and their gradients or halves
+    kept = 2 * (norm + e * w) + 8 * e * w + mlp
+    return TowerBytes(
+        kept=e * w * (vision.depth + 1) + around,
+        block=kept + max(3 * e * f, rotation),
+        forward=e * w + max(4 * e * w + rotation, 2 * e * w + mlp),
+    )
 
 
 def _norm(model: ModelConfig, kernels: Kernels, width: float) -> float:

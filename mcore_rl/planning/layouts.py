@@ -13,7 +13,10 @@ from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
+from mcore_rl.config.roles import trains_tower
 from mcore_rl.config.run import RunConfig
+from mcore_rl.families.flops import forward_flops, tower_flops
 from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors, tensor_sizes
 from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.memory import Site, peaks
@@ -72,7 +75,9 @@ def trainings(
     engines = {row.name: engine_on(cluster, run.role_config(row)) for row in rows}
     sizes = {row.name: ModelSizes(model, head=row.head) for row in rows}
     precision = engines[rows[0].name].precision
-    for parallel in layouts(model, world_size, site.per_node, work.longest):
+    learns = any(trains_tower(engine) for engine in engines.values())
+    tower = tower_layers(model, work, learns=learns)
+    for parallel in layouts(model, world_size, site.per_node, work.longest, tower):
         layout = Layout.of(parallel, world_size)
         if work.sequences < layout.dp:
             refused[f"fewer than one sequence for each of dp={layout.dp} ranks in a minibatch"] += 1
@@ -81,7 +86,7 @@ def trainings(
             name: States(
                 sizes[name], parallel, world_size, precision,
                 overlap=engines[name].overlaps_reduction(accelerator=site.device_bytes is not None),
-                lora=lora_of(engines[name]),
+                lora=lora_of(engines[name]), frozen_tower=not trains_tower(engines[name]),
             )
             for name in sizes
         }  # fmt: skip
@@ -111,8 +116,23 @@ def trainings(
                 break  # more recompute is slower
 
 
-def layouts(model: ModelConfig, world_size: int, per_node: int, longest: int) -> Iterator[ParallelConfig]:
-    """The layouts worth trying: tp inside a node, etp 1 or tp, experts over few nodes, cp only for long sequences."""
+def tower_layers(model: ModelConfig, work: Work, *, learns: bool) -> float:
+    """The layers of the language model that take as many operations in training as the vision tower.
+
+    learns: whether the tower does; with its recompute it then takes as much more as a layer does.
+    """
+    tower = tower_flops(model, work.pictures.mean)
+    layer = forward_flops(model, [max(1, round(work.mean))], head=Head.hidden) / model.num_layers
+    return tower * (1 if learns else 1 / 3) / layer
+
+
+def layouts(
+    model: ModelConfig, world_size: int, per_node: int, longest: int, tower: float = 0.0
+) -> Iterator[ParallelConfig]:
+    """The layouts worth trying: tp inside a node, etp 1 or tp, experts over few nodes, cp only for long sequences.
+
+    tower: see ``tower_layers``; so many layers fewer than others the first stage may have.
+    """
     limits = {axis: gcd(*by_key.values()) for axis, by_key in divisor_limits(model).items()}
     for pp in (size for size in divisors(world_size) if size <= model.num_layers):
         stage = world_size // pp
@@ -124,17 +144,26 @@ def layouts(model: ModelConfig, world_size: int, per_node: int, longest: int) ->
                     eps = divisors(gcd(stage // etp, limits["ep"])) if stage % etp == 0 else []
                     for ep in eps:
                         if ep * etp <= MAX_EP_NODES * per_node:
-                            yield from _placed(model, ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp))
+                            yield from _placed(model, ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp), tower)
 
 
-def _placed(model: ModelConfig, layout: ParallelConfig) -> Iterator[ParallelConfig]:
-    """``layout`` with every number of chunks per stage; layers are balanced if they do not divide evenly."""
+def _placed(model: ModelConfig, layout: ParallelConfig, tower: float) -> Iterator[ParallelConfig]:
+    """``layout`` with every number of chunks per stage; layers are balanced if they do not divide evenly.
+
+    Of a model with a tower also with a shorter first chunk, which pays for it.
+    """
+    least = 1 if model.vision is None else max(1, len(model.vision.deepstack))
     for vpp in range(1, MAX_VPP + 1 if layout.pp > 1 else 2):
         chunks = layout.pp * vpp
         if chunks > model.num_layers or (vpp > 1 and model.num_layers % chunks):
             continue
         uneven = balanced_layers(model.num_layers, chunks) if model.num_layers % chunks else None
-        yield replace(layout, vpp=vpp, pipeline_layers=uneven)
+        if model.num_layers // chunks >= least:
+            yield replace(layout, vpp=vpp, pipeline_layers=uneven)
+        first = max(least, round((model.num_layers + tower) / chunks - tower))
+        if vpp == 1 and chunks > 1 and first < model.num_layers // chunks:
+            others = balanced_layers(model.num_layers - first, chunks - 1)
+            yield replace(layout, vpp=vpp, pipeline_layers=[first, *others])
 
 
 def microbatches(longest: int, most: int, cp: int) -> list[int]:

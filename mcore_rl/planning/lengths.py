@@ -1,4 +1,4 @@
-"""Lengths of responses for a simulation: a lognormal distribution, or the groups that a run recorded.
+"""Lengths of responses for a simulation: a lognormal distribution, or the groups that a run recorded; pictures of rows.
 
 The default width is that of trajectories of reasoning, whose 99th percentile is ten times the median (Laminar,
 arXiv:2510.12633, section 1).
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, exp, log
+from math import ceil, exp, isqrt, log
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
 
-from mcore_rl.config.data import DataConfig
+from mcore_rl.config.data import DataConfig, PlannedImagesConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.planning.overheads import MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
+from mcore_rl.families.flops import Grid
+from mcore_rl.planning.overheads import MEAN_IMAGE_SHARE, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 
 NORMAL = NormalDist()
 SIGMA = log(10) / NORMAL.inv_cdf(0.99)  # 0.99
@@ -26,6 +28,39 @@ def mean_lengths(data: DataConfig) -> tuple[float, float]:
     """(tokens of a prompt, tokens of a response) that a plan assumes on average."""
     response = data.mean_response_length or MEAN_RESPONSE_SHARE * data.max_response_length
     return MEAN_PROMPT_SHARE * data.max_prompt_length, response
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPictures:
+    """The pictures of a row, each by its patches high and wide.
+
+    mean: of a row with the mean number of picture tokens.  most: of the row that has most.
+    """
+
+    mean: tuple[Grid, ...] = ()
+    most: tuple[Grid, ...] = ()
+
+
+def row_pictures(data: object, model: ModelConfig, *, mean: float, longest: int) -> RowPictures:
+    """The pictures that a plan assumes of a row of ``data``; none where models are given none.
+
+    mean, longest: tokens of the part of a row that pictures stand in, its prompt.
+    """
+    vision = model.vision
+    if vision is None or not isinstance(data, PlannedImagesConfig) or not data.sees_pictures:
+        return RowPictures()
+    largest = max(1, data.image_max_pixels // (vision.patch_size * vision.merge_size) ** 2)
+    most = longest if data.max_images is None else min(longest, data.max_images * largest)
+    tokens = min(most, data.mean_image_tokens or max(1, round(MEAN_IMAGE_SHARE * mean)))
+    return RowPictures(mean=_grids(tokens, largest, vision.merge_size), most=_grids(most, largest, vision.merge_size))
+
+
+def _grids(tokens: int, largest: int, merge: int) -> tuple[Grid, ...]:
+    """Equal pictures, as square as whole tokens allow, of ``tokens`` at most in all and ``largest`` each."""
+    count = ceil(tokens / largest)
+    each = tokens // count
+    side = isqrt(each)
+    return ((side * merge, each // side * merge),) * count
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Site:
     scorers: what engines that score may use of a device (on the CPU: of the machine).
     routes: of experts that updates repeat, on the node that has most; 0 without ``actor.router_replay``.
     hidden: of a teacher's hidden states, on the node that has most; 0 unless it is in the loss.
+    pictures: patches of a step's different pictures, which a node's store has once; 0 where models are given none.
     """
 
     device_bytes: int | None
@@ -67,11 +68,16 @@ class Site:
     scorers: tuple[Part, ...] = ()
     routes: int = 0
     hidden: int = 0
+    pictures: int = 0
 
     @property
     def shared_parts(self) -> list[Part]:
-        """``routes`` and ``hidden`` as rows of the host's memory, where there are any."""
-        parts = [("experts to repeat", self.routes, False), ("teacher hidden states", self.hidden, False)]
+        """``routes``, ``hidden`` and ``pictures`` as rows of the host's memory, where there are any."""
+        parts = [
+            ("experts to repeat", self.routes, False),
+            ("teacher hidden states", self.hidden, False),
+            ("pictures", self.pictures, False),
+        ]
         return [part for part in parts if part[1]]
 
 
@@ -228,6 +234,7 @@ def _awake(room: Serving, site: Site) -> list[Part]:
         ("engine adapters", room.adapters, True),
         ("cache of keys and values", max(0, room.cache), False),
         ("engine working memory", room.working, False),
+        ("engine, vision tower at work", room.encoder, False),
         ("engine graphs and overhead", room.overhead, False),
         ("engine, not used", left if site.colocated else 0, False),
     ]
@@ -367,6 +374,7 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/receiver/receive_memory.py).
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),
+        ("engine, vision tower at work", ranks * room.encoder, False),
         ("cache of keys and values", ranks * room.cache, False),
         *site.scorers,
     ]

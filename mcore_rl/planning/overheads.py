@@ -90,6 +90,7 @@ CPU_CORE_GFLOPS = {"float32": 40.0, "bfloat16": 10.0}
 # planned for the longest.
 MEAN_PROMPT_SHARE = 0.5
 MEAN_RESPONSE_SHARE = 0.5
+MEAN_IMAGE_SHARE = 0.5  # of a prompt
 
 # (a word in the device's name, GB/s of its memory, GB/s to other devices of its node), from data sheets, one direction.
 # For runs without a cluster's yaml.

@@ -28,10 +28,11 @@ from mcore_rl.config.stages import Pass, Update
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.families.flops import patch_width
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on, kernels_of
 from mcore_rl.planning.distillation import hidden_bytes, num_teachers, output_bytes
-from mcore_rl.planning.lengths import mean_lengths
+from mcore_rl.planning.lengths import RowPictures, mean_lengths, row_pictures
 from mcore_rl.planning.memory import Part, Site, checkpoint_bytes, peaks, route_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_RESPONSE_SHARE, SWITCH_S, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
@@ -91,6 +92,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         scorers=tuple(_scorers(run, device_bytes, processes)),
         routes=route_bytes(run, model, per_node),
         hidden=hidden_bytes(run, model, others, per_node),
+        pictures=_picture_bytes(model, roles[0].work.pictures, run.data.train_batch_size),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     behind = leaves_behind(run_peaks)
@@ -133,7 +135,9 @@ def _plan_offline(config: OfflineConfig, model: ModelConfig, cluster: ClusterCon
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(violations)
     role = offline_role_plan(model, config, cluster)
-    all_peaks = [*peaks([role], None, site_of(config, cluster)), _disk([role], trainer, model, exports=1)]
+    pictures = _picture_bytes(model, role.work.pictures, config.data.train_batch_size)
+    site = replace(site_of(config, cluster), pictures=pictures)
+    all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     seconds = offline_seconds(config, role, rates)
     return Plan(
@@ -177,7 +181,7 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
     config = engine_on(cluster, run.role_config(role))
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
-    work = rl_work(run, mini)
+    work = rl_work(run, mini, model)
     if _not_shared(role, model, run, cluster) is None:
         shared = max(0, round(mean_lengths(run.data)[0]) - 1)
         samples = sequences_per_prompt(run)
@@ -226,7 +230,7 @@ def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: Cluste
     """The plan of the model that a trainer without engines trains."""
     role = config.trained
     return RolePlan(
-        role.name, model, config.actor, config.actor.parallel, config.trainer.world_size, offline_work(config),
+        role.name, model, config.actor, config.actor.parallel, config.trainer.world_size, offline_work(config, model),
         accelerator=cluster.gpus_per_node > 0, head=role.head, frozen=config.snapshots_of(role.name),
     )  # fmt: skip
 
@@ -240,11 +244,12 @@ def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory)
         yield SCORERS[key], share, False
 
 
-def offline_work(config: OfflineConfig) -> Work:
+def offline_work(config: OfflineConfig, model: ModelConfig) -> Work:
     """The work of an optimizer step of a trainer without engines."""
     longest, sequences = config.longest_sequence, config.data.train_batch_size * config.sequences_per_row
     mean, together = longest * MEAN_RESPONSE_SHARE, config.sequences_per_row
-    return Work(sequences=sequences, longest=longest, mean=mean, together=together)
+    pictures = row_pictures(config.data, model, mean=mean, longest=longest)
+    return Work(sequences=sequences, longest=longest, mean=mean, together=together, pictures=pictures)
 
 
 def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict[str, float]:
@@ -256,12 +261,25 @@ def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict
     return by_part
 
 
-def rl_work(run: RunConfig, mini: int) -> Work:
+def rl_work(run: RunConfig, mini: int, model: ModelConfig) -> Work:
     """The work of a role in an optimizer step of ``mini`` prompts."""
     prompt, response = run.data.max_prompt_length, run.data.max_response_length
     mean = sum(mean_lengths(run.data))
     sequences, together = mini * sequences_per_prompt(run), 1 + trains_pairs(run)
-    return Work(sequences=sequences, longest=prompt + response, mean=mean, together=together)
+    pictures = prompt_pictures(run, model)
+    return Work(sequences=sequences, longest=prompt + response, mean=mean, together=together, pictures=pictures)
+
+
+def prompt_pictures(run: RunConfig, model: ModelConfig) -> RowPictures:
+    """The pictures of a prompt."""
+    return row_pictures(run.data, model, mean=mean_lengths(run.data)[0], longest=run.data.max_prompt_length)
+
+
+def _picture_bytes(model: ModelConfig, pictures: RowPictures, rows: int) -> int:
+    """Bytes of the patches of the pictures of ``rows``, uint8, all of them rows that have most and no two alike."""
+    if model.vision is None:
+        return 0
+    return patch_width(model.vision) * rows * sum(height * width for height, width in pictures.most)
 
 
 def _seconds(
@@ -278,7 +296,8 @@ def _seconds(
     prompt, response = mean_lengths(run.data)
     sequences = prompts * sequences_per_prompt(run)
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
-    inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
+    shown = actor.work.pictures.mean
+    inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response, shown)
     by_part = {"generate": inside + between}
     update = weights_s(actor, room.update_bytes, run.rollout.layout, rates, separate=separate)
     by_part["sync"] = update.total

@@ -30,6 +30,7 @@ TRAIN_PROMPTS = {
     "math": 7500,
     "dapo": DAPO,
     "dapo-interpreter": DAPO,
+    "geo3k": 2101,
 }
 
 
@@ -64,12 +65,12 @@ def recipe_config_json(run: RunConfig | OfflineConfig) -> dict[str, Any]:
 
 def recipe_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run by its recipe.  Raises ConfigError as ``recipe_config_json``, and if it is not supported."""
-    return model_of(recipe_config_json(run))[1]
+    return model_of(recipe_config_json(run), pictures=run.sees_pictures)[1]
 
 
 def run_model(run: RunConfig | OfflineConfig) -> ModelConfig:
     """The model of a run.  Raises ConfigError as ``run_config_json``, and if it is not supported."""
-    return model_of(run_config_json(run))[1]
+    return model_of(run_config_json(run), pictures=run.sees_pictures)[1]
 
 
 def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
@@ -85,10 +86,10 @@ def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
         if role.publishes or path == run.model_directory:
             continue
         if (config_folder(path) / CONFIG).is_file():
-            models[role.name] = model_of(read_config(config_folder(path)))[1]
+            models[role.name] = model_of(read_config(config_folder(path)), pictures=run.sees_pictures)[1]
         elif name := run.recipe.checkpoints.get(role.name):
             published = published_config(find_checkpoint(str(name), MODEL_CONFIGS), MODEL_CONFIGS)
-            models[role.name] = model_of(published)[1]
+            models[role.name] = model_of(published, pictures=run.sees_pictures)[1]
         else:
             problem = "has no config.json, and recipe.checkpoints names no checkpoint of model_configs/"
             key = next(iter(checkpoints))

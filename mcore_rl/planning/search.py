@@ -33,7 +33,16 @@ from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.lengths import mean_lengths
 from mcore_rl.planning.overheads import GIB, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
-from mcore_rl.planning.plan import offline_seconds, offline_work, plan, rl_work, role_plan, site_of, updates_of
+from mcore_rl.planning.plan import (
+    offline_seconds,
+    offline_work,
+    plan,
+    prompt_pictures,
+    rl_work,
+    role_plan,
+    site_of,
+    updates_of,
+)
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import family_for
 from mcore_rl.planning.timing import Rates, generation_s, pass_s, update_s, weights_s
@@ -198,7 +207,7 @@ def _offline_options(
     config: OfflineConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the training layouts that fit, the number of settings evaluated)."""
-    work, trainer = offline_work(config), config.trainer
+    work, trainer = offline_work(config, model), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
     for each in trainings(config, model, cluster, (), work, site_of(config, cluster), None, refused):
@@ -211,7 +220,7 @@ def _run_options(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the fastest training layouts, each paired with rollout layouts; the number of settings evaluated)."""
-    work, site = rl_work(run, run.actor.ppo_mini_batch_size), site_of(run, cluster)
+    work, site = rl_work(run, run.actor.ppo_mini_batch_size, model), site_of(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
     frozen = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows if not role.trains]
     room = serving(
@@ -257,6 +266,7 @@ def _rollouts(
     prompt, response = mean_lengths(run.data)
     prompts = run.data.gen_batch_size or run.data.train_batch_size
     lora = engine_lora(run, model)
+    shown = prompt_pictures(run, model).mean
     for tp in divisors(world):
         dp = world // tp
         for ep in sorted({1, tp, world}):
@@ -278,7 +288,7 @@ def _rollouts(
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue
                 asked = replace(config, n=config.n + 1) if run.needs_greedy else config
-                seconds = sum(generation_s(model, asked, room, rates, prompts, prompt, response))
+                seconds = sum(generation_s(model, asked, room, rates, prompts, prompt, response, shown))
                 yield _Rollout(config, room, seconds)
 
 

@@ -25,7 +25,7 @@ from mcore_rl.config.rollout import (
     quantization_of,
     state_bytes,
 )
-from mcore_rl.families.rules import Axis, Rule, Stage
+from mcore_rl.families.rules import Axis, Rule
 from mcore_rl.planning.overheads import GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.states import family_for
 from mcore_rl.weights.adapter_table import AdapterTable
@@ -50,6 +50,8 @@ class Serving:
     budget: what vLLM may use in all.
     cache: the KV cache; negative if nothing is left for it.
     per_sequence: cache of one sequence of the greatest length.
+    encoder: of a vision tower on the most pictures of a step, and their features; beside the budget, since vLLM is told
+    not to measure it.
     packed: on the CPU, packed copies of weights that are also in memory plain.
     """
 
@@ -63,6 +65,7 @@ class Serving:
     adapters: int = 0
     sent: int = 0
     converting: int = 0
+    encoder: int = 0
 
     @property
     def update_bytes(self) -> int:
@@ -81,8 +84,9 @@ class Serving:
 
     @property
     def total(self) -> int:
-        """What vLLM uses: its budget, or more if that is not enough."""
-        return max(self.budget, self.weights + self.adapters + self.working + self.overhead + max(0, self.cache))
+        """What vLLM uses: its budget, or more if that is not enough; and ``encoder``."""
+        used = self.weights + self.adapters + self.working + self.overhead + max(0, self.cache)
+        return max(self.budget, used) + self.encoder
 
 
 def serving(
@@ -122,6 +126,7 @@ def serving(
     return Serving(
         weights=weights, working=working, overhead=overhead, budget=budget, packed=packed, adapters=adapters, sent=sent,
         cache=config.kv_cache_memory_bytes or cache, per_sequence=per_sequence, converting=converting,
+        encoder=_encoder_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS),
     )  # fmt: skip
 
 
@@ -196,17 +201,35 @@ def _rule_bytes(
 
 
 def _num_layers(rule: Rule, model: ModelConfig) -> int:
-    """How many tensors of ``rule`` there are, one for each layer that has it."""
-    if rule.stage is not Stage.layer:
-        return 1
-    return sum(rule.applies_to(model, layer) for layer in range(model.num_layers))
+    """How many tensors of ``rule`` there are, one for each layer, or block of a tower, that has it."""
+    return len(rule.layers_of(model))
+
+
+def _step_tokens(config: ServingConfig, batched_tokens: int) -> int:
+    """The most tokens of a step.  batched_tokens: vLLM's default."""
+    tokens = config.max_num_batched_tokens or max(batched_tokens, config.max_model_len)
+    return max(tokens, config.max_num_seqs)
+
+
+def _encoder_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: int) -> int:
+    """Memory of a tower: vLLM's budgets of pictures to encode in a step, and to keep features of, are a step's tokens.
+
+    A block needs a few hidden states, and the projections of attention or of the MLP, which tensor ranks share.
+    """
+    vision = model.vision
+    if vision is None:
+        return 0
+    size = BYTES[config.dtype]
+    tokens = _step_tokens(config, batched_tokens)
+    features = tokens * (1 + len(vision.deepstack)) * model.hidden_size
+    width = max(3 * vision.hidden_size, 2 * vision.ffn_hidden_size) / config.tp
+    return round(size * (features + tokens * vision.merge_size**2 * (4 * vision.hidden_size + width)))
 
 
 def _working_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: int) -> int:
     """Memory of one step: a few hidden states and the widest product of all tokens; float32 logits of all sequences."""
     size, tp = BYTES[config.dtype], config.tp
-    tokens = config.max_num_batched_tokens or max(batched_tokens, config.max_model_len)
-    tokens = max(tokens, config.max_num_seqs)
+    tokens = _step_tokens(config, batched_tokens)
     width = 2 * model.ffn_hidden_size / tp
     if model.moe is not None:
         moe = model.moe

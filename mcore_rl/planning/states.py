@@ -9,6 +9,7 @@ What megatron-core 0.16.1 allocates, to the byte (tests/planning/test_states.py 
   the first model chunk.  Weights and float32 gradients have the length
   of the buffer.
 - Of a LoRA run the weights are tensors by themselves, and buffers hold float32 adapters, their own main weights.
+- A frozen vision tower is in no buffer; one that learns follows the output in the first chunk's.
 - ``DistributedOptimizer``: each of those ranks (dp * cp of dense tensors, edp of experts) has an equal part of each
   bucket, without its padding: two float32 moments, and float32 main weights if the weights are not float32.
 """
@@ -19,11 +20,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from math import lcm, prod
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import LoraConfig
-from mcore_rl.config.model import LayerKind, ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig, TowerKind
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
@@ -31,6 +33,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.flops import forward_flops
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.rules import Axis, Rule, Stage
+from mcore_rl.families.towers import LOCAL, PICTURES
 from mcore_rl.parallel.layout import Layout, place_layers
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
@@ -70,6 +73,10 @@ class StateBytes:
 def family_for(model: ModelConfig) -> Family:
     """A family whose tables have exactly the tensors of ``model``; chosen by the model's features, not by its name."""
     moe = model.moe
+    if model.vision is not None:
+        if model.vision.kind is TowerKind.qwen2_5_vl:
+            return PICTURES["qwen2_5_vl"]
+        return PICTURES["qwen3_vl" if moe is None else "qwen3_vl_moe"]
     if model.mla is not None:  # GLM-4.7-Flash's table is DeepSeek-V3's
         return FAMILIES["deepseek_v2" if moe is not None and not moe.expert_bias else "deepseek_v3"]
     if model.sandwich_norm:
@@ -96,7 +103,9 @@ class ModelSizes:
     def __init__(self, model: ModelConfig, *, head: Head = Head.lm, lora: LoraConfig | None = None) -> None:
         table = Table(family_for(model), model, head=head)
         self.model, self.head = model, head
-        self._rules = sorted((AdapterTable(table, lora) if lora else table).rules, key=_module_place)
+        rules = (AdapterTable(table, lora) if lora else table).rules
+        self._of_tower = [rule for rule in rules if rule.name.startswith(LOCAL)]
+        self._rules = sorted((rule for rule in rules if not rule.name.startswith(LOCAL)), key=_module_place)
         self._elements: dict[tuple[Rule, int], int] = {}
         self._flops: dict[int, int] = {}
         self._layers: dict[tuple[LayerKind, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -134,10 +143,20 @@ class ModelSizes:
         return tuple(self._size(rule, tp, 1) for rule in self._rules if rule.stage in wanted)
 
     @cached_property
+    def tower(self) -> tuple[int, ...]:
+        """Elements of each tensor of the vision tower, in the modules' order; empty where there is none."""
+        numels = list[int]()
+        for _, rules in groupby(self._of_tower, key=_module_list):
+            block = list(rules)
+            size = [self._size(rule, 1, 1) for rule in block]
+            numels += size * len(block[0].layers_of(self.model))
+        return tuple(numels)
+
+    @cached_property
     def num_parameters(self) -> int:
         """The parameters of the whole model; a tied embedding counts once."""
         moe = self.model.moe
-        total = sum(self.ends((Stage.first, Stage.last), 1))
+        total = sum(self.ends((Stage.first, Stage.last), 1)) + sum(self.tower)
         for layer in range(self.model.num_layers):
             dense, expert = self.layer(self.model.kind(layer), 1, 1)
             total += sum(dense) + (0 if moe is None else moe.num_experts) * sum(expert)
@@ -148,6 +167,11 @@ def _module_place(rule: Rule) -> tuple[int, int]:
     """The place of a rule's tensor in the order of a layer's modules; shared experts come last."""
     name = _ADAPTER.sub(".weight", rule.name)  # adapters follow their weight, all A before all B
     return int("shared_experts" in name), next(i for i, part in enumerate(ORDER) if part in name)
+
+
+def _module_list(rule: Rule) -> str:
+    """The list of a tower's modules that a rule speaks of, which all of its modules follow; "": it is in none."""
+    return rule.name.partition("{l}")[0] if "{l}" in rule.name else ""
 
 
 @dataclass(frozen=True)
@@ -195,11 +219,18 @@ def _up(number: int, multiple: int) -> int:
 
 
 def chunk_buckets(
-    sizes: ModelSizes, parallel: ParallelConfig, layers: Sequence[int], *, first: bool, last: bool
+    sizes: ModelSizes,
+    parallel: ParallelConfig,
+    layers: Sequence[int],
+    *,
+    first: bool,
+    last: bool,
+    tower: tuple[int, ...] = (),
 ) -> tuple[list[Bucket], list[Bucket]]:
     """(dense buckets, buckets of experts) of the model chunk of ``layers``.
 
     first, last: whether it is the model's first chunk, with the embedding, and its last, with the output.
+    tower: elements of each tensor of a vision tower in it.
     """
     model, tp = sizes.model, parallel.tp
     begin = sizes.ends((Stage.first,), tp) if first else ()
@@ -221,7 +252,7 @@ def chunk_buckets(
             experts = [(expert, count + per_rank)]
     shared = tied and parallel.pp > 1
     alone = [Bucket(((part, 1),)) for part in (copy, begin) if part] if shared else []
-    inside = ([] if shared else [(begin, 1)]) + dense + [(end, 1)]
+    inside = ([] if shared else [(begin, 1)]) + dense + [(end, 1), (tower, 1)]
     buckets = [Bucket(tuple(run for run in inside if run[0])), *alone]
     return [bucket for bucket in buckets if bucket.held], [Bucket(tuple(experts))] if experts else []
 
@@ -231,6 +262,7 @@ class States:
 
     overlap: gradients are reduced in buckets, during the backward pass (``overlap_grad_reduce``).
     lora: the adapters that train; None: all weights do.
+    frozen_tower: the vision tower, if there is one, has weights alone.
     trained: the states of what trains.
 
     Raises ConfigError if the layout does not divide the world or the layers.
@@ -238,10 +270,11 @@ class States:
 
     def __init__(
         self, sizes: ModelSizes, parallel: ParallelConfig, world_size: int, precision: Precision, *,
-        trainable: bool = True, overlap: bool = False, lora: LoraConfig | None = None,
+        trainable: bool = True, overlap: bool = False, lora: LoraConfig | None = None, frozen_tower: bool = False,
     ) -> None:  # fmt: skip
         self.sizes, self.parallel, self.precision, self.trainable = sizes, parallel, precision, trainable
         self.overlap, self.trained = overlap, self
+        self.frozen_tower = frozen_tower
         if lora is not None and trainable:
             adapters = ModelSizes(sizes.model, head=sizes.head, lora=lora)
             self.trained = States(adapters, parallel, world_size, Precision.float32, overlap=overlap)
@@ -276,7 +309,8 @@ class States:
             for chunk in range(stage, len(self.placement), self.parallel.pp):
                 first, last = chunk == 0, chunk == len(self.placement) - 1
                 ours, theirs = chunk_buckets(
-                    self.sizes, self.parallel, self.placement[chunk], first=first, last=last
+                    self.sizes, self.parallel, self.placement[chunk], first=first, last=last,
+                    tower=self.sizes.tower if first and not self.frozen_tower else (),
                 )  # fmt: skip
                 if self.overlap and chunk == 0:  # the gradients of other chunks are ready before the first one's
                     ours, theirs = self._cut(ours), self._cut(theirs)
@@ -301,9 +335,13 @@ class States:
 
     def _frozen(self, stage: int) -> StateBytes:
         """The state of weights that do not train; a value head, which does, is counted twice."""
-        numels = sum(bucket.held for buckets in self.buckets(stage) for bucket in buckets)
+        numels = sum(bucket.held for buckets in self.buckets(stage) for bucket in buckets) + self._outside(stage)
         weights = numels * BYTES[self.precision]
         return StateBytes(num_parameters=numels, weights=weights, gradients=0, optimizer=0)
+
+    def _outside(self, stage: int) -> int:
+        """The elements of a frozen tower, which are in no bucket."""
+        return sum(self.sizes.tower) if self.frozen_tower and stage == 0 else 0
 
     @staticmethod
     def _beside(frozen: StateBytes, trained: StateBytes) -> StateBytes:
@@ -336,9 +374,10 @@ class States:
         if not self.trainable:
             return self._frozen(stage)
         main = 0 if self.precision is Precision.float32 else MAIN_BYTES
+        outside = self._outside(stage)
         return StateBytes(
-            num_parameters=numels,
-            weights=padded * size,
+            num_parameters=numels + outside,
+            weights=(padded + outside) * size,
             gradients=padded * GRADIENT_BYTES,
             optimizer=parts * (main + 2 * MOMENT_BYTES),
         )

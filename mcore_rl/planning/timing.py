@@ -8,7 +8,8 @@ tell an hour from a day.  Counts of operations are those of ``families/flops.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from mcore_rl.config.cluster import ClusterConfig
@@ -22,7 +23,7 @@ from mcore_rl.config.rollout import (
     RolloutLayout,
     state_bytes,
 )
-from mcore_rl.families.flops import forward_flops, matmul_parameters
+from mcore_rl.families.flops import Grid, forward_flops, matmul_parameters, tower_flops
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
@@ -133,7 +134,21 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, n
         row = role.kernels.size * model.hidden_size / layout.tp
         stride = layout.world_size // layout.pp
         hand_on = tokens * row * layout.vpp * (2 if train else 1) / rates.link(2, stride)
-    return (compute + communication) * role.imbalance * (1 + bubble) + hand_on
+    stages = [(compute + communication) * share for share in role.stage_shares]
+    stages[0] += tower_s(role, rates, num_sequences, train=train)
+    return max(stages) * (1 + bubble) + hand_on
+
+
+def tower_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
+    """Seconds of the vision tower in one pass: the ranks of the first stage share the pictures out.
+
+    Every sequence's pictures are counted, though a microbatch encodes those that its sequences share once.  A tower
+    that learns computes its blocks again in backward; a frozen one has its forward pass alone.
+    """
+    passes = 4 if train and role.learns_to_see else 1
+    ranks = role.layout.world_size / role.layout.pp
+    rate = rates.flops * (LOCAL_EFFICIENCY if rates.accelerator else 1.0)
+    return role.tower_flops * num_sequences * passes / ranks / rate
 
 
 def layer_communication_s(role: RolePlan, rates: Rates) -> float:
@@ -180,12 +195,13 @@ def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: fl
 
 def generation_s(
     model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
-    mean_response: float,
+    mean_response: float, pictures: Sequence[Grid] = (),
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds to generate all responses: (of the engines, of the reductions of an engine on several nodes).
 
     Prefill is at the rate of matrix products, decode at the rate of memory.  The cache and ``max_num_seqs`` limit how
     many sequences run together; decode takes at least as many steps as the longest response has tokens.
+    pictures: of a prompt, which an engine encodes once.
     """
     layout, size = config.layout, BYTES[config.dtype]
     num_engines = layout.num_engines
@@ -204,13 +220,14 @@ def generation_s(
     seconds += steps * decode_latency_s(model, config, rates)
     prompts = num_prompts * (1 if config.enable_prefix_caching else config.n) / replicas
     prefill = forward_flops(model, [max(1, round(mean_prompt))]) * prompts / layout.tp
+    encoding = tower_flops(model, pictures) * num_prompts / replicas / layout.tp / rates.flops
     between = 0.0
     if rates.accelerator and layout.engine_size > rates.per_node:  # after attention, and after the experts or the MLP
         row = size * model.hidden_size
         decoding = steps * nodes_reduction_s(row * active, layout.engine_size, rates)
         between = decoding + nodes_reduction_s(row * mean_prompt * prompts, layout.engine_size, rates)
         between *= 2 * model.num_layers
-    return seconds + prefill / compute_flops_rate(model, rates), between
+    return seconds + prefill / compute_flops_rate(model, rates) + encoding, between
 
 
 def decode_latency_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> float:
@@ -234,8 +251,8 @@ def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
 
 
 def streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
-    """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
-    held = rollout_weight_bytes(model, config.layout, size, quantization=config.quantization)
+    """Bytes of weights that a rank reads in a decode step of ``active`` sequences: no tower, no experts not chosen."""
+    held = rollout_weight_bytes(replace(model, vision=None), config.layout, size, quantization=config.quantization)
     return held - idle_expert_bytes(model, config, size, active)
 
 

@@ -8,7 +8,7 @@ The interleaved schedule keeps ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mcore_rl.config.engine import EngineConfig, Recompute
@@ -16,12 +16,30 @@ from mcore_rl.config.lora import LoraConfig, PublishedLora, is_the_base
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
-from mcore_rl.config.roles import AdaptedConfig
+from mcore_rl.config.roles import AdaptedConfig, trains_tower
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import snapshot_of
-from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
+from mcore_rl.families.flops import Grid, tower_flops
+from mcore_rl.planning.activations import (
+    Kernels,
+    RowBytes,
+    TowerBytes,
+    head_bytes,
+    kernels_of,
+    layer_bytes,
+    tower_bytes,
+)
 from mcore_rl.planning.distillation import product_bytes
-from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States, family_for
+from mcore_rl.planning.lengths import RowPictures
+from mcore_rl.planning.states import (
+    GRADIENT_BYTES,
+    MAIN_BYTES,
+    MOMENT_BYTES,
+    ModelSizes,
+    StateBytes,
+    States,
+    family_for,
+)
 from mcore_rl.weights.rollout_adapters import published_form
 from mcore_rl.weights.table import Table
 
@@ -33,6 +51,7 @@ class Work:
     sequences: over all ranks.  longest: tokens of the longest sequence.  mean: mean tokens of a sequence.
     together: sequences that one microbatch must hold, two with pairs.
     shared, samples: tokens of a prompt that are computed once for its samples, and how many those are.
+    pictures: those of a sequence.
     """
 
     sequences: int
@@ -41,6 +60,7 @@ class Work:
     together: int = 1
     shared: int = 0
     samples: int = 1
+    pictures: RowPictures = field(default_factory=RowPictures)
 
     @property
     def again(self) -> float:
@@ -127,6 +147,7 @@ class RolePlan:
         self.states = states or States(
             ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
             overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
+            frozen_tower=not trains_tower(engine),
         )  # fmt: skip
         self.sizes = self.states.sizes
         self.layout = self.states.layout
@@ -146,6 +167,33 @@ class RolePlan:
     def rows(self) -> int:
         """The ``tokens`` of one context rank."""
         return -(-self.tokens // self.layout.cp)
+
+    @cached_property
+    def microbatch_pictures(self) -> list[Grid]:
+        """The most pictures of a microbatch, over the ranks that share them: those of each of its longest sequences."""
+        shown = self.work.pictures.most * max(1, self.tokens // self.work.longest)
+        budget = self.engine.microbatch_patches
+        if not shown or budget is None:
+            return list(shown)
+        return list(shown[: max(1, budget // (shown[0][0] * shown[0][1]))])
+
+    @cached_property
+    def patches(self) -> int:
+        """The patches of ``microbatch_pictures`` on the rank of the first stage that encodes most of them, whole."""
+        shown = self.microbatch_pictures
+        if not shown:
+            return 0
+        return -(-len(shown) // (self.layout.tp * self.layout.cp)) * shown[0][0] * shown[0][1]
+
+    @property
+    def learns_to_see(self) -> bool:
+        """Whether it trains a vision tower."""
+        return self.trains and self.model.vision is not None and trains_tower(self.engine)
+
+    @cached_property
+    def tower_flops(self) -> int:
+        """Operations of the vision tower's forward pass on the pictures of a sequence."""
+        return tower_flops(self.model, self.work.pictures.mean)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -235,9 +283,14 @@ class RolePlan:
             at_head = self._head.backward * rows + self._head_gradient
             # Backward of the layers begins when the logits are freed, so only the larger of both counts.
             working = max(at_head, working - logits, 0.0)
+        activations = kept * self.in_flight(stage) * rows
+        if stage == 0:
+            activations += self._tower_kept * self.in_flight(stage)
+            # Both come when the logits are freed.
+            working = max(working, self._tower_working - logits, self._tower_sums - activations - logits)
         gradient = self._largest_gradient(stage)
         return StepBytes(
-            activations=round(kept * self.in_flight(stage) * rows),
+            activations=round(activations),
             logits=round(logits),
             working=round(working + (gradient if stage != layout.pp - 1 else 0)),
             teacher=self._teacher_bytes if stage == layout.pp - 1 else 0,
@@ -250,7 +303,40 @@ class RolePlan:
         layer = max(self._layers[kind].kept * self.rows + self._layers[kind].stacked for kind in kinds)
         logits = self._head.kept * self.rows if stage == self.layout.pp - 1 else 0.0
         passed = 2 * self._layers[next(iter(kinds))].passed * self.rows
+        if stage == 0 and self.patches:
+            passed += self._features
+            layer = max(layer, self._tower.forward * self.patches)
         return StepBytes(activations=round(passed), logits=round(logits), working=round(max(0.0, layer - logits)))
+
+    @cached_property
+    def _tower(self) -> TowerBytes:
+        assert self.model.vision is not None, "pictures of a model without a tower"
+        return tower_bytes(self.model.vision, self.kernels.size)
+
+    @property
+    def _features(self) -> float:
+        """The features of a microbatch that layers behind the embedding add, whole on every rank."""
+        if self.model.vision is None:
+            return 0.0
+        tokens = sum(height * width for height, width in self.microbatch_pictures) // self.model.vision.merge_size**2
+        return len(self.model.vision.deepstack) * self.model.hidden_size * self.kernels.size * tokens
+
+    @property
+    def _tower_kept(self) -> float:
+        """What the tower keeps of a microbatch for backward."""
+        return self._features + (self._tower.kept * self.patches if self.learns_to_see and self.patches else 0.0)
+
+    @property
+    def _tower_working(self) -> float:
+        """What one block of the tower needs beside that."""
+        if not self.patches:
+            return 0.0
+        return self.patches * (self._tower.block if self.learns_to_see else self._tower.forward)
+
+    @property
+    def _tower_sums(self) -> float:
+        """The buffer in which the tower's gradients are summed over tensor ranks, when all microbatches are done."""
+        return GRADIENT_BYTES * sum(self.sizes.tower) if self.learns_to_see and self.layout.tp > 1 else 0.0
 
     @property
     def _teacher_bytes(self) -> int:
@@ -277,8 +363,8 @@ class RolePlan:
         return self._trained_size * largest
 
     @cached_property
-    def imbalance(self) -> float:
-        """The work of the pipeline stage that has most, divided by the mean of the stages: all wait for it."""
+    def stage_shares(self) -> list[float]:
+        """The work of each pipeline stage in the language model, divided by the mean of the stages."""
         model, layout, sizes = self.model, self.layout, self.sizes
         kinds = {}
         for kind in self._layers:
@@ -289,7 +375,7 @@ class RolePlan:
             for stage in range(layout.pp)
         ]
         stages[-1] += model.hidden_size * {Head.lm: model.vocab_size, Head.value: 1, Head.hidden: 0}[self.head]
-        return max(stages) * layout.pp / sum(stages)
+        return [each * layout.pp / sum(stages) for each in stages]
 
     @property
     def recomputed_share(self) -> float:

@@ -106,6 +106,8 @@ def part_of(
         device_bytes=int(cluster.gpu_memory_gib * GIB),
         tokens=planner.tokens,
         longest=planner.work.longest,
+        pictures=tuple(planner.microbatch_pictures),
+        learns_to_see=planner.learns_to_see,
         num_microbatches=planner.num_microbatches,
         imbalance=EXPERT_IMBALANCE,
         loss=loss,

@@ -10,10 +10,12 @@ The process is spoilt for training: Megatron is patched to run without an accele
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.families.flops import Grid, patch_width
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -47,7 +50,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
 from mcore_rl.training.model import DTYPES
 from mcore_rl.training.sequences import forget_cached
-from mcore_rl.types import Denominators, TrainBatch
+from mcore_rl.types import Denominators, Picture, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 
@@ -77,6 +80,8 @@ class RehearsedRank:
     num_microbatches: of an optimizer step of the run; fewer are rehearsed where the rest would be alike.
     reads: the fields of tokens that the loss reads.
     teachers: those in the loss; None: there are none.
+    pictures: patches high and wide of each picture of a microbatch, spread evenly over its longest sequences.
+    learns_to_see: whether the vision tower learns.
     imbalance: rows that this rank's experts get, in multiples of an even share; at most all of them.
     """
 
@@ -97,6 +102,8 @@ class RehearsedRank:
     with_entropy: bool
     reads: tuple[str, ...] = ()
     teachers: RehearsedTeachers | None = None
+    pictures: tuple[Grid, ...] = ()
+    learns_to_see: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +144,8 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
     meter = DeviceMeter(fake)
     try:
         platform = _platform(part)
-        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance)):
+        sees = part.model.vision is not None
+        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance, sees=sees)):
             groups = init_groups(layout, platform, DEVICE, seed=part.engine.seed)
             with fake, meter:
                 engine = _passes(part, meter, groups, platform, count, progress)
@@ -197,8 +205,9 @@ def _passes(
         adapters = AdapterTable(table, lora)
     with _named(meter, BUILD, progress):
         engine = Engine(
-            part.role, part.model, part.parallel, config, groups, platform, head=part.head, adapters=adapters
-        )
+            part.role, part.model, part.parallel, config, groups, platform, head=part.head, adapters=adapters,
+            train_tower=part.learns_to_see,
+        )  # fmt: skip
     _mark_state(meter, engine)
     if part.teachers is not None and groups.is_last_stage:
         engine.teacher = _teacher(part.teachers, part.model, groups, meter)
@@ -268,6 +277,7 @@ def _batch(part: RehearsedRank, groups: ProcessGroups, count: int) -> TrainBatch
     zeros = torch.zeros(size)
     return replace(
         batch,
+        **_pictures(part, lengths, count),
         mask_T=mask,
         old_logprobs_T=zeros,
         ref_logprobs_T=zeros,
@@ -281,6 +291,39 @@ def _batch(part: RehearsedRank, groups: ProcessGroups, count: int) -> TrainBatch
         extra_S={name: torch.zeros(len(lengths)) for name in (MARGIN, WEIGHT, LABEL, OUTCOME)},
         pairs_S=_pairs(len(lengths) // count, count) if part.loss.with_pairs else None,
     )
+
+
+def _pictures(part: RehearsedRank, lengths: Sequence[int], count: int) -> dict[str, Any]:
+    """The fields of pictures: no two are the same, and text has their positions, which no memory depends on."""
+    vision = part.model.vision
+    if vision is None:
+        return {}
+    size = sum(lengths)
+    feature_T = torch.full((size,), -1, dtype=torch.int32)
+    patches = {grid: np.zeros((grid[0] * grid[1], patch_width(vision)), dtype=np.uint8) for grid in set(part.pictures)}
+    images_S = []
+    given = {}
+    offset = 0
+    per_microbatch = len(lengths) // count
+    for index, length in enumerate(lengths):
+        whole = part.tokens // part.longest or 1  # sequences of a microbatch that have pictures
+        place = index % per_microbatch
+        share = [part.pictures[n] for n in range(place, len(part.pictures), whole)] if place < whole else []
+        shown = list[Picture]()
+        for grid in share:
+            key = f"{index}.{len(shown)}"
+            shown.append(Picture(key, *grid, grid[0] * grid[1] // vision.merge_size**2))
+            given[key] = patches[grid]
+        tokens = sum(picture.tokens for picture in shown)
+        feature_T[offset : offset + tokens] = torch.arange(tokens, dtype=torch.int32)
+        images_S.append(tuple(shown))
+        offset += length
+    return {
+        "positions_T3": torch.zeros(size, 3, dtype=torch.int32),
+        "feature_T": feature_T,
+        "images_S": tuple(images_S),
+        "patches": given,
+    }
 
 
 def _pairs(sequences: int, count: int) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.families.flops import train_flops
+from mcore_rl.families.flops import tower_flops, train_flops
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.planning.tables import gib
 from mcore_rl.rehearsal.host_reads import reason_of
@@ -106,7 +106,9 @@ def operations(rehearsal: Rehearsal) -> dict[str, float]:
     whole, rest = divmod(part.tokens, part.longest)
     lengths = [part.longest] * whole + ([rest] if rest > 1 else [])
     shares = part.parallel.tp * part.parallel.pp * part.parallel.cp
-    return {"counted": counted, "model": train_flops(part.model, lengths, head=part.head) / shares}
+    needed = train_flops(part.model, lengths, head=part.head)
+    needed += tower_flops(part.model, part.pictures, train=part.learns_to_see)
+    return {"counted": counted, "model": needed / shares}
 
 
 def rehearsal_tables(rehearsal: Rehearsal, planned: Planned) -> Group:

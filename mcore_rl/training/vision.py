@@ -27,7 +27,7 @@ def build_tower(vision: VisionConfig, out_hidden_size: int, device: torch.device
 
     out_hidden_size: of the language model.  What is computed and not learned (frequencies) is float32.
     """
-    with torch.device(device if device.type == "meta" else "cpu"), torch.random.fork_rng(devices=[]):
+    with torch.device(init_device(device)), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         tower = _module(vision, out_hidden_size)
     settings: Any = tower.config  # which its blocks share
@@ -38,6 +38,11 @@ def build_tower(vision: VisionConfig, out_hidden_size: int, device: torch.device
         if isinstance(module, nn.Embedding):  # as Megatron marks its own: no matrix of Muon's
             module.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return tower
+
+
+def init_device(device: torch.device) -> torch.device:
+    """Where random numbers for ``device`` are made: the same ones for all devices."""
+    return device if device.type == "meta" else torch.device("cpu")
 
 
 def _module(vision: VisionConfig, out_hidden_size: int) -> nn.Module:

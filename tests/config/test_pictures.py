@@ -18,6 +18,8 @@ SEEN = "data.image_key=images"
 CASES = {
     "data.max_images=2": "data.max_images=2: is not read: .*data.image_key=images",
     "data.image_max_pixels=5000": "data.image_max_pixels=5000: is not read",
+    "data.mean_image_tokens=200": "data.mean_image_tokens=200: is not read",
+    f"{SEEN} data.mean_image_tokens=9999": r"data.mean_image_tokens=9999: is more than data.max_(prompt_)?length=",
     f"{SEEN} data.image_max_pixels=3000": "data.image_min_pixels=3136: exceeds data.image_max_pixels=3000",
     "actor.vision=frozen": "actor.vision=frozen: is not read: .*data.image_key=images",
     "actor.microbatch_patches=64": "actor.microbatch_patches=64: is not read",

@@ -8,6 +8,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.role import Head
 from mcore_rl.planning.plan import offline_work
+from tests.support import models
 
 SOUND = ("model.path=m", "data.train_files=[t]", "data.max_length=64", "data.train_batch_size=8")
 PAIRS = ("data.margin_key=m", "actor.reward.centering_coef=0.01", "data.chosen_key=c", "data.rejected_key=r")
@@ -39,7 +40,9 @@ def test_pairs_are_not_parted() -> None:
 
 
 def test_the_plan_counts_both_answers_and_the_token_behind_each() -> None:
-    of_pairs, of_labels = offline_work(settings()), offline_work(settings("actor.reward.loss=bce"))
+    model = models.dense()
+    of_pairs = offline_work(settings(), model)
+    of_labels = offline_work(settings("actor.reward.loss=bce"), model)
     assert (of_pairs.sequences, of_pairs.longest) == (16, 65) and (of_labels.sequences, of_labels.longest) == (8, 65)
     (role,) = settings().role_rows
     assert role.head is Head.value and role.trains and not role.publishes

@@ -57,7 +57,8 @@ class Trained:
 
 @cache
 def family(name: str) -> str:
-    return family_of(recipe_config_json(recipe(name))).name
+    run = recipe(name)
+    return family_of(recipe_config_json(run), pictures=run.sees_pictures).name
 
 
 def shadow(name: str, task: Path, directory: Path) -> RunConfig | SftConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.families.flops import forward_flops, matmul_parameters, patch_cost, train_flops, visible_pairs
+from mcore_rl.families.flops import (
+    forward_flops,
+    matmul_parameters,
+    patch_cost,
+    tower_flops,
+    train_flops,
+    visible_pairs,
+)
 from mcore_rl.families.registry import model_of
-from mcore_rl.training.vision import build_tower
+from mcore_rl.training.vision import build_tower, features_of
+from mcore_rl.types import Picture
 from tests.support import models, picture_models
 from tests.support.published import TINY, class_config
 
@@ -140,10 +149,43 @@ def test_a_patch_costs_what_the_tower_multiplies_it_by(family: str) -> None:
     _, model = model_of(picture_models.config(family), pictures=True)
     assert model.vision is not None
     tower = build_tower(model.vision, model.hidden_size, torch.device("meta"), torch.float32)
-    matrices = {name: each.weight for name, each in tower.named_modules() if isinstance(each, torch.nn.Linear)}
-    of_blocks = sum(each.numel() for name, each in matrices.items() if name.startswith("blocks."))
-    of_mergers = sum(each.numel() for name, each in matrices.items() if not name.startswith("blocks."))
+    kinds = (torch.nn.Linear, torch.nn.Conv3d)
+    matrices = {name: each.weight for name, each in tower.named_modules() if isinstance(each, kinds)}
+    of_mergers = sum(each.numel() for name, each in matrices.items() if "merger" in name)
+    of_blocks = sum(each.numel() for name, each in matrices.items() if "merger" not in name)
     expected = (of_blocks + of_mergers / model.vision.merge_size**2) / matmul_parameters(model)
     assert patch_cost(model, trained=True) == pytest.approx(expected)
     assert patch_cost(model, trained=False) == pytest.approx(expected / 3)
     assert patch_cost(replace(model, vision=None), trained=True) == 0
+
+
+GRIDS = [(4, 8), (12, 10), (2, 4), (16, 6)]  # patches: of windows that are whole, cut on one side and on both
+
+
+def counted_tower(model: ModelConfig, grids: list[tuple[int, int]], *, train: bool) -> int:
+    """What torch counts while transformers' tower runs; eager attention, without recompute."""
+    assert model.vision is not None
+    tower: Any = build_tower(model.vision, model.hidden_size, torch.device("cpu"), torch.float32)
+    tower.config._attn_implementation = "eager"
+    width = 3 * model.vision.temporal_patch_size * model.vision.patch_size**2
+    patches = torch.zeros(sum(high * wide for high, wide in grids), width, dtype=torch.uint8)
+    pictures = [Picture(str(index), *grid, grid[0] * grid[1] // 4) for index, grid in enumerate(grids)]
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(train):
+        features = features_of(tower, model.vision, pictures, patches)
+        if train:
+            total: Any = features.sum()
+            total.backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("family", picture_models.ARCHITECTURES)
+def test_a_tower_as_torch_counts_it(family: str) -> None:
+    """Merged patches, windows and features for further layers are transformers' own; the rotation's angles are few."""
+    _, model = model_of(picture_models.config(family), pictures=True)
+    for train in (False, True):
+        assert tower_flops(model, GRIDS, train=train) == pytest.approx(
+            counted_tower(model, GRIDS, train=train), rel=ROTATION
+        )
+    alone = sum(tower_flops(model, [grid]) for grid in GRIDS)
+    assert tower_flops(model, iter(GRIDS)) == alone, "no picture attends to another"
+    assert tower_flops(replace(model, vision=None), GRIDS) == 0

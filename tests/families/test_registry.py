@@ -53,6 +53,8 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 7_615_616_512,  # the language model, which is Qwen2.5-7B's; 8,292,166,656 in all
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": 30_532_122_624,  # as above, Qwen3-30B-A3B's; 31,070,754,032 in all
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "Qwen/Qwen3.5-27B": 26_895_998_464,
     "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,

@@ -34,6 +34,7 @@ RANKS = {
     "mixtral_8x7b_rloo": (0, 8),
     "qwen25_72b_grpo": (0, 16),
     "qwen2_7b_gpg": (0, 4),
+    "qwen25_vl_7b_grpo": (0, 4),
     "qwen2_7b_grpo": (0, 8),
     "qwen3_235b_a22b_grpo": (0, 64, 112),
 }

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec, OptimizerConfig, OptimizerKind, Precision, Recompute
-from mcore_rl.config.model import LayerKind, LinearAttentionConfig, ModelConfig, MoeConfig
+from mcore_rl.config.model import LayerKind, LinearAttentionConfig, ModelConfig, MoeConfig, VisionConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.families.flops import patch_width
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes
+from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes, tower_bytes
 from mcore_rl.planning.training import RolePlan, Work
-from mcore_rl.types import Denominators, TrainBatch
-from tests.support import batches, engines, models
+from mcore_rl.training.vision import build_tower, features_of, set_trained
+from mcore_rl.types import Denominators, Picture, TrainBatch
+from tests.support import batches, engines, models, picture_models
 from tests.support.forked import run_ranks
 
 LENGTH, SEQUENCES = 96, 4
@@ -187,3 +191,72 @@ def test_transformer_engine_is_expected_where_it_serves(
     settings = EngineConfig(**engine)  # type: ignore[arg-type]
     kernels = kernels_of(replace(WIDE, **changes), parse_layout(layout), settings, accelerator=accelerator)  # type: ignore[arg-type]
     assert kernels.fused is fused
+
+
+GRIDS = [(16, 8), (12, 12)]
+PATCHES = 16 * 8 + 12 * 12
+
+
+def tower_of(family: str, dtype: torch.dtype) -> tuple[VisionConfig, Any]:
+    """A tower of four blocks, wide enough that vectors count for little."""
+    _, model = model_of(picture_models.config(family), pictures=True)
+    assert model.vision is not None
+    vision = replace(model.vision, depth=4, hidden_size=128, num_heads=4, ffn_hidden_size=344)
+    tower = build_tower(vision, model.hidden_size, torch.device("cpu"), dtype)
+    return vision, tower
+
+
+def passed(vision: VisionConfig, tower: Any) -> torch.Tensor:
+    """Features of pictures without pixels."""
+    pictures = [Picture(str(index), *grid, grid[0] * grid[1] // 4) for index, grid in enumerate(GRIDS)]
+    return features_of(tower, vision, pictures, torch.zeros(PATCHES, patch_width(vision), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_that_learns_keeps_what_the_plan_says(family: str, dtype: torch.dtype) -> None:
+    """What autograd saves around the blocks, which are computed again, and the blocks' inputs."""
+    vision, tower = tower_of(family, dtype)
+    set_trained(tower, True, sums_over_tensor_ranks=False)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    def keep_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        for tensor in (inputs[0], *named["position_embeddings"]):
+            keep(tensor)
+
+    for block in tower.blocks:
+        block.register_forward_pre_hook(keep_inputs, with_kwargs=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        passed(vision, tower)
+    seen = sum(storage.nbytes() for storage in kept.values()) / PATCHES
+    assert tower_bytes(vision, dtype.itemsize).kept == pytest.approx(seen, rel=0.04)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_block_of_a_tower_needs_what_the_plan_says(family: str, dtype: torch.dtype) -> None:
+    """Half of the working memory of backward or more is what autograd saves of a block that is computed again."""
+    vision, tower = tower_of(family, dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        passed(vision, tower)
+    e, w, f = dtype.itemsize, vision.hidden_size, vision.ffn_hidden_size
+    around = tower_bytes(vision, e).kept - e * w * (vision.depth + 1)
+    block = (sum(storage.nbytes() for storage in saved.values()) / PATCHES - around) / vision.depth
+    backward = max(3 * e * f, 4 * 4 * w)
+    assert tower_bytes(vision, e).block - backward == pytest.approx(block, rel=0.06)

@@ -9,9 +9,12 @@ from statistics import NormalDist, fmean
 
 import pytest
 
+from mcore_rl.config.data import DataConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.planning.lengths import SIGMA, Lognormal, Recorded, recorded_lengths
+from mcore_rl.families.registry import model_of
+from mcore_rl.planning.lengths import SIGMA, Lognormal, Recorded, RowPictures, recorded_lengths, row_pictures
 from mcore_rl.tracking.samples import write_samples
+from tests.support import picture_models
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
@@ -56,3 +59,19 @@ def test_groups_of_a_run_stay_together(tmp_path: Path) -> None:
 def test_a_run_without_rollouts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--lengths.*has no rollouts"):
         recorded_lengths(tmp_path)
+
+
+def test_pictures_of_a_row_are_as_many_and_as_large_as_its_settings_allow() -> None:
+    """Of 28 x 28 pixels a token, and of 2 x 2 patches: 20 tokens are 4 x 5 of them."""
+    _, model = model_of(picture_models.config("qwen2_5_vl"), pictures=True)
+
+    def pictures(**settings: object) -> RowPictures:
+        data = DataConfig(image_key="images", image_max_pixels=28 * 28 * 20, **settings)  # type: ignore[arg-type]
+        return row_pictures(data, model, mean=40, longest=100)
+
+    full = (8, 10)
+    assert pictures() == RowPictures(mean=(full,), most=(full,) * 5)
+    assert pictures(max_images=2) == RowPictures(mean=(full,), most=(full,) * 2)
+    assert pictures(mean_image_tokens=50) == RowPictures(mean=((8, 8),) * 3, most=(full,) * 5)
+    assert pictures(mean_image_tokens=50, max_images=1).mean == (full,)
+    assert row_pictures(DataConfig(), model, mean=40, longest=100) == RowPictures()

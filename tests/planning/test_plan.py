@@ -8,9 +8,9 @@ import pytest
 
 from mcore_rl.config.cluster import ClusterConfig, ResidualMemory
 from mcore_rl.config.engine import LayerSpec, Precision, Recompute, SharePrompts
-from mcore_rl.config.launch import load_cluster
+from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.roles import RouterReplay
+from mcore_rl.config.roles import RouterReplay, TowerTraining
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -31,6 +31,7 @@ from mcore_rl.planning.overheads import (
 )
 from mcore_rl.planning.peaks import LEAVING, leaves_behind
 from mcore_rl.planning.plan import Phase, Place, Plan, plan
+from mcore_rl.planning.recipes import run_model
 from tests.support import models, published
 from tests.support.settings import any_run
 
@@ -411,3 +412,31 @@ def test_a_plan_says_what_shared_prompts_save_or_why_they_save_nothing() -> None
     (said,) = plan(run, QWEN, H100).notes
     assert not plan(run, QWEN, H100).gains
     assert "share_prompts=auto changes nothing, because Transformer Engine" in said
+
+
+def test_pictures_take_their_place() -> None:
+    """One picture of 1,024 tokens, 64 x 64 patches of 1,176 numbers, for each of 512 prompts; four at once."""
+    run = load_recipe("qwen25_vl_7b_grpo")
+    assert isinstance(run, RunConfig)
+    planned = plan(run, run_model(run), H100)
+    text = plan(replace(run, data=replace(run.data, image_key=None)), QWEN, H100)
+    assert planned.num_parameters - text.num_parameters == 676_550_144
+    assert part(planned, Phase.rollout, "pictures", Place.host) == 512 * 64 * 64 * 1176
+    more = part(planned, Phase.update, "activations") - part(text, Phase.update, "activations")
+    # Over two tensor ranks, two of four pictures each, in two microbatches of the first stage: 33 hidden states a patch
+    # and what is around the blocks: pixels, the merger, the rotation.
+    around = 2 * 1176 + 2 * 4 * 80 + (4 + 2 + 2 * 2) * 1280
+    assert more == 2 * 2 * 64 * 64 * (2 * 1280 * 33 + around)
+    assert part(planned, Phase.rollout, "engine, vision tower at work") > 0
+    assert planned.seconds["generate"] > text.seconds["generate"]
+    assert planned.seconds["update_actor"] > text.seconds["update_actor"]
+    # A pass without gradient waits for the second stage all the same, which projects to the vocabulary.
+    assert planned.seconds["logprobs"] == text.seconds["logprobs"]
+    half = plan(replace(run, data=replace(run.data, mean_image_tokens=128)), run_model(run), H100)
+    assert text.step_s < half.step_s < planned.step_s
+    budget = plan(replace(run, actor=replace(run.actor, microbatch_patches=2 * 64 * 64)), run_model(run), H100)
+    less = part(planned, Phase.update, "activations") - part(budget, Phase.update, "activations")
+    assert less == pytest.approx(more / 2)
+    frozen = plan(replace(run, actor=replace(run.actor, vision=TowerTraining.frozen)), run_model(run), H100)
+    assert part(frozen, Phase.update, "activations") == part(text, Phase.update, "activations")
+    assert frozen.seconds["update_actor"] < planned.seconds["update_actor"]

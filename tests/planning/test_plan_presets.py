@@ -9,6 +9,7 @@ from mcore_rl.config.launch import cluster_names, load_cluster
 from mcore_rl.config.run import RunConfig
 from mcore_rl.families.checkpoints import HARDWARE, Preset, known_checkpoints, published_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.planning.plan import plan
 from tests.support.published import MODEL_CONFIGS
 from tests.support.settings import any_run
@@ -36,8 +37,12 @@ def test_every_hardware_has_a_cluster() -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_presets_fit(name: str) -> None:
     checkpoint = KNOWN[name]
-    _, model = model_of(published_config(checkpoint, MODEL_CONFIGS))
+    pictures = checkpoint.family in PICTURES
+    _, model = model_of(published_config(checkpoint, MODEL_CONFIGS), pictures=pictures)
     for hardware, preset in checkpoint.presets.items():
         longest = min(4096, model.max_position_embeddings)
-        plans = [plan(run_of(preset, share, longest), model, CLUSTERS[hardware]) for share in (0.6, 0.8, 0.85)]
+        runs = [run_of(preset, share, longest) for share in (0.6, 0.8, 0.85)]
+        for run in runs if pictures else ():
+            run.data.image_key = "images"
+        plans = [plan(run, model, CLUSTERS[hardware]) for run in runs]
         assert any(each.fits for each in plans), (hardware, [str(each) for each in plans[0].violations])

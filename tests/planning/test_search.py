@@ -13,8 +13,9 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
-from mcore_rl.planning.layouts import layouts, microbatches
-from mcore_rl.planning.plan import plan
+from mcore_rl.planning.layouts import layouts, microbatches, tower_layers
+from mcore_rl.planning.plan import plan, rl_work
+from mcore_rl.planning.recipes import run_model
 from mcore_rl.planning.search import Found, nearest_that_fit, overrides_of, refusal, search
 from tests.support import models, published
 from tests.support.settings import any_run
@@ -143,3 +144,18 @@ def test_a_cluster_that_is_too_small_is_said_to_be() -> None:
     planned = plan(run, MIXTRAL, H100)
     assert not planned.fits
     assert "No layout fits 1 x 8 devices of nvidia_h100: take more nodes" in str(refusal(planned, run, MIXTRAL, H100))
+
+
+def test_a_shorter_first_stage_may_pay_for_the_tower() -> None:
+    run = load_recipe("qwen25_vl_7b_grpo")
+    assert isinstance(run, RunConfig)
+    model = run_model(run)
+    work = rl_work(run, run.actor.ppo_mini_batch_size, model)
+    tower = tower_layers(model, work, learns=True)
+    offered = list(layouts(model, 8, 8, work.longest, tower))
+    assert all(not layout_violations(model, each, 8) for each in offered)
+    first = {tuple(each.pipeline_layers) for each in offered if (each.pp, each.vpp) == (2, 1) and each.pipeline_layers}
+    assert len(first) == 1 and 1 < tower < 28, tower
+    (layers,) = first
+    assert layers[0] + tower == pytest.approx(layers[1], abs=1)
+    assert not [each for each in layouts(QWEN, 8, 8, work.longest) if each.pipeline_layers and each.pp == 2]

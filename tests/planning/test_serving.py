@@ -12,10 +12,11 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig, parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.families.towers import PICTURES
 from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GIB, GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.serving import cache_bytes_per_token, rollout_weight_bytes, serving
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
-from tests.support import published
+from tests.support import picture_models, published
 
 ON_CPU = ProcessMemory.of(ClusterConfig())
 ON_GPUS = ProcessMemory.of(ClusterConfig(gpus_per_node=8))
@@ -114,3 +115,25 @@ def test_a_cache_that_is_written_is_taken_as_it_is() -> None:
     room = serving(CACHED, config(kv_cache_memory_bytes=10**8), device_bytes=None, processes=ON_CPU)
     assert room.cache == 10**8 and room.overhead == room.budget == 0
     assert serving(CACHED, config(), device_bytes=None, processes=ON_CPU).cache == GIB  # vLLM's own on the CPU
+
+
+@pytest.mark.parametrize("family", picture_models.ARCHITECTURES)
+def test_weights_of_models_that_see_are_those_that_updates_write(family: str) -> None:
+    _, model = model_of(picture_models.config(family), pictures=True)
+    for written in ("tp=1", "tp=2"):
+        table = RolloutTable(PICTURES[family], model, parse_rollout_layout(written))
+        stored = sum(prod(table.shape(each)) * itemsize_of(each.rule, 2) for each in table.tensors(0))
+        assert rollout_weight_bytes(model, parse_rollout_layout(written), 2) == stored
+
+
+def test_a_tower_works_beside_vllm_s_share() -> None:
+    """Features of 512 tokens, three of each; hidden states of 2,048 patches, and their MLP or attention over tp=2."""
+    _, model = model_of(picture_models.config("qwen3_vl"), pictures=True)
+    assert model.vision is not None and len(model.vision.deepstack) == 2
+    settings = config(gpu_memory_utilization=0.5, max_num_batched_tokens=512, tp=2)
+    room = serving(model, settings, device_bytes=8 * GIB, processes=ON_GPUS)
+    width = max(3 * model.vision.hidden_size, 2 * model.vision.ffn_hidden_size) / 2
+    by_hand = 2 * (512 * 3 * model.hidden_size + 2048 * (4 * model.vision.hidden_size + width))
+    assert room.encoder == by_hand and room.total == room.budget + by_hand
+    text = serving(replace(model, vision=None), settings, device_bytes=8 * GIB, processes=ON_GPUS)
+    assert text.encoder == 0 and room.cache < text.cache

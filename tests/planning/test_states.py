@@ -18,10 +18,12 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.states import Bucket, ModelSizes, States, family_for
 from mcore_rl.training.meta import meta_chunks
+from mcore_rl.training.vision import set_trained
 from tests.support import adapters, batches, engines, models, published
 from tests.support.forked import run_ranks
 
@@ -36,7 +38,7 @@ def published_model(hf_id: str) -> ModelConfig:
 
 def allocated_on_meta(
     model: ModelConfig, layout: str, world_size: int, rank: int, layers: list[int] | None, head: Head,
-    overlap: bool, monkeypatch: pytest.MonkeyPatch,
+    overlap: bool, monkeypatch: pytest.MonkeyPatch, learns_to_see: bool = False,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """(parameters, elements of Megatron's buffers, elements of this rank's shards, buckets)."""
     parallel = parse_layout(layout)
@@ -45,6 +47,8 @@ def allocated_on_meta(
     with meta_chunks(model, parallel, world_size, rank, head=head) as chunks, monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         for index, chunk in enumerate(chunks):
+            if hasattr(chunk, "vision"):
+                set_trained(chunk.vision, learns_to_see, sums_over_tensor_ranks=False)
             ddp = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
             )
@@ -161,6 +165,38 @@ def test_a_bucket_by_hand() -> None:
     even = Bucket((((64, 128), 1),))
     assert even.aligned and not bucket.aligned
     assert [even.part(2, rank) for rank in range(2)] == [128, 64]  # of 256
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(
+    ("name", "layout", "layers", "numbers"),
+    [
+        ("qwen2.5-vl-7b-instruct", "tp=2,pp=2", [12, 16], (676_550_144, 8_292_166_656)),
+        ("qwen3-vl-30b-a3b-instruct", "pp=2,ep=4", None, (538_631_408, 31_070_754_032)),
+    ],
+)
+def test_a_tower_is_in_the_first_chunk_s_buffers_or_beside_them(
+    name: str, layout: str, layers: list[int] | None, numbers: tuple[int, int], learns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What Megatron allocates for transformers' tower, trained and frozen; the numbers of parameters are published."""
+    config = published_config(find_checkpoint(name, published.MODEL_CONFIGS), published.MODEL_CONFIGS)
+    _, model = model_of(config, pictures=True)
+    parallel = parse_layout(layout)
+    parallel.pipeline_layers = layers
+    sizes = ModelSizes(model)
+    assert (sum(sizes.tower), sizes.num_parameters) == numbers
+    states = States(sizes, parallel, 8, Precision.bfloat16, overlap=True, frozen_tower=not learns)
+    for rank in (0, 7):
+        held, padded, shards, buckets = allocated_on_meta(
+            model, layout, 8, rank, layers, Head.lm, True, monkeypatch, learns
+        )
+        state = states.of_rank(rank)
+        stage = states.layout.coords(rank).pp
+        beside = 0 if learns or stage else numbers[0]
+        assert buckets == sum(map(len, states.buckets(stage)))
+        assert state.num_parameters == held
+        assert (state.weights, state.gradients, state.optimizer) == (2 * (padded + beside), 4 * padded, 12 * shards)
 
 
 def test_a_whole_model_has_its_published_number_of_parameters() -> None:

@@ -11,9 +11,12 @@ from mcore_rl.config.engine import Device, EngineConfig, Precision, Recompute
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.roles import ActorConfig, TowerTraining
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, Quantization, RolloutConfig, RolloutLayout
-from mcore_rl.families.flops import forward_flops, matmul_parameters
+from mcore_rl.families.flops import forward_flops, matmul_parameters, tower_flops
+from mcore_rl.families.registry import model_of
 from mcore_rl.planning import timing
+from mcore_rl.planning.lengths import RowPictures
 from mcore_rl.planning.overheads import (
     EAGER_LAYER_S,
     EXPERT_COLUMN_FLOPS,
@@ -34,6 +37,8 @@ from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_we
 from mcore_rl.planning.tables import measured_lines
 from mcore_rl.planning.timing import Rates, move_s
 from mcore_rl.planning.training import RolePlan, Work
+from tests.support import picture_models
+from tests.support.settings import actor_config
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, head_dim=16,
@@ -98,6 +103,31 @@ def test_a_ring_by_hand() -> None:
     assert RATES.ring(8e9, 16) == pytest.approx(7.5e9 / 1e9)
     assert RATES.ring(8e9, 4, stride=4) == 6e9 / 1e9
     assert RATES.ring(8e9, 1) == 0.0
+
+
+def test_a_tower_delays_its_stage_and_fewer_layers_there_pay_for_it() -> None:
+    """Of two stages, the pictures' forward pass, and twice that and their recompute in training, on the first."""
+    _, model = model_of(picture_models.config("qwen2_5_vl", num_hidden_layers=4), pictures=True)
+    grid = (64, 64)
+    shown = replace(WORK, pictures=RowPictures(mean=(grid,), most=(grid,)))
+    learning = actor_config(precision=Precision.bfloat16, recompute=Recompute.none, microbatch_tokens=400)
+    frozen = replace(learning, vision=TowerTraining.frozen)
+
+    def spent(config: ActorConfig, work: Work, layers: list[int], *, train: bool) -> float:
+        parallel = parse_layout("pp=2")
+        parallel.pipeline_layers = layers
+        planned = RolePlan("actor", model, config, parallel, 2, work, accelerator=True)
+        return timing.pass_s(planned, RATES, 16, train=train)
+
+    once = tower_flops(model, [grid]) * 16 / 1e12 / LOCAL_EFFICIENCY
+    bubble = 1 + 1 / (16 * 100 / 400)
+    for config, train, passes in ((learning, False, 1), (learning, True, 4), (frozen, True, 1)):
+        # With one layer the first stage has less than a third of the second's work: it waits, but for the pictures.
+        one, three = (spent(config, WORK, layers, train=train) for layers in ([1, 3], [3, 1]))
+        seen = spent(config, shown, [3, 1], train=train)
+        assert seen - three == pytest.approx(passes * once * bubble) and three < one
+    assert spent(learning, shown, [1, 3], train=True) < spent(learning, shown, [2, 2], train=True)
+    assert spent(learning, WORK, [1, 3], train=True) > spent(learning, WORK, [2, 2], train=True)
 
 
 def test_products_of_one_rank_by_hand() -> None:
@@ -185,8 +215,8 @@ def test_a_pipeline_waits_for_its_first_microbatch() -> None:
     two = role("pp=2", 2)
     forward = forward_flops(MODEL, [100]) * 16 / 1e12
     handed = 1_600 * 2 * 64 * 2 / 1e10
-    busy = 3 * forward / 2 * two.imbalance
-    assert two.imbalance > 1  # the projection to the vocabulary
+    busy = 3 * forward / 2 * max(two.stage_shares)
+    assert max(two.stage_shares) > 1  # the projection to the vocabulary
     assert timing.pass_s(two, RATES, 16, train=True) == pytest.approx(busy * (1 + 1 / 4) + handed)
     updates = timing.update_s(two, RATES, 16, 2) - 2 * timing.optimizer_s(two, RATES)
     assert updates == pytest.approx(busy * (1 + 1 / 2) + handed), "two updates of two microbatches each"

@@ -23,6 +23,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.flops import visible_pairs
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.planning.training import lora_of
@@ -35,6 +36,7 @@ from mcore_rl.rehearsal.rank import (
     TRAIN_AGAIN,
     RehearsedRank,
     RehearsedTeachers,
+    _batch,
     microbatch_lengths,
     rehearse,
     rehearsed_microbatches,
@@ -43,7 +45,7 @@ from mcore_rl.rehearsal.stages import ranks_of_stages
 from mcore_rl.training.attention_kernels import takes_groups, varlen_attn
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
-from tests.support import batches, engines, models
+from tests.support import batches, engines, models, picture_models
 from tests.support.adapters import adapter_table
 from tests.support.forked import run_ranks
 from tests.support.settings import actor_config
@@ -206,6 +208,49 @@ def test_memory_of_losses_over_the_vocabulary_is_torchs(processes: None) -> None
     logits = MANY_TOKENS * a_row
     most = {name: steps[0] / logits for name, steps in zip(["", *OVER_VOCABULARY], measured, strict=True)}
     assert most["forward_kl"] < most[""] + 1.5, "one gradient more, and a block of the teacher's logits"
+
+
+SEEN = ((16, 16),) * (MANY_TOKENS // LONGEST)
+
+
+def seeing(family: str) -> RehearsedRank:
+    """Each sequence with a picture of 256 patches, all in one microbatch, by the CPU's kernels."""
+    _, model = model_of(picture_models.config(family), pictures=True)
+    settings = actor_config(precision=Precision.float32, microbatch_tokens=MANY_TOKENS, recompute=Recompute.full)
+    return part(
+        model, engine=settings, accelerator=False, num_microbatches=1, tokens=MANY_TOKENS, pictures=SEEN,
+        learns_to_see=True,
+    )  # fmt: skip
+
+
+def allocated_seeing(rank: Rank, parts: list[RehearsedRank]) -> list[list[int]]:
+    """As ``allocated``, of models that see."""
+    peaks = []
+    with engines.world(rank):
+        for each in parts:
+            with engines.groups_of() as groups:
+                engine = engines.build(groups, each.model, each.engine)
+                batch = _batch(each, groups, 1)
+                counts = Denominators(loss=float(MANY_TOKENS), tokens=MANY_TOKENS, sequences=len(batch.lengths_S))
+                step = partial(engine.train_step, batch, each.loss, counts, with_entropy=True)
+                peaks.append([highest(memory_events(step)) for _ in range(2)])
+                del engine, step
+    return peaks
+
+
+@pytest.mark.tier("full")
+def test_memory_of_models_that_see_is_torchs(processes: None) -> None:
+    """The tower of transformers, whose blocks are computed again, in a real step; and the rehearsal sees it."""
+    parts = [seeing(family) for family in ("qwen2_5_vl", "qwen3_vl")]
+    measured = run_ranks(allocated_seeing, 1, (parts,), timeout_s=240)[0]
+    blind = [replace(each, pictures=()) for each in parts]
+    ledgers = run_ranks(rehearsals, 1, ([*parts, *blind],), timeout_s=240)[0]
+    for steps, ledger, without in zip(measured, ledgers[:2], ledgers[2:], strict=True):
+        for phase, taken in zip(ledger.phases[-2:], steps, strict=True):
+            begin = sum(ledger.by_kind(phase.begin).values())
+            assert ledger.peak(phase).num_bytes - begin == pytest.approx(taken, rel=0.01), phase.name
+        last = [each.peak(each.phases[-1]).num_bytes for each in (ledger, without)]
+        assert last[0] > 1.05 * last[1]
 
 
 def test_a_rehearsal_marks_state_by_kind(processes: None) -> None:

@@ -119,6 +119,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data.max_prompt_length": COUNT,
     "data.max_response_length": COUNT,
     "data.max_samples": COUNT,
+    "data.mean_image_tokens": COUNT,
     "data.mean_response_length": COUNT,
     "data.seed": SEED,
     "data.train_batch_size": COUNT,

@@ -20,6 +20,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.datasets import DATASETS, published_rows, write_rows
+from mcore_rl.data.tiny_model import write_tiny_model
 from mcore_rl.data.tiny_tokenizer import build_tokenizer
 from tests.support import tiny_models
 from tests.support.pictures import picture
@@ -54,6 +55,7 @@ PROMPTS, SAMPLES = 4, 2
 PROMPT_TOKENS, RESPONSE_TOKENS = 208, 16
 FAMILIES = ("deepseek_v3", "gemma2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 WITH_PICTURES = ("geo3k",)
+SEEING = "qwen2_5_vl"
 TEACHER = "qwen3_moe"  # of the recipe with a teacher
 # What an agent's tokens after a prompt need: some turns of a random model, and what others say between them.
 AGENT_PROMPT_TOKENS, AGENT_TOKENS, AGENT_TURNS = 640, 640, 3
@@ -100,6 +102,7 @@ def write_task(directory: Path) -> Path:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
+    write_tiny_model(directory / "models" / SEEING, directory / "data" / "geo3k", family=SEEING)
     (directory / "reward.py").write_text(REWARD)
     (directory / "parser.py").write_text(PARSER)
     return directory

@@ -31,7 +31,7 @@ FREE = (
     *("trainer.log_val_generations", "trainer.save_rollouts", "trainer.record_rollouts", KEY, "trainer.profile_steps"),
     *("trainer.timeout_s", "trainer.device_peak_tflops", "trainer.max_restarts", "trainer.watchdog."),
     *("trainer.push_to_hub", "trainer.prometheus."),
-    *("trainer.guards.", "data.mean_response_length"),
+    *("trainer.guards.", "data.mean_response_length", "data.mean_image_tokens"),
     *("trainer.placement", "model.path", "model.tokenizer_path", "model.staged", "data.train_files", "data.val_files"),
     *("data.val_batch_size", "data.val_max_samples", "rollout.val_kwargs.", "rollout.tp", "rollout.dp", "rollout.ep"),
     *("rollout.device", "rollout.dtype", "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_bytes"),

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.offline import OfflineConfig
+from mcore_rl.config.roles import trains_tower
 from mcore_rl.config.schedule import schedule_violations, scheduled
 from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
@@ -47,6 +48,7 @@ from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.placement import place_trainers
 from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.types import Picture
 
 
 class RowSet(Protocol):
@@ -153,11 +155,22 @@ class OfflineRun(TrainingRun[C, PreparedOffline[C, D]]):
     async def judge(self, rows: D) -> dict[str, float]:
         """Metrics of the weights as they are, on rows that are not trained."""
 
-    def passes(self, lengths_S: Sequence[int], scored: float = 0.0) -> dict[str, float]:
-        """The FLOP of a step on these sequences, and notes their tokens.  scored: passes without backward."""
-        self.num_tokens, role = sum(lengths_S), self.config.trained
+    def passes(
+        self,
+        lengths_S: Sequence[int],
+        scored: float = 0.0,
+        images_S: Sequence[Sequence[Picture]] | None = None,
+    ) -> dict[str, float]:
+        """The FLOP of a step on these sequences and their pictures, and notes their tokens.
+
+        scored: passes without backward.
+        """
+        self.num_tokens = sum(lengths_S)
+        role = self.config.trained
+        learns = trains_tower(self.config.actor)
         model = self.prepared.models[role.name]
-        return tflop(lengths_S, [Passes(model=model, scored=scored, trained=1, head=role.head)])
+        passes = Passes(model=model, scored=scored, trained=1, head=role.head, trains_tower=learns)
+        return tflop(lengths_S, [passes], images_S=images_S)
 
     def rates(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
         """Tokens trained a second."""

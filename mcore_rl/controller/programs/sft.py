@@ -86,7 +86,8 @@ async def train_step(run: SftRun, step: int) -> dict[str, float]:
         seen = await run.pictures_of(train, dict(zip(rows, conversations, strict=True)))
         shared = updates.send_whole(run.group, batch, seen)
         result = await updates.update_alone(run.group, shared, CrossEntropy(), float(batch.mask_T.sum()))
-    return {"sft/loss": result.loss} | result_metrics(result) | run.passes(batch.lengths_S) | picture_metrics(batch)
+    needed = run.passes(batch.lengths_S, images_S=batch.images_S)
+    return {"sft/loss": result.loss} | result_metrics(result) | needed | picture_metrics(batch)
 
 
 def result_metrics(result: StepResult) -> dict[str, float]:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.config.roles import trains_tower
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, StepStage
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.data.shared_prompts import Stem
-from mcore_rl.families.flops import forward_flops, train_flops
+from mcore_rl.families.flops import forward_flops, tower_flops, train_flops
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.tracking.lanes import State, trainer_state
+from mcore_rl.types import Picture
 
 TERA = 1e12
 
@@ -27,6 +29,7 @@ class Passes:
 
     shares: whether it computes a prompt once for all of its samples.
     lengths_S: tokens of its sequences, where these are others than the step's.
+    trains_tower: whether its vision tower learns, if it has one; else updates have that one's forward pass alone.
     """
 
     model: ModelConfig
@@ -35,6 +38,7 @@ class Passes:
     head: Head = Head.lm
     shares: bool = False
     lengths_S: Sequence[int] | None = None
+    trains_tower: bool = False
 
 
 def step_passes(
@@ -64,26 +68,37 @@ def step_passes(
                 trained=trained,
                 head=role.head,
                 shares=role.name in sharing,
+                trains_tower=trains_tower(run.role_config(role)),
             )
         )
     others = [Passes(model=models[each.group], scored=1, trained=0, lengths_S=told_S) for each, told_S in in_context]
     return passes + others
 
 
-def tflop(lengths_S: Sequence[int], passes: Sequence[Passes], stems: Sequence[Stem] = ()) -> dict[str, float]:
+def tflop(
+    lengths_S: Sequence[int],
+    passes: Sequence[Passes],
+    stems: Sequence[Stem] = (),
+    images_S: Sequence[Sequence[Picture]] | None = None,
+) -> dict[str, float]:
     """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens, without the kinds of pass that did not run.
 
     stems: of the sequences.  A trunk counts once, also where parts of a prompt's samples are computed apart: what is
-    computed again is no need of the model's.
+    computed again is no need of the model's.  images_S: their pictures, of which equal ones count once, too.
     """
+    seen = {picture.key: (picture.height, picture.width) for images in images_S or () for picture in images}
+    grids = list(seen.values())
     again = [stem.shared for stem in stems for _ in stem.members[1:] if stem.shared]
 
     def needed(each: Passes, flops: Callable[..., int]) -> int:
         all_apart = flops(each.model, each.lengths_S or lengths_S, head=each.head)
         return all_apart - flops(each.model, again, head=each.head) if each.shares else all_apart
 
-    scored = sum(each.scored * needed(each, forward_flops) for each in passes)
-    trained = sum(each.trained * needed(each, train_flops) for each in passes)
+    def tower(each: Passes, *, train: bool = False) -> int:
+        return tower_flops(each.model, grids, train=train) if each.lengths_S is None else 0
+
+    scored = sum(each.scored * (needed(each, forward_flops) + tower(each)) for each in passes)
+    trained = sum(each.trained * (needed(each, train_flops) + tower(each, train=each.trains_tower)) for each in passes)
     tflops = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
     return {key: value for key, value in tflops.items() if value}
 

@@ -20,6 +20,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mcore_rl.cli import main
 from mcore_rl.data.media.prompts import PAD, WRITTEN
+from mcore_rl.data.media.sizes import Sizing
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.flops import matmul_parameters, tower_flops
+from mcore_rl.families.registry import model_of
 from tests.support import prompt_files
 from tests.support.pictures import picture
 from tests.support.run_task import nothing_left
@@ -193,6 +197,22 @@ def test_a_run_learns_what_transformers_says_and_goes_on_with_the_same_bits(
     ).read_bytes()
     assert whole[1]["pictures/count"] == 5 and whole[1]["pictures/different"] == 4
     assert whole[1]["pictures/patches"] > 4 * whole[1]["pictures/count"]
+    counts_its_tower(whole[1], task / family, train[:BATCH], patch, trained=trained)
+
+
+def counts_its_tower(
+    metrics: dict[str, float], model_path: Path, asked: list[dict[str, Any]], patch: int, *, trained: bool
+) -> None:
+    """Operations are those of matrices, of different pictures, and of some attention among 96 tokens at most."""
+    _, model = model_of(read_config(model_path), pictures=True)
+    shown = [each["bytes"] for row in asked for each in row["images"]]
+    grids = {each: Sizing(patch=patch).grid(*Image.open(BytesIO(each)).size) for each in shown}
+    tokens = sum(grids[each].tokens for each in shown) / metrics["pictures/token_share"]
+    pairs = 49 * tokens * model.num_layers  # at most: a token sees itself and the tokens before it
+    attention = 3 * 4 * model.num_attention_heads * model.head_dim * pairs
+    seen = tower_flops(model, [(each.h, each.w) for each in grids.values()], train=trained)
+    left = metrics["perf/tflop_updates"] * 1e12 - seen - 6 * matmul_parameters(model) * tokens
+    assert 0 < left < attention < seen
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.trainer import TrainerConfig, trainer_violations
 from mcore_rl.controller.step.utilization import Passes, device_peak, tflop, utilization
 from mcore_rl.data.shared_prompts import Stem
-from mcore_rl.families.flops import forward_flops
+from mcore_rl.families.flops import forward_flops, tower_flops
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.metrics import metric_of
-from tests.support import models
+from mcore_rl.types import Picture
+from tests.support import models, picture_models
 
 LENGTHS = (3, 5)
 SECONDS = {
@@ -42,6 +44,24 @@ def test_a_shared_prompt_needs_its_operations_once() -> None:
     assert tflop(LENGTHS, [shares], stems)["perf/tflop_logprobs"] == pytest.approx(whole - trunk)
     assert tflop(LENGTHS, [shares], stems)["perf/tflop_updates"] == pytest.approx(3 * (whole - trunk))
     assert tflop(LENGTHS, [repeats], stems) == tflop(LENGTHS, [repeats]) == tflop(LENGTHS, [shares])
+
+
+def test_a_picture_that_sequences_share_needs_its_operations_once() -> None:
+    """The tower's backward pass is that of a tower that learns; a pass over other sequences shows no picture."""
+    _, model = model_of(picture_models.config("qwen2_5_vl"), pictures=True)
+    wide, square = Picture("a", 4, 8, 8), Picture("b", 4, 4, 4)
+    text = forward_flops(model, LENGTHS) / 1e12
+    grids = [(4, 8), (4, 4)]
+    seen, learned = (tower_flops(model, grids, train=train) / 1e12 for train in (False, True))
+    for trains_tower, trained in ((True, learned), (False, seen)):
+        passes = [
+            Passes(model=model, scored=2, trained=1.5, trains_tower=trains_tower),
+            Passes(model=model, scored=1, trained=0, lengths_S=LENGTHS),
+        ]
+        needed = tflop(LENGTHS, passes, images_S=[(wide, square), (wide,)])
+        by_hand = {"perf/tflop_updates": 1.5 * (3 * text + trained), "perf/tflop_logprobs": 3 * text + 2 * seen}
+        assert needed == pytest.approx(by_hand)
+    assert learned > 2 * seen
 
 
 def test_rates_are_of_a_device_and_its_phases() -> None:
