@@ -144,8 +144,7 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
     meter = DeviceMeter(fake)
     try:
         platform = _platform(part)
-        sees = part.model.vision is not None
-        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance, sees=sees)):
+        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance)):
             groups = init_groups(layout, platform, DEVICE, seed=part.engine.seed)
             with fake, meter:
                 engine = _passes(part, meter, groups, platform, count, progress)
