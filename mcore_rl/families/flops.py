@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from mcore_rl.config.model import ModelConfig, MoeConfig, TowerKind, VisionConfig
 from mcore_rl.config.role import Head
 
-Grid = tuple[int, int]
+PatchGrid = tuple[int, int]
 
 
 def matmul_parameters(model: ModelConfig, *, head: Head = Head.lm) -> int:
@@ -80,7 +80,7 @@ def tower_parameters(model: ModelConfig, vision: VisionConfig) -> float:
     return _embedding_parameters(vision) + vision.depth * block + (1 + len(vision.deepstack)) * merger / area
 
 
-def tower_flops(model: ModelConfig, grids: Iterable[Grid], *, train: bool = False) -> int:
+def tower_flops(model: ModelConfig, grids: Iterable[PatchGrid], *, train: bool = False) -> int:
     """Operations of the vision tower on pictures, forward, or with ``train`` also backward; 0 without a tower.
 
     grids: (patches high, patches wide) of each picture.

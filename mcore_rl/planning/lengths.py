@@ -17,7 +17,7 @@ from statistics import NormalDist
 from mcore_rl.config.data import DataConfig, PlannedImagesConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.families.flops import Grid
+from mcore_rl.families.flops import PatchGrid
 from mcore_rl.planning.overheads import MEAN_IMAGE_SHARE, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 
 NORMAL = NormalDist()
@@ -37,8 +37,8 @@ class RowPictures:
     mean: of a row with the mean number of picture tokens.  most: of the row that has most.
     """
 
-    mean: tuple[Grid, ...] = ()
-    most: tuple[Grid, ...] = ()
+    mean: tuple[PatchGrid, ...] = ()
+    most: tuple[PatchGrid, ...] = ()
 
 
 def row_pictures(data: object, model: ModelConfig, *, mean: float, longest: int) -> RowPictures:
@@ -55,7 +55,7 @@ def row_pictures(data: object, model: ModelConfig, *, mean: float, longest: int)
     return RowPictures(mean=_grids(tokens, largest, vision.merge_size), most=_grids(most, largest, vision.merge_size))
 
 
-def _grids(tokens: int, largest: int, merge: int) -> tuple[Grid, ...]:
+def _grids(tokens: int, largest: int, merge: int) -> tuple[PatchGrid, ...]:
     """Equal pictures, as square as whole tokens allow, of ``tokens`` at most in all and ``largest`` each."""
     count = ceil(tokens / largest)
     each = tokens // count

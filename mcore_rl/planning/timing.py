@@ -23,7 +23,7 @@ from mcore_rl.config.rollout import (
     RolloutLayout,
     state_bytes,
 )
-from mcore_rl.families.flops import Grid, forward_flops, matmul_parameters, tower_flops
+from mcore_rl.families.flops import PatchGrid, forward_flops, matmul_parameters, tower_flops
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
@@ -195,7 +195,7 @@ def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: fl
 
 def generation_s(
     model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
-    mean_response: float, pictures: Sequence[Grid] = (),
+    mean_response: float, pictures: Sequence[PatchGrid] = (),
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds to generate all responses: (of the engines, of the reductions of an engine on several nodes).
 

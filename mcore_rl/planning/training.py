@@ -19,7 +19,7 @@ from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
 from mcore_rl.config.roles import AdaptedConfig, trains_tower
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import snapshot_of
-from mcore_rl.families.flops import Grid, tower_flops
+from mcore_rl.families.flops import PatchGrid, tower_flops
 from mcore_rl.planning.activations import (
     Kernels,
     RowBytes,
@@ -169,7 +169,7 @@ class RolePlan:
         return -(-self.tokens // self.layout.cp)
 
     @cached_property
-    def microbatch_pictures(self) -> list[Grid]:
+    def microbatch_pictures(self) -> list[PatchGrid]:
         """The most pictures of a microbatch, over the ranks that share them: those of each of its longest sequences."""
         shown = self.work.pictures.most * max(1, self.tokens // self.work.longest)
         budget = self.engine.microbatch_patches

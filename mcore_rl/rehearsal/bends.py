@@ -58,11 +58,8 @@ def bent(bends: list[Bend]) -> Iterator[None]:
         yield
 
 
-def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float, sees: bool = False) -> list[Bend]:
-    """The bends of a rehearsal.
-
-    accelerator: with an accelerator's kernels.  imbalance: see ``rank.rehearse``.  sees: of a model with a tower.
-    """
+def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list[Bend]:
+    """The bends of a rehearsal.  accelerator: with an accelerator's kernels.  imbalance: see ``rank.rehearse``."""
     from megatron.core.transformer.moe import token_dispatcher
 
     from mcore_rl.parallel import cpu
@@ -103,7 +100,7 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float, sees: b
             _counted,
         ),
     ]
-    return bends + (_kernels(meter, sees=sees) if accelerator else [])
+    return bends + (_kernels(meter) if accelerator else [])
 
 
 def _move_parameters(self: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -249,7 +246,7 @@ def _selecting(real: Callable[..., Any], meter: DeviceMeter) -> Callable[..., An
 # ---- kernels that an accelerator has in one piece ----
 
 
-def _kernels(meter: DeviceMeter, *, sees: bool) -> list[Bend]:
+def _kernels(meter: DeviceMeter) -> list[Bend]:
     """What runs as one kernel on an accelerator: torch.compile's fusions, attention."""
     import torch.nn.functional as F
     from megatron.core.fusions import fused_bias_swiglu
@@ -280,18 +277,6 @@ def _kernels(meter: DeviceMeter, *, sees: bool) -> list[Bend]:
         Bend(attention, "attend_varlen", "knows the lengths that its operations depend on", attend.lengths_known),
         Bend(attention_kernels, "varlen_attn", "runs on an accelerator only", lambda real: attend.packed),
         Bend(F, "scaled_dot_product_attention", "the CPU has other kernels", lambda real: attend.dense),
-        *(_of_towers(attend) if sees else ()),
-    ]
-
-
-def _of_towers(attend: _Attention) -> list[Bend]:
-    """What stands in a vision tower; transformers takes long to import it."""
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention
-
-    return [
-        Bend(owner, "forward", "takes minutes, window by window", attend.windows_at_once)
-        for owner in (Qwen2_5_VLVisionAttention, Qwen3VLVisionAttention)
     ]
 
 
@@ -345,7 +330,6 @@ class _Attention:
 
     def __init__(self, meter: DeviceMeter) -> None:
         self._pairs = 0
-        self._of_tower: int | None = None
         attention = self
 
         class Attend(torch.autograd.Function):
@@ -376,20 +360,6 @@ class _Attention:
 
         return attend
 
-    def windows_at_once(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Attention of a tower over windows, or whole pictures, as over one of all patches; their pairs are noted."""
-
-        @functools.wraps(real)
-        def forward(module: Any, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-            self._of_tower = sum(length**2 for length in lengths)
-            try:
-                return real(module, hidden_states, torch.tensor([0, sum(lengths)]), *args, **kwargs)  # type: ignore[no-any-return]
-            finally:
-                self._of_tower = None
-
-        return forward
-
     def packed(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
     ) -> Tensor:
@@ -397,9 +367,14 @@ class _Attention:
         return self._function.apply(query, key, value, query.shape[1])  # type: ignore[no-any-return, no-untyped-call]
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        """``F.scaled_dot_product_attention``: query [1, heads, q, d]; text sees no later keys."""
-        of_text = _visible_pairs(query.shape[-2], key.shape[-2], None)
-        self._pairs = of_text if self._of_tower is None else self._of_tower
+        """``F.scaled_dot_product_attention``: query [1, heads, q, d], causal with the last query at the last key.
+
+        A vision tower's is [windows, heads, q, d], and each patch sees all of its window.
+        """
+        if kwargs.get("is_causal") or kwargs.get("attn_mask") is not None:
+            self._pairs = _visible_pairs(query.shape[-2], key.shape[-2], None)
+        else:
+            self._pairs = query.shape[0] * query.shape[-2] * key.shape[-2]
         return self._function.apply(query, key, value, query.shape[1])  # type: ignore[no-any-return, no-untyped-call]
 
 

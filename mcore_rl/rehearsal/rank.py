@@ -35,7 +35,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.errors import Violation, refuse_if_any
-from mcore_rl.families.flops import Grid, patch_width
+from mcore_rl.families.flops import PatchGrid, patch_width
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -102,7 +102,7 @@ class RehearsedRank:
     with_entropy: bool
     reads: tuple[str, ...] = ()
     teachers: RehearsedTeachers | None = None
-    pictures: tuple[Grid, ...] = ()
+    pictures: tuple[PatchGrid, ...] = ()
     learns_to_see: bool = False
 
 
@@ -144,8 +144,7 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
     meter = DeviceMeter(fake)
     try:
         platform = _platform(part)
-        sees = part.model.vision is not None
-        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance, sees=sees)):
+        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance)):
             groups = init_groups(layout, platform, DEVICE, seed=part.engine.seed)
             with fake, meter:
                 engine = _passes(part, meter, groups, platform, count, progress)

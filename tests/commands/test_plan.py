@@ -63,10 +63,13 @@ def test_fine_tuning_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "searches layouts of accelerators" in capsys.readouterr().err
 
 
-def test_a_recipe_with_pictures_is_planned_with_its_tower(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_with_pictures_is_planned_with_its_tower(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", "recipe=qwen25_vl_7b_grpo"]) == 0
     said = capsys.readouterr().out
-    assert "8.3B parameters" in said and "pictures" in said and "vision tower" in said.replace("\n", " ")
+    assert "8.3B parameters" in said and "\npictures " in said and "\nengine, vision tower at work " in said
     assert main(["verify", "recipe=qwen25_vl_7b_grpo", "rollout.tp=8", "rollout.dp=1", "--check"]) == 2
     assert "model.vision.ffn_hidden_size" in capsys.readouterr().err, "3,420 does not divide by 8"
 
