@@ -106,7 +106,7 @@ def _hours_of(run: RecordedRun) -> dict[float, float]:
     """Step -> hours in steps until its end."""
     steps = run.values("time/step")
     hours = accumulate((seconds or 0.0) / 3600 for _, seconds in steps)
-    return {0: 0.0} | {step: hour for (step, _), hour in zip(steps, hours, strict=True)}
+    return {0.0: 0.0} | {float(step): hour for (step, _), hour in zip(steps, hours, strict=True)}
 
 
 def _timed(series: Series, clock: Clock) -> Series:

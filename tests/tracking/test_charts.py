@@ -145,8 +145,8 @@ def test_numbers_over_powers_of_ten_have_a_logarithmic_axis() -> None:
     marks = [(float(each.get("y") or ""), each.text) for each in svg.iter("text") if each.get("class") == "y"]
     assert [said for _, said in marks] == ["1e-06", "1e-05", "0.0001", "0.001", "0.01"]
     (bottom, _), *_, (top, _) = marks
-    (line,) = svg.iter("polyline")
-    heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+    (drawn,) = svg.iter("polyline")
+    heights = [float(point.split(",")[1]) for point in (drawn.get("points") or "").split()]
     powers = [-6 + (bottom - height) / (bottom - top) * 4 for height in heights]
     assert powers == pytest.approx([math.log10(value) for _, value in points], abs=0.002)  # places have one decimal
     assert "logarithmic axis" in text
