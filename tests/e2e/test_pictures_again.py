@@ -25,7 +25,8 @@ from tests.support.run_task import nothing_left
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1800), pytest.mark.usefixtures("processes")]
 FAMILY = "qwen2_5_vl"
-RESUMABLE = ("trainer.save_freq=1", "trainer.val_before_train=false", "trainer.record_rollouts=true")
+RESUMABLE = ("trainer.save_freq=1", "trainer.val_before_train=false")
+RECORD = "trainer.record_rollouts=true"
 
 
 def test_a_killed_run_goes_on_with_the_same_bits_and_is_replayed_without_engines(tmp_path: Path) -> None:
@@ -36,12 +37,12 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_is_replayed_without_engines
         def begin(name: str, *more: str) -> Started:
             return _started(task, tmp_path / name, traces, *more)
 
-        whole = begin("whole")
+        whole = begin("whole", RECORD)
         assert whole.finish() == 0, whole.said()
-        struck = begin("struck")
+        struck = begin("struck", RECORD)
         struck.strike_at(doing(2, "train_step"), "controller", SIGKILL)
         assert struck.finish() == -SIGKILL
-        struck = begin("struck")
+        struck = begin("struck", RECORD)
         assert struck.finish() == 0, struck.said()
         expected, again = bits_of(tmp_path / "whole", STEPS), bits_of(tmp_path / "struck", STEPS)
         assert again.states == expected.states and len(again.states) > 1
