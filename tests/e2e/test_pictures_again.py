@@ -58,7 +58,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_is_replayed_without_engines
         others = picture_runs.exchanged(task / "squares" / "train.parquet", tmp_path / "others.parquet")
         refused = begin("refused", replay, f"data.train_files=[{others}]")
         assert refused.finish() == 2, refused.said()
-        assert "drawn with other pictures than the files hold now" in " ".join(refused.said().split())
+        assert "are other data than those of the run that trainer.replay names" in " ".join(refused.said().split())
         assert "Traceback" not in refused.said()
 
 
