@@ -6,6 +6,7 @@ that two sequences share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -186,21 +187,33 @@ def loss(inputs: LossInputs) -> LossSums:
 
 def whole_side(whole: PreTrainedModel, vision: VisionConfig, batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """(log-probs [T], mean loss) of transformers' model, sequence by sequence, with normalised float32 pixels."""
+    logprobs = []
+    for given in _given(vision, batch):
+        tokens, logits = given["input_ids"], whole(**given).logits
+        chosen = torch.log_softmax(logits[0].float(), dim=-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), chosen]))
+    logprobs_T = torch.cat(logprobs)
+    return logprobs_T, -(logprobs_T * batch.mask_T).sum() / batch.mask_T.sum()
+
+
+def whole_values(whole: PreTrainedModel, vision: VisionConfig, batch: TrainBatch, weight_H: Tensor) -> Tensor:
+    """What ``weight_H`` says of the last hidden state of transformers' model in front of each token, [T]."""
+    values = [whole.model(**given).last_hidden_state[0] @ weight_H for given in _given(vision, batch)]
+    return torch.cat([torch.cat([torch.zeros(1), each[:-1]]) for each in values])
+
+
+def _given(vision: VisionConfig, batch: TrainBatch) -> Iterator[dict[str, Any]]:
+    """The arguments of transformers' model, for each sequence."""
     assert batch.images_S is not None and batch.feature_T is not None
     area = vision.temporal_patch_size * vision.patch_size**2
     mean, std = (torch.tensor(x).repeat_interleave(area) for x in (vision.pixel_mean, vision.pixel_std))
-    logprobs = []
     for start, length, images in zip(batch.offsets_S, batch.lengths_S, batch.images_S, strict=True):
         tokens = batch.tokens_T[None, start : start + length]
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if images:
             given["pixel_values"] = torch.cat(
                 [(torch.from_numpy(batch.patches[x.key]).float() / 255 - mean) / std for x in images]
             )
             given["image_grid_thw"] = torch.tensor([(1, x.height, x.width) for x in images])
             given["mm_token_type_ids"] = (batch.feature_T[None, start : start + length] >= 0).int()
-        logits = whole(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given).logits
-        chosen = torch.log_softmax(logits[0].float(), dim=-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-        logprobs.append(torch.cat([torch.zeros(1), chosen]))
-    logprobs_T = torch.cat(logprobs)
-    return logprobs_T, -(logprobs_T * batch.mask_T).sum() / batch.mask_T.sum()
+        yield given

@@ -28,7 +28,7 @@ def write_task(folder: Path, family: str) -> Path:
     return folder
 
 
-def words(task: Path, directory: Path, *more: str) -> list[str]:
+def words(task: Path, directory: Path, *more: str, algorithm: str = "grpo") -> list[str]:
     """The arguments of a run in ``directory`` on two processes."""
     return [
         "train",
@@ -41,7 +41,7 @@ def words(task: Path, directory: Path, *more: str) -> list[str]:
         "data.max_response_length=8",
         f"custom_reward_function.path={task}/reward.py",
         "reward.num_workers=1",
-        "algorithm=grpo",
+        f"algorithm={algorithm}",
         "actor.use_kl_loss=true",
         "actor.precision=float32",
         f"actor.ppo_mini_batch_size={PROMPTS}",
