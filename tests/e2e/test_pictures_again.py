@@ -25,7 +25,9 @@ from tests.support.run_task import nothing_left
 
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(1800), pytest.mark.usefixtures("processes")]
 FAMILY = "qwen2_5_vl"
-RESUMABLE = ("trainer.save_freq=1", "trainer.val_before_train=false", "trainer.record_rollouts=true")
+# A replay validates nothing.
+RESUMABLE = ("trainer.save_freq=1", "trainer.val_before_train=false", "trainer.test_freq=0")
+RECORD = "trainer.record_rollouts=true"
 
 
 def test_a_killed_run_goes_on_with_the_same_bits_and_is_replayed_without_engines(tmp_path: Path) -> None:
@@ -36,12 +38,12 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_is_replayed_without_engines
         def begin(name: str, *more: str) -> Started:
             return _started(task, tmp_path / name, traces, *more)
 
-        whole = begin("whole")
+        whole = begin("whole", RECORD)
         assert whole.finish() == 0, whole.said()
-        struck = begin("struck")
+        struck = begin("struck", RECORD)
         struck.strike_at(doing(2, "train_step"), "controller", SIGKILL)
         assert struck.finish() == -SIGKILL
-        struck = begin("struck")
+        struck = begin("struck", RECORD)
         assert struck.finish() == 0, struck.said()
         expected, again = bits_of(tmp_path / "whole", STEPS), bits_of(tmp_path / "struck", STEPS)
         assert again.states == expected.states and len(again.states) > 1
@@ -56,7 +58,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_is_replayed_without_engines
         others = picture_runs.exchanged(task / "squares" / "train.parquet", tmp_path / "others.parquet")
         refused = begin("refused", replay, f"data.train_files=[{others}]")
         assert refused.finish() == 2, refused.said()
-        assert "drawn with other pictures than the files hold now" in " ".join(refused.said().split())
+        assert "are other data than those of the run that trainer.replay names" in " ".join(refused.said().split())
         assert "Traceback" not in refused.said()
 
 
@@ -69,7 +71,10 @@ PICTURE_BYTES = 400 * 1176
 
 
 def test_the_store_holds_a_picture_once_for_all_samples_of_its_prompt(tmp_path: Path, fast_ray: None) -> None:
-    """The most that Ray's store has in a step, with 1 and with 8 samples of each prompt."""
+    """The most that Ray's store has, with 1 and with 8 samples of each prompt: a copy a sample would be 7 times more.
+
+    One more of each may be there still, on its way to the engine.
+    """
     task = picture_runs.write_task(tmp_path / "task", FAMILY)
     rows = [
         prompt_files.row("<image>?", data_source="squares", images=[{"bytes": picture(SIDE, SIDE, n), "path": None}])
@@ -81,6 +86,7 @@ def test_the_store_holds_a_picture_once_for_all_samples_of_its_prompt(tmp_path: 
         more = [
             f"data.train_files=[{large}]",
             f"rollout.n={samples}",
+            "rollout.max_num_seqs=64",
             "algorithm=reinforce_plus_plus",
             "data.max_prompt_length=160",
             "actor.microbatch_tokens=1024",
@@ -92,7 +98,7 @@ def test_the_store_holds_a_picture_once_for_all_samples_of_its_prompt(tmp_path: 
             assert main(picture_runs.words(task, tmp_path / f"run{samples}", *more)) == 0
         most[samples] = max(seen)
     assert most[1] > PROMPTS * PICTURE_BYTES, "all pictures of the step at once"
-    assert most[8] - most[1] < PICTURE_BYTES, most
+    assert most[8] - most[1] < PROMPTS * PICTURE_BYTES, most
 
 
 @contextmanager
