@@ -27,7 +27,9 @@ CASES = {
     ),
 }
 OF_RUNS = {
-    f"{SEEN} algorithm=ppo": "data.image_key=images: gives the policy pictures, and the critic .*text alone",
+    f"{SEEN} reward_model.enable=true": "data.image_key=images: gives the policy pictures, and the reward model .*text",
+    "algorithm=ppo critic.vision=frozen": "critic.vision=frozen: is not read: .*data.image_key=images",
+    f"{SEEN} algorithm=ppo critic.vision=trained critic.lora.rank=4": "critic.vision=trained: and critic.lora.rank=4",
     f"{SEEN} algorithm=spin": "data.image_key=images: .* the rows' own answers",
     "algorithm=ppo critic.microbatch_patches=64": "critic.microbatch_patches=64: is not read",
 }
@@ -45,6 +47,11 @@ def test_train_refuses(written: str) -> None:
     violations = run_violations(compose(RunConfig, "train", [*DATA, *written.split()]))
     wanted = (CASES | OF_RUNS)[written]
     assert any(re.search(wanted, str(each)) for each in violations), violations
+
+
+def test_a_critic_may_see_what_the_policy_sees() -> None:
+    config = compose(RunConfig, "train", [*DATA, SEEN, "algorithm=ppo", "critic.vision=frozen"])
+    assert not [each for each in run_violations(config) if "image" in str(each)]
 
 
 @pytest.mark.parametrize(("schema", "command"), [(PreferConfig, "prefer"), (RewardTrainingConfig, "reward")])
