@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 
 from mcore_rl.controller.lifecycle import run_contents
 from mcore_rl.controller.lifecycle.resume_check import RUN, Identity, note_differences
+from mcore_rl.controller.lifecycle.run_contents import MAX_SUMS, pictures_of
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.errors import CheckpointError, ConfigError
 
 
@@ -257,6 +259,36 @@ def test_other_content_at_the_same_place_is_refused(
     else:
         with pytest.raises(ConfigError, match="differs"):
             identity_of(config).check(checkpoint)
+
+
+def pictures(folder: str, shas: Sequence[str]) -> list[list[Placed]]:
+    """Rows of a picture in a file each, and one whose row holds it."""
+    files = [ImageRef(sha, f"{folder}/{number}.png") for number, sha in enumerate(shas)]
+    return [[Placed(image, 1, Grid(1, 2, 2))] for image in (*files, ImageRef("held", "t.parquet:0 images[0]"))]
+
+
+def test_another_picture_is_refused_by_the_name_of_its_file(config: dict[str, Any], tmp_path: Path) -> None:
+    weights = {"model.path": Path(config["model"]["path"])}
+    (tmp_path / "step_1").mkdir()
+    Identity.of(config, ("actor",), weights, pictures("/a", "abc")).keep(tmp_path / "step_1")
+    moved = Identity.of(config, ("actor",), weights, pictures("/b", "abc"))
+    assert moved.check(tmp_path / "step_1") == []
+    other = Identity.of(config, ("actor",), weights, pictures("/a", "abd"))
+    with pytest.raises(
+        ConfigError, match=r"data\.image_key=.*: 2\.png \(3\) differs from .*resume_mode=off"
+    ) as refused:
+        other.check(tmp_path / "step_1")
+    assert len(refused.value.violations) == 1
+    fewer = Identity.of(config, ("actor",), weights, pictures("/a", "ab"))
+    assert fewer.check(tmp_path / "step_1") == [], "another number of rows is said by the sampler"
+
+
+def test_of_many_pictures_several_have_one_sum() -> None:
+    shas = [f"{number}" for number in range(2 * MAX_SUMS + 1)]
+    sums = pictures_of(pictures("/a", shas))
+    assert len(sums) == -(-len(shas) // 3) <= MAX_SUMS and next(iter(sums)) == "0.png (1 to 3)"
+    changed = pictures_of(pictures("/a", [*shas[:-1], "other"]))
+    assert [name for name in sums if sums[name] != changed[name]] == [list(sums)[-1]]
 
 
 @pytest.mark.parametrize("key", AGENT_FILES)
