@@ -34,7 +34,7 @@ from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from mcore_rl.checkpoints.peft import changed_base, lora_of, open_adapters, read_adapter_config, write_peft
 from mcore_rl.checkpoints.published import FP8, open_weights
 from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, state_file
-from mcore_rl.checkpoints.rest import keep_rest, open_files, rest_of, writer_of
+from mcore_rl.checkpoints.rest import keep_rest, open_files, rest_beside, weights_have_tower, writer_of
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes, windows_of
 from mcore_rl.checkpoints.stacked import num_stored, unstacked
 from mcore_rl.checkpoints.stored_state import StoredState
@@ -257,15 +257,16 @@ def open_run(
     role = role_directory(directory)
     if role is None:
         return None
-    _, family, model = read_model(role / SIDECAR_FILES if config is None else config)
+    beside = role / SIDECAR_FILES
+    _, family, model = read_model(beside if config is None else config, pictures=weights_have_tower(beside))
     if config is not None:
-        demand_kept_model(directory, role / SIDECAR_FILES, model)
-    if not (role / SIDECAR_FILES / ADAPTER_CONFIG).is_file():
+        demand_kept_model(directory, beside, model)
+    if not (beside / ADAPTER_CONFIG).is_file():
         return RunWeights(role, family, model)
     adapters, of_run, head = run_adapters(role, family, model)
     checkpoint, table = open_hf(base or Path(of_run["base_model_name_or_path"]))
     table = Table(table.family, table.model, head=head)
-    return MergedWeights(checkpoint, table, adapters, lora_of(of_run).scale, role / SIDECAR_FILES)
+    return MergedWeights(checkpoint, table, adapters, lora_of(of_run).scale, beside)
 
 
 def run_adapters(role: Path, family: Family, model: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Any], Head]:
@@ -415,7 +416,7 @@ def _write_hf(
     report: ProgressCallback,
 ) -> Converted:
     """rest_directory: has what is not trained of a multimodal model."""
-    rest = None if source.table.head is Head.value else rest_of(rest_directory)
+    rest, pictures = rest_beside(source.table, rest_directory), source.table.model.vision is not None
     present = {name: spec.dtype for name, spec in source.tensors.items()}
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
@@ -423,7 +424,8 @@ def _write_hf(
     with writer_of(out, list(specs.values()), source.table, rest) as writer:
         if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
             raise CheckpointError(str(sidecar_directory), problems)
-        copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), head=source.table.head)
+        head = source.table.head
+        copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), head=head, pictures=pictures)
         memory = _memory()
         for spec in specs.values():
             for window in windows_of(spec):
@@ -438,7 +440,7 @@ def _write_hf(
         def verify(directory: Path) -> None:
             if rest is not None:
                 rest.demand_same(directory)
-            with unstacked(open_files(directory), source.table) as written:
+            with unstacked(open_files(directory, pictures=pictures), source.table) as written:
                 _verify(source, written, written.tensors, specs, directory, report)
 
         writer.finish(verify)

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
-from mcore_rl.checkpoints.rest import Rest, open_files, rest_of, writer_of
+from mcore_rl.checkpoints.rest import Rest, open_files, rest_beside, writer_of
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, in_groups
 from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
 from mcore_rl.checkpoints.stacked import unstacked
-from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Stage
 from mcore_rl.parallel.agreement import together
@@ -308,10 +307,7 @@ def save_hf(
     """
 
     def plan() -> tuple[_Source, Parts, Rest | None]:
-        # A value head is of a text model alone.
-        rest = rest_of(Path(source)) if source is not None and table.head is not Head.value else None
-        if rest is not None and table.model.vision is not None:
-            rest = rest.without_tower()
+        rest = rest_beside(table, Path(source)) if source is not None else None
         return _Source(chunks, table, rank, dtype), owned_parts(table), rest
 
     device = next(tensor for chunk in chunks for tensor in chunk.parameters()).device
@@ -323,7 +319,8 @@ def save_hf(
             return None
         writer = writer_of(directory, specs, table, rest, max_shard_bytes=max_shard_bytes)
         if source is not None:
-            copy_sidecar_files(Path(source), writer.incomplete, live.dtype, head=table.head)
+            pictures = table.model.vision is not None
+            copy_sidecar_files(Path(source), writer.incomplete, live.dtype, head=table.head, pictures=pictures)
         return writer
 
     created = together(create, None, device)
@@ -380,7 +377,7 @@ def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Call
 def _verify(directory: Path, specs: Mapping[str, TensorSpec], table: Table, rest: Rest | None) -> None:
     """Read the headers back: every tensor is there, and every file is as long as it must be; and all of ``rest``."""
     pictures = table.model.vision is not None
-    if rest is not None and not pictures:
+    if rest is not None:
         rest.demand_same(directory)
     with unstacked(open_files(directory, pictures=pictures), table) as checkpoint:
         stored = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}

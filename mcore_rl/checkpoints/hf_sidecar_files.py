@@ -25,11 +25,15 @@ INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
 OF_ADAPTERS = "adapter_config.json"
 
 
-def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: Head = Head.lm) -> None:
+def copy_sidecar_files(
+    source: Path, target: Path, dtype: torch.dtype, *, head: Head = Head.lm, pictures: bool = False
+) -> None:
     """Copy the files of the checkpoint in ``source`` that are not weights into ``target``.
 
     dtype: of the weights in ``target``.  head: what the model ends in; transformers calls a value head a classifier
-    with one label.  CheckpointError: ``source`` has no config.json, or one that is not JSON; a file cannot be copied.
+    with one label.  pictures: whether the weights have the vision tower.
+
+    CheckpointError: ``source`` has no config.json, or one that is not JSON; a file cannot be copied.
     """
     config = read_config(source)
     try:
@@ -39,16 +43,16 @@ def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: 
                 if place.parent != target:
                     place.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, place)
-        text = json.dumps(_config_of_weights(config, dtype, head), indent=2, ensure_ascii=False)
+        text = json.dumps(_config_of_weights(config, dtype, head, pictures), indent=2, ensure_ascii=False)
         (target / CONFIG).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         problem = f"{error.filename}: cannot be copied: {error.strerror}. Mend that and try again"
         raise CheckpointError(str(source), [problem]) from error
 
 
-def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, head: Head) -> dict[str, Any]:
+def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, head: Head, pictures: bool) -> dict[str, Any]:
     """``config`` corrected to describe the written weights: dtype, quantisation, prediction layers, head."""
-    if head is Head.value:  # transformers has none for most multimodal models, and it reads text alone
+    if head is Head.value and not pictures:  # transformers has none for most multimodal models
         config = text_config(config)
     # transformers 5 writes dtype; before 4.56 it read torch_dtype alone, and reads either since.
     written = str(dtype).removeprefix("torch.")

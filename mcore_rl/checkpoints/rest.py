@@ -30,6 +30,7 @@ from mcore_rl.checkpoints.safetensors import (
 )
 from mcore_rl.checkpoints.sharded_writer import FORMAT, ShardedWriter
 from mcore_rl.checkpoints.stacked import StackedWriter, expert_parameters, is_fused, stacks_in, transposed
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
@@ -139,6 +140,8 @@ class Rest:
 
     def demand_same(self, directory: Path) -> None:
         """Raises CheckpointError unless the checkpoint in ``directory`` has the same tensors, bit for bit."""
+        if not self.tensors:  # its tower is among the weights
+            return
         other = rest_of(directory)
         assert other is not None, f"{directory} is of no multimodal model"
         wrong = {spec.name for spec in {*self.specs} ^ {*other.specs}}
@@ -195,14 +198,33 @@ def _experts_in(directory: Path) -> str:
     return STACKED if stacks_in(checkpoint, table) == expert_parameters(table.family) else TRANSPOSED
 
 
-def keep_rest(source: Path, target: Path) -> None:
+def rest_beside(table: Table, directory: Path) -> Rest | None:
+    """The rest of the checkpoint in ``directory``, as ``rest_of`` reads it, that the weights of ``table`` lack.
+
+    None: also of a critic that reads text alone, whose files are a language model's.
+    """
+    sees = table.model.vision is not None
+    if table.head is Head.value and not sees:
+        return None
+    rest = rest_of(directory)
+    return rest.without_tower() if rest is not None and sees else rest
+
+
+def weights_have_tower(directory: Path) -> bool:
+    """Whether ``keep_rest`` wrote into ``directory`` that the weights beside it have the vision tower."""
+    return (directory / KEPT).is_file() and not read_header(directory / KEPT)[0]
+
+
+def keep_rest(source: Path, target: Path, *, tower: bool = True) -> None:
     """Write the rest of the checkpoint in ``source``, if it has one, into the directory ``target``, as ``KEPT``.
 
+    tower: False writes how files are spelt, and nothing else: the weights have the tower.
     Raises CheckpointError as ``rest_of``, and if it cannot be written.
     """
     rest = rest_of(source)
     if rest is None:
         return
+    rest = rest if tower else rest.without_tower()
     path = target / KEPT
     said = {**FORMAT, "spelling": rest.spelling.model, "experts": rest.experts}
     header, placed = encode_header(rest.specs, path, said)

@@ -142,7 +142,7 @@ def _tower_violations(config: SeeingConfig, key: str) -> Iterator[Violation]:
 
 
 @dataclass(kw_only=True)
-class TrainedConfig(AdaptedConfig):
+class TrainedConfig(SeeingConfig):
     """A role that is trained.
 
     ppo_mini_batch_size: prompts per optimizer step, with all of their samples.
@@ -167,7 +167,7 @@ class TrainedModelConfig(TrainedConfig):
 
 
 @dataclass(kw_only=True)
-class ActorConfig(TrainedConfig, SeeingConfig):
+class ActorConfig(TrainedConfig):
     """The policy that is trained.  The file of a policy loss adds its own settings.
 
     allow_stale_updates: permit several updates per batch with a loss that has no ratio (``policy_gradient``, ``gpg``).

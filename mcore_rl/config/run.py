@@ -291,9 +291,7 @@ def _picture_violations(run: RunConfig) -> Iterator[Violation]:
     yield from picture_violations(run.data, {role.name: run.role_config(role) for role in run.group_rows})
     if not run.sees_pictures:
         return
-    values = [role.name for role in run.group_rows if role.head is Head.value]
-    blind = [f"the {name} ({ESTIMATOR_KEY}={run.algorithm.adv_estimator})" for name in values]
-    blind += ["the reward model (reward_model.enable=true)"] if run.reward_model.enable else []
+    blind = ["the reward model (reward_model.enable=true)"] if run.reward_model.enable else []
     if run.reward.judge.path is not None or run.reward.judge.address is not None:
         blind.append("the judge (reward.judge)")
     blind += [f"the rows' own answers ({ESTIMATOR_KEY}={run.algorithm.adv_estimator})"] if needs_answers(run) else []

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.algorithms.role_loss import RoleLoss
@@ -35,10 +37,11 @@ from mcore_rl.controller.step.pixels import StepPictures, step_pictures
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.samples import sample_rows
+from mcore_rl.controller.step.thumbnails import OF_A_STEP, OF_A_VALIDATION, write_thumbnails
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
 from mcore_rl.data.media.placed import Placed
-from mcore_rl.data.prompts import PromptRow
+from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.rows import named
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import AlarmError, DataError
@@ -184,14 +187,19 @@ class Run(TrainingRun[RunConfig, Prepared]):
         if not self.config.sees_pictures:
             return None
         train = self.prepared.train
-        assert train is not None, "a step trains rows"
+        shelf = self.prepared.shelf
+        assert train is not None and shelf is not None, "a step trains rows"
         media = {each.row.number: each.row.media for each in episodes}
         changed = [each.row.id for each in episodes if not _keys(each.media) <= _keys(each.row.media)]
         if changed:
             problem = f"{named(list(dict.fromkeys(changed)))}: drawn with other pictures than the files hold now"
             raise DataError(train.title, [f"{problem}. Bring back the files of then, or begin the run anew"])
         model = self.prepared.models[self.config.policy.name]
-        return await step_pictures(self.policy, train, media, model, trained=self.config.actor.trains_tower)
+
+        def read(number: int, place: int) -> NDArray[np.uint8]:
+            return shelf.patches(media[number][place].image.sha256)
+
+        return await step_pictures(self.policy, read, media, model, trained=self.config.actor.trains_tower)
 
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""
@@ -206,10 +214,19 @@ class Run(TrainingRun[RunConfig, Prepared]):
         place, trainer = self.place, self.config.trainer
         self.num_drawn, self.num_tokens = len(rollouts.episodes), num_tokens
         if trainer.save_rollouts:
-            self.tracker.samples(step, "rollouts", partial(sample_rows, step, rollouts.episodes, self.tokenizer))
+            rows = partial(self._sample_rows, step, rollouts.episodes, self.prepared.train, OF_A_STEP)
+            self.tracker.samples(step, "rollouts", rows)
         if trainer.record_rollouts:
             self.recorder.begin(step, rollouts, place)
         return place
+
+    def _sample_rows(
+        self, step: int, episodes: Sequence[Episode], prompts: PromptSet | None, most: int
+    ) -> list[dict[str, Any]]:
+        """``sample_rows``, once the thumbnails of ``most`` of their pictures are written.  prompts: of the rows."""
+        if self.config.sees_pictures and prompts is not None:
+            write_thumbnails(self.directory, prompts, episodes, most)
+        return sample_rows(step, episodes, self.tokenizer)
 
     async def keep_order(
         self,
@@ -239,7 +256,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
                 self.config.data.val_batch_size,
                 self.reporting("validating"),
             )
-            self.tracker.samples(step, "validation", partial(sample_rows, step, episodes, self.tokenizer))
+            rows = partial(self._sample_rows, step, episodes, self.prepared.validation, OF_A_VALIDATION)
+            self.tracker.samples(step, "validation", rows)
         value = overall(metrics)
         if value is not None and (self.progress.best is None or value > self.progress.best):
             self.progress.best, self.progress.best_step = value, step

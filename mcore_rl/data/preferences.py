@@ -180,6 +180,11 @@ class PreferenceSet:
             warn(f"{self.title}: {said} the same tokens, at once or when cut: {named(self._reading.equal)}")
 
     @property
+    def media(self) -> tuple[()]:
+        """No pictures: models are given the text alone."""
+        return ()
+
+    @property
     def units(self) -> list[list[int]]:
         """Of each row, the tokens of its conversations."""
         lengths, first = self._reading.tokens.lengths, self._reading.first

@@ -140,6 +140,11 @@ class StepSet:
         return LabelledSteps(answer, read.labels[index], read.weights[index])
 
     @property
+    def media(self) -> tuple[()]:
+        """No pictures: models are given the text alone."""
+        return ()
+
+    @property
     def units(self) -> list[list[int]]:
         """Of each row, the tokens of its sequence."""
         return [[length + 1] for length in self._reading.tokens.lengths]

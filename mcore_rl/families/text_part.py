@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HEAD = "lm_head."
+SCORE = "score."  # a value head, in the tables and in all files
 MODEL = "model."  # before the names of the tables' tensors, but for the head
 
 
@@ -49,6 +50,8 @@ class NamesInFiles:
                 return rest + name.removeprefix(self.of_tower(rest))
         if name.startswith(HEAD):
             return self.head + name.removeprefix(HEAD)
+        if name.startswith(SCORE):
+            return name
         assert name.startswith(MODEL), f"{name} is no tensor of a language model"
         return self.model + name.removeprefix(MODEL)
 

@@ -6,10 +6,12 @@ all of them, since what follows a prompt never moves it.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +19,57 @@ from numpy.typing import NDArray
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.rollout.protocol import Prompt, PromptPicture, Request, Sample, SampleSource, Sampling
 
+KEPT_BYTES = 1 << 30  # of patches: 170 pictures of a megapixel
+
 
 class PictureShelf:
-    """Makes the patches of the pictures of ``sets`` by sha256.  Equal pictures share theirs while somebody has them."""
+    """Makes the patches of the pictures of ``sets`` by sha256; any thread may ask.
 
-    def __init__(self, sets: Sequence[PromptSet]) -> None:
+    Who asks for a picture that is being made waits for it.  The pictures that were asked for last are kept, as many as
+    ``kept_bytes`` hold: other groups, an agent's next turn and the trainer need them again.
+    """
+
+    def __init__(self, sets: Sequence[PromptSet], kept_bytes: int = KEPT_BYTES) -> None:
         self._places: dict[str, tuple[PromptSet, int, int]] = {}
         for prompts in sets:
             for index, media in enumerate(prompts.media):
                 for place, placed in enumerate(media):
                     self._places.setdefault(placed.image.sha256, (prompts, index, place))
-        self._made: WeakValueDictionary[str, NDArray[np.uint8]] = WeakValueDictionary()
+        self._kept_bytes = kept_bytes
+        self._lock = threading.Lock()  # of all below
+        self._under_way: dict[str, Future[NDArray[np.uint8]]] = {}
+        self._kept = OrderedDict[str, NDArray[np.uint8]]()  # the one that was asked for last is the last
+        self._num_bytes = 0  # of ``_kept``
 
     def patches(self, sha256: str) -> NDArray[np.uint8]:
         """[patches, width] uint8.  DataError: the file is not what it was when the run began, or broken."""
-        made = self._made.get(sha256)
-        if made is None:
-            prompts, index, place = self._places[sha256]
-            made = self._made[sha256] = prompts.patches(index, place)
+        with self._lock:
+            if (kept := self._kept.get(sha256)) is not None:
+                self._kept.move_to_end(sha256)
+                return kept
+            waited_for = self._under_way.get(sha256)
+            if waited_for is None:
+                making = self._under_way[sha256] = Future()
+        return self._made(sha256, making) if waited_for is None else waited_for.result()
+
+    def _made(self, sha256: str, making: Future[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """The patches, which others wait for by ``making``."""
+        prompts, index, place = self._places[sha256]
+        try:
+            made = prompts.patches(index, place)
+        except BaseException as error:
+            with self._lock:
+                del self._under_way[sha256]
+            making.set_exception(error)
+            raise
+        with self._lock:
+            del self._under_way[sha256]
+            self._kept[sha256] = made
+            self._num_bytes += made.nbytes
+            while self._num_bytes > self._kept_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= oldest.nbytes
+        making.set_result(made)
         return made
 
     def of_row(self, row: PromptRow) -> tuple[PromptPicture, ...]:

@@ -272,12 +272,12 @@ class TrainWorker(Answering):
         """Adds the sidecar files, so that the checkpoint alone can be converted to a Hugging Face checkpoint."""
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
-            copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
-            text_alone = self.table.model.vision is None  # else the tower is among the weights
-            if self.adapters is None and self.table.head is not Head.value and text_alone:
-                keep_rest(self.spec.directory, directory / SIDECAR_FILES)
+            beside, sees = directory / SIDECAR_FILES, self.table.model.vision is not None
+            copy_sidecar_files(self.spec.directory, beside, self.engine.dtype, head=self.table.head, pictures=sees)
+            if self.adapters is None and (sees or self.table.head is not Head.value):
+                keep_rest(self.spec.directory, beside, tower=not sees)
             if self.adapters is not None:
-                write_adapter_config(self.adapters, directory / SIDECAR_FILES, str(self.spec.directory))
+                write_adapter_config(self.adapters, beside, str(self.spec.directory))
 
     def load_state(self, directory: Path) -> bool:
         """Loads what ``save_state`` of all ranks wrote.  True: in this layout, so that training resumes bit for bit."""

@@ -69,7 +69,7 @@ def page(
     """The whole file.
 
     A browser that opens it runs the scripts named here and no other, whatever stands in the sections, and loads
-    nothing; a live page may ask the server that sent it.
+    nothing: pictures are in it.  A live page may ask the server that sent it.
 
     Args:
         sections: HTML, already safe.
@@ -78,7 +78,7 @@ def page(
     """
     codes = [f"//<![CDATA[\n{(HERE / name).read_text(encoding='utf-8')}//]]>" for name in ("page.js", *scripts)]
     policy = (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {_hash(STYLE)}; "
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src {_hash(STYLE)}; "
         f"script-src {' '.join(map(_hash, codes))}" + ("; connect-src 'self'" if live else "")
     )
     attributes = "".join(f' data-{name}="{text(value)}"' for name, value in (live or {}).items())

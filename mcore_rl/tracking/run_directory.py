@@ -7,6 +7,7 @@
     lanes.jsonl        what each engine and the trainer did in each step, and when
     schedule.jsonl     which groups each step trained, and in which order
     rollouts/ validation/   samples, step_N.parquet
+    media/             thumbnails of pictures, by sha256
     record/            rollouts to the last bit, step_N.parquet (``trainer.record_rollouts``)
     logs/              of loggers and workers
     owner.json         who runs here, while it does (``run_owner``)
@@ -56,7 +57,7 @@ PACKAGES = (
 )
 RECORDS = (
     "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
-    "report.html",
+    "media", "report.html",
 )  # fmt: skip
 SETTINGS = ("config.yaml", "environment.json", "plan.json")  # without which records say nothing
 FINISHED = "finished_step"

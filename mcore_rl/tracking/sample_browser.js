@@ -55,9 +55,19 @@
       ...more);
   }
 
+  // Pictures in the order of their places; one without a thumbnail is named.
+  function album(numbers) {
+    const shown = numbers.map((number, at) => {
+      const [name, address] = data.pictures[number], alt = `picture ${at + 1} of ${numbers.length}: ${name}`;
+      if (!address) return make("span", {className: "soft", textContent: `${alt}, not on this page`});
+      return make("img", {src: address, alt, title: name});
+    });
+    return shown.length ? [make("div", {className: "album"}, ...shown)] : [];
+  }
+
   function question(index) {
-    const [source, id, text, gold] = data.prompts[index];
-    const parts = [make("p", {className: "soft", textContent: `${source} ${id}`}),
+    const [source, id, text, gold, pictures] = data.prompts[index];
+    const parts = [make("p", {className: "soft", textContent: `${source} ${id}`}), ...album(pictures),
       make("pre", {className: "prompt", textContent: text})];
     if (gold !== null) parts.push(make("p", {}, "Gold: ", make("b", {textContent: gold})));
     return parts;

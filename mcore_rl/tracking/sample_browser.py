@@ -19,24 +19,32 @@ from mcore_rl.tracking.before_after import SampleRow, conversation, pairs, promp
 from mcore_rl.tracking.page import UNPRINTABLE
 from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.samples import Kind, sample_files
+from mcore_rl.tracking.thumbnails import ShownPictures
 
 MAX_STEPS = 24  # of a kind
 MOST, FEWEST = 30, 3  # samples of a step, by how long they are
 MAX_BYTES = 450_000  # of a kind, as JSON
 MAX_TEXT = 3000  # characters of a prompt or a response
+PromptKey = tuple[str, str, str, str | None, tuple[int, ...]]  # as the script reads it, with numbers of pictures
 COLUMNS = (
     "data_source", "prompt_id", "prompt", "ground_truth",
-    "response", "score", "correct", "num_tokens", "finish", "error", "segments", "reason",
+    "response", "score", "correct", "num_tokens", "finish", "error", "segments", "reason", "images",
 )  # fmt: skip
 
 
 def sample_browser(run: RecordedRun) -> str:
     """The section's HTML; "" if the run has no samples."""
-    prompts: dict[tuple[str, str, str, str | None], int] = {}
-    sources = [source for kind in ("validation", "rollouts") if (source := _source(run, kind, prompts))]
+    prompts: dict[PromptKey, int] = {}
+    pictures = ShownPictures(run.path)
+    kinds: tuple[Kind, ...] = ("validation", "rollouts")
+    sources = [source for kind in kinds if (source := _source(run, kind, prompts, pictures))]
     if not sources:
         return ""
-    data = as_data({"sources": sources, "prompts": [list(prompt) for prompt in prompts]})
+    # The newest first: of rollouts every step has others.
+    of_rows = [row[1] for source in sources for row in reversed(source["rows"])]
+    asked = [list(prompt) for prompt in prompts]
+    order = [number for prompt in of_rows for number in asked[prompt][4]]
+    data = as_data({"sources": sources, "prompts": asked, "pictures": pictures.plain(order)})
     return (
         f'<h2>Browse samples</h2><script type="application/json" id="sample-data">{data}</script>'
         '<div id="sample-browser"><p class="soft">The page\'s script shows samples here.</p></div>'
@@ -68,8 +76,8 @@ def shortened(text: str) -> str:
     return UNPRINTABLE.sub("\ufffd", text)
 
 
-def _source(run: RecordedRun, kind: Kind, prompts: dict[tuple[str, str, str, str | None], int]) -> dict[str, Any]:
-    """The samples of one kind as plain values; {} if there are none.  prompts: grows by theirs."""
+def _source(run: RecordedRun, kind: Kind, prompts: dict[PromptKey, int], pictures: ShownPictures) -> dict[str, Any]:
+    """The samples of one kind as plain values; {} if there are none.  prompts, pictures: grow by theirs."""
     steps = list(sample_files(run.path, kind))
     by_step = {step: there for step in chosen_steps(steps) if (there := run.samples(step, kind, COLUMNS))}
     if not by_step:
@@ -78,7 +86,9 @@ def _source(run: RecordedRun, kind: Kind, prompts: dict[tuple[str, str, str, str
     for most in range(MOST, FEWEST - 1, -3):
         fresh = dict(prompts)
         chosen = _of_prompts(by_step, most) if kind == "validation" else _by_score(by_step, most)
-        rows = [_plain(step, at, by_step[step][at], fresh) for step, places in chosen.items() for at in places]
+        rows = [
+            _plain(step, at, by_step[step][at], fresh, pictures) for step, places in chosen.items() for at in places
+        ]
         size = len(as_data([rows, list(fresh)[len(prompts) :]]).encode("utf-8", "replace"))
         if size <= MAX_BYTES:
             break
@@ -117,12 +127,13 @@ def _of_prompts(by_step: Mapping[int, Sequence[SampleRow]], most: int) -> dict[i
     return chosen
 
 
-def _plain(step: int, at: int, row: SampleRow, prompts: dict[tuple[str, str, str, str | None], int]) -> list[Any]:
-    """A sample as the script reads it; ``prompts`` grows by its prompt."""
+def _plain(step: int, at: int, row: SampleRow, prompts: dict[PromptKey, int], pictures: ShownPictures) -> list[Any]:
+    """A sample as the script reads it; ``prompts`` grows by its prompt, and ``pictures`` by those of the prompt."""
     gold = row.get("ground_truth")
     source, prompt_id = prompt_of(row)
     asked = shortened(conversation(row.get("prompt", "")))
-    key = (shortened(source), shortened(prompt_id), asked, None if gold is None else shortened(str(gold)))
+    shown = tuple(pictures.numbers_of(row.get("images")))
+    key = (shortened(source), shortened(prompt_id), asked, None if gold is None else shortened(str(gold)), shown)
     score = score_of(row)
     correct = row.get("correct")
     error = row.get("error")

@@ -124,10 +124,11 @@ class Engine:
             self.models = build_chunks(
                 model, settings, parallel, layer_spec, groups, head=head, train_tower=train_tower
             )
-            self.pictures = see_pictures(self.models, model, groups)
             if adapters is not None:
                 attach(self.models, adapters, groups)
                 start(self.models, adapters, groups.rank, config.seed)
+            # Behind the hook of adapters: features are let go when a gradient comes back to the embeddings.
+            self.pictures = see_pictures(self.models, model, groups)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
             if trainable:

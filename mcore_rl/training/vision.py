@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mcore_rl.config.model import TowerKind, VisionConfig
+from mcore_rl.training import tower_attention
 from mcore_rl.types import Picture
 
 SEED = 1  # of the random numbers: tensor ranks hold copies, and must start from the same
@@ -29,6 +30,8 @@ def build_tower(vision: VisionConfig, out_hidden_size: int, device: torch.device
     with torch.device(device if device.type == "meta" else "cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         tower = _module(vision, out_hidden_size)
+    settings: Any = tower.config  # which its blocks share
+    settings._attn_implementation = tower_attention.NAME
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     for module in tower.modules():
@@ -104,7 +107,7 @@ def features_of(tower: nn.Module, vision: VisionConfig, pictures: Sequence[Pictu
         for numbers in (vision.pixel_mean, vision.pixel_std)
     )
     grids = tuple((1, image.height, image.width) for image in pictures)
-    # Boundaries stay on the host: transformers' attention by SDPA reads them as numbers in every block.
+    # Boundaries stay on the host: the attention reads them as numbers in every block.
     on_host = _host_inputs(grids, vision.merge_size, vision.window_size, vision.patch_size, isqrt(vision.num_positions))
     inputs = {name: tensor if name.startswith("cu_") else tensor.to(patches.device) for name, tensor in on_host.items()}
     out = tower((patches.float() / 255 - mean) / std, grid_thw=torch.tensor(grids), **inputs)

@@ -21,17 +21,21 @@ from mcore_rl.checkpoints.convert import HF, open_hf, to_hf, to_megatron
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.manifest import write_manifest
 from mcore_rl.checkpoints.published import open_weights
+from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.rest import KEPT, keep_rest, rest_of
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.controller.lifecycle.model_checks import demand_weights
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.weights.table import Table
-from tests.support import engines, picture_models, text_parts
+from tests.support import engines, picture_models, rank_files, text_parts
 from tests.support.checkpoints import edit_config, tensors
+from tests.support.engines import same_bits
 from tests.support.forked import run_ranks
 from tests.support.text_parts import PUBLISHED
 
@@ -127,6 +131,47 @@ def test_a_tower_that_is_a_part_of_the_model_comes_back_bit_for_bit(
     assert read_config(tmp_path / "out") == read_config(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("head", [Head.lm, Head.value])
+@pytest.mark.parametrize(
+    ("family", "layout", "world_size", "spelling", "experts"),
+    [
+        ("qwen2_5_vl", "tp=2,pp=2", 4, "flat", None),
+        ("qwen3_vl", "pp=2", 2, None, None),
+        ("qwen3_vl_moe", "ep=2", 2, None, "published"),
+        ("qwen3_vl_moe", "tp=2", 2, None, "module"),
+    ],
+)
+def test_a_checkpoint_of_a_run_that_saw_pictures_becomes_the_whole_when_the_source_is_gone(
+    family: str, layout: str, world_size: int, spelling: str | None, experts: str | None, head: Head, tmp_path: Path
+) -> None:
+    """A critic's too, which has a value head in the place of the output projection, and may begin another run."""
+    source, kept, step, out = (tmp_path / name for name in ("hf", "kept", "step_7", "out"))
+    text_parts.write(picture_models.ARCHITECTURES[family], source, spelling, experts)
+    checkpoint, whole = open_hf(source, pictures=True)
+    table = Table(whole.family, whole.model, parse_layout(layout), world_size, head=head)
+    weights = {name: checkpoint.read(name) for name in table.hf_tensors if name in checkpoint.tensors}
+    weights |= {name: torch.rand(info.shape) for name, info in table.hf_tensors.items() if name not in weights}
+    rank_files.write_shards(step / "actor", table, weights)
+    beside = step / "actor" / SIDECAR_FILES
+    beside.mkdir()
+    copy_sidecar_files(source, beside, torch.float32, head=head, pictures=True)
+    keep_rest(source, beside, tower=False)
+    write_manifest(step, {})
+    source.rename(kept)
+
+    to_hf(step, out, report=_quiet)
+    config = read_config(kept)
+    if head is Head.lm:
+        assert_same_tensors(out, kept)
+        assert read_config(out) == config
+        return
+    assert read_config(out) == config | {"num_labels": 1}
+    demand_weights(out, Head.value, pictures=True)
+    theirs = {name: tensor for name, tensor in tensors(kept).items() if not name.endswith("lm_head.weight")}
+    theirs["score.weight"] = weights["score.weight"]
+    assert same_bits(tensors(out), theirs)
+
+
 def test_what_is_kept_beside_a_checkpoint_says_how_the_files_were(tmp_path: Path) -> None:
     text_parts.write(MOE, tmp_path / "hf")
     (tmp_path / "beside").mkdir()
@@ -155,7 +200,7 @@ def test_what_is_kept_beside_a_checkpoint_says_how_the_files_were(tmp_path: Path
         rest_of(tmp_path / "beside")
 
 
-def test_a_critic_is_of_the_text_model_alone(tmp_path: Path) -> None:
+def test_a_critic_that_reads_text_is_of_the_text_model_alone(tmp_path: Path) -> None:
     text_parts.write(GEMMA, tmp_path / "hf")
     (tmp_path / "critic").mkdir()
     copy_sidecar_files(tmp_path / "hf", tmp_path / "critic", torch.float32, head=Head.value)

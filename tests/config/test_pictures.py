@@ -7,7 +7,9 @@ import re
 import pytest
 
 from mcore_rl.config.compose import compose
+from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.prefer import PreferConfig
+from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 
@@ -25,7 +27,9 @@ CASES = {
     ),
 }
 OF_RUNS = {
-    f"{SEEN} algorithm=ppo": "data.image_key=images: gives the policy pictures, and the critic .*text alone",
+    f"{SEEN} reward_model.enable=true": "data.image_key=images: gives the policy pictures, and the reward model .*text",
+    "algorithm=ppo critic.vision=frozen": "critic.vision=frozen: is not read: .*data.image_key=images",
+    f"{SEEN} algorithm=ppo critic.vision=trained critic.lora.rank=4": "critic.vision=trained: and critic.lora.rank=4",
     f"{SEEN} algorithm=spin": "data.image_key=images: .* the rows' own answers",
     "algorithm=ppo critic.microbatch_patches=64": "critic.microbatch_patches=64: is not read",
 }
@@ -45,8 +49,14 @@ def test_train_refuses(written: str) -> None:
     assert any(re.search(wanted, str(each)) for each in violations), violations
 
 
-def test_what_trains_beside_says_nothing_of_a_key_that_it_lacks() -> None:
-    (violation,) = compose(PreferConfig, "prefer", [*DATA, "actor.microbatch_patches=64"]).violations()
+def test_a_critic_may_see_what_the_policy_sees() -> None:
+    config = compose(RunConfig, "train", [*DATA, SEEN, "algorithm=ppo", "critic.vision=frozen"])
+    assert not [each for each in run_violations(config) if "image" in str(each)]
+
+
+@pytest.mark.parametrize(("schema", "command"), [(PreferConfig, "prefer"), (RewardTrainingConfig, "reward")])
+def test_what_trains_beside_says_nothing_of_a_key_that_it_lacks(schema: type[OfflineConfig], command: str) -> None:
+    (violation,) = compose(schema, command, [*DATA, "actor.microbatch_patches=64"]).violations()
     assert violation.key == "actor.microbatch_patches" and violation.remedy == "Leave it out"
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mcore_rl.cli import main
+from tests.support import picture_runs
+from tests.support.engines import same_bits
+from tests.support.picture_runs import PROMPTS, STEPS
+from tests.support.pictures import picture
 from tests.support.run_task import nothing_left
-from tests.support.vllm_device import ON_VLLM_DEVICE
 
-STEPS = 3
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(letter.isdigit() for letter in solution_str) / (1 + len(solution_str))
-"""
+OWN_FILE = "first.png"
 # Float32 on both sides: rounding alone, after updates of the tower too.
 AGREEMENT = 1e-4
 CASES = [
@@ -31,58 +32,99 @@ CASES = [
 
 
 def tower_of(directory: Path) -> dict[str, torch.Tensor]:
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if "visual." in name}  # noqa: SIM118  no mapping
+    return {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if "visual." in name}
+
+
+def steps_of(run: Path) -> dict[int, dict[str, float]]:
+    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+def task_with_a_file(folder: Path, family: str) -> Path:
+    """The task in ``folder``; the picture of its first row is in a file of its own."""
+    task = picture_runs.write_task(folder, family)
+    squares = task / "squares"
+    table = pq.read_table(squares / "train.parquet")
+    rows = table.to_pylist()
+    (squares / OWN_FILE).write_bytes(rows[0]["images"][0]["bytes"])
+    rows[0]["images"] = [{"bytes": None, "path": OWN_FILE}]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), squares / "train.parquet")
+    return task
 
 
 @pytest.mark.parametrize(("family", "layout", "trained"), CASES)
 def test_engines_and_trainer_see_the_same_pictures(
-    family: str, layout: tuple[str, ...], trained: bool, tmp_path: Path, fast_ray: None
+    family: str,
+    layout: tuple[str, ...],
+    trained: bool,
+    tmp_path: Path,
+    fast_ray: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    data, model, run = tmp_path / "squares", tmp_path / "model", tmp_path / "run"
-    assert main(["prepare", "squares", "--train", "12", "--val", "4", "--out", str(data)]) == 0
-    made = ["--data", str(data), "--family", family, "--out", str(model)]
-    assert main(["prepare", "tiny-model", *made]) == 0
-    (tmp_path / "reward.py").write_text(REWARD)
-    words = [
-        "train",
-        f"model.path={model}",
-        f"data.train_files=[{data}/train.parquet]",
-        f"data.val_files=[{data}/val.parquet]",
-        "data.image_key=images",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=48",
-        "data.max_response_length=8",
-        f"custom_reward_function.path={tmp_path}/reward.py",
-        "reward.num_workers=1",
-        "algorithm=grpo",
-        "actor.use_kl_loss=true",
-        "actor.precision=float32",
-        "actor.ppo_mini_batch_size=4",
-        "actor.microbatch_tokens=256",
-        "actor.optim.lr=3e-3",
-        "rollout.n=2",
-        "rollout.max_num_seqs=16",
-        "rollout.kv_cache_memory_bytes=16777216",
-        "rollout.enforce_eager=true",
-        "trainer.n_gpus_per_node=2",
-        "trainer.logger=[]",
-        ON_VLLM_DEVICE["trainer"],
-        f"trainer.total_training_steps={STEPS}",
-        f"trainer.test_freq={STEPS}",
-        "trainer.save_freq=0",
-        f"trainer.default_local_dir={run}",
-        *layout,
-    ]
+    task, run = task_with_a_file(tmp_path, family), tmp_path / "run"
+    words = picture_runs.words(task, run, f"trainer.save_freq={STEPS}", *layout)
     with nothing_left():
         assert main(words) == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: line for line in lines}
+    steps = steps_of(run)
     for step in range(1, STEPS + 1):
         assert steps[step]["rollout/logprob_diff_max"] < AGREEMENT, steps[step]
         assert steps[step]["pictures/count"] == 8 and steps[step]["pictures/different"] == 4
     assert "val/squares/reward" in steps[STEPS]
-    before, after = tower_of(model), tower_of(run / "hf" / "final")
+    before, after = tower_of(task / "model"), tower_of(run / "hf" / "final")
     assert before.keys() == after.keys()
     moved = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert moved > 1e-3 if trained else moved == 0
+    sees_pictures_in_its_report(run)
+
+    (task / "squares" / OWN_FILE).write_bytes(picture(56, 56))
+    capsys.readouterr()
+    assert main([*words, f"trainer.total_training_steps={STEPS + 1}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"data.image_key=images: {OWN_FILE} (1) differs from what the checkpoint was made with" in said
+
+
+def sees_pictures_in_its_report(run: Path) -> None:
+    """Every row names its picture, and the report shows those of the validation and of each step."""
+    shown = set()
+    for path in [*(run / "rollouts").iterdir(), *(run / "validation").iterdir()]:
+        for row in pq.read_table(path).to_pylist():
+            (image,) = json.loads(row["images"])
+            assert image["source"].endswith((OWN_FILE, "images[0]"))
+            shown.add(image["sha256"])
+    assert {path.stem for path in (run / "media").iterdir()} == shown
+    assert (run / "report.html").read_text().count("data:image/webp;base64,") == len(shown)
+
+
+def test_a_pair_needs_room_for_the_pictures_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = picture_runs.write_task(tmp_path, "qwen2_5_vl")
+    words = picture_runs.words(task, tmp_path / "run", "--check", algorithm="online_dpo")
+    pairs = [word for word in words if not word.startswith("actor.use_kl")]
+    capsys.readouterr()
+    assert main([*pairs, "actor.microbatch_patches=31"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "actor.microbatch_patches=31: 12 of 12 pairs do not fit" in said and "Write 32 or more" in said
+    assert main([*pairs, "actor.microbatch_patches=32"]) == 0
+
+
+@pytest.mark.tier("full")
+def test_a_critic_learns_from_pictures_and_its_checkpoint_begins_another_run(tmp_path: Path, fast_ray: None) -> None:
+    """What a checkpoint of the run becomes is what the run wrote at its end."""
+    task, run = picture_runs.write_task(tmp_path, "qwen2_5_vl"), tmp_path / "run"
+    more = ["critic.precision=float32", f"critic.ppo_mini_batch_size={PROMPTS}", "critic.microbatch_tokens=256"]
+    more += ["critic.optim.lr=1e-5"]
+    with nothing_left():
+        assert main(picture_runs.words(task, run, *more, f"trainer.save_freq={STEPS}", algorithm="ppo")) == 0
+    losses = [steps_of(run)[step]["critic/loss"] for step in range(1, STEPS + 1)]
+    assert losses[-1] < losses[0], losses
+
+    step = run / "checkpoints" / f"step_{STEPS}"
+    for role in ("actor", "critic"):
+        assert main(["convert", "to-hf", "--run", str(step / role), "--out", str(tmp_path / role)]) == 0
+    exported, converted = (load_file(each / "model.safetensors") for each in (run / "hf" / "final", tmp_path / "actor"))
+    assert same_bits(converted, exported)
+    first, learned = tower_of(task / "model"), tower_of(tmp_path / "critic")
+    assert max(float((first[name] - learned[name]).abs().max()) for name in first) > 0, "its tower learns, too"
+
+    again = [*more, f"critic.path={tmp_path}/critic", "trainer.total_training_steps=1", "critic.vision=frozen"]
+    with nothing_left():
+        assert main(picture_runs.words(task, tmp_path / "again", *again, algorithm="ppo")) == 0
+    assert steps_of(tmp_path / "again")[1]["critic/loss"] < losses[0], "it goes on with what it had learned"

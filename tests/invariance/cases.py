@@ -11,6 +11,7 @@ from mcore_rl.config.preference import PreferenceLoss
 from mcore_rl.config.reward_loss import RewardLoss
 from mcore_rl.config.role import Head
 from tests.invariance.problems import WHOLE, Case, Problem
+from tests.support.picture_models import ALONE
 
 DENSE, MOE = Problem(model="dense", temperature=0.7), Problem(model="moe")
 SEQUENCE_AUX = Problem(model="moe", aux=AuxLoss.sequence, z=1e-2)
@@ -27,6 +28,7 @@ GLM4_MOE = Problem(model="glm4_moe")
 QWEN3_NEXT = Problem(model="qwen3_next")
 CRITIC = Problem(model="tied", head=Head.value)
 PROMPTED = Problem(model="dense", temperature=0.7, prompted=True)
+TWO_OR_THREE = 2 * ALONE  # tokens of a microbatch, of sequences with pictures
 
 
 def _variations(case: Case) -> list[Case]:
@@ -367,6 +369,39 @@ def _shared_cases() -> list[Case]:
     return cases
 
 
+QUICK_PICTURES = {
+    ("qwen2_5_vl", "", 2), ("qwen2_5_vl", "cp=2", 2), ("qwen2_5_vl", "tp=2", 2), ("qwen3_vl", "pp=2", 2),
+    ("qwen3_vl_moe", "tp=2,ep=2,etp=1", 2),
+}  # fmt: skip
+
+
+def _picture_cases() -> list[Case]:
+    """Towers and positions of three axes: pictures are packed, and on all axes; the second of two data ranks has none.
+
+    With ``pp=2,vpp=2`` a chunk has one layer, and the deepstack of Qwen3-VL wants two.
+    """
+    layouts = {
+        "qwen2_5_vl": (("", 2), ("tp=2", 2), ("cp=2", 2), ("pp=2", 2), ("pp=2,vpp=2", 2), ("tp=2,cp=2", 4),
+                       ("cp=4", 4), ("tp=2", 4), ("pp=2,vpp=2,cp=2", 4), ("pp=2", 4)),
+        "qwen3_vl": (("tp=2", 2), ("cp=2", 2), ("pp=2", 2), ("", 2), ("tp=2,cp=2", 4), ("tp=2,pp=2", 4)),
+        "qwen3_vl_moe": (("tp=2,ep=2,etp=1", 2), ("ep=2", 2), ("cp=2,ep=2", 4), ("tp=2,pp=2,ep=2,etp=1", 4)),
+    }  # fmt: skip
+    cases: list[Case] = []
+    for name, of_model in layouts.items():
+        problem = Problem(model=name, temperature=0.7)
+        for layout, size in of_model:
+            case = Case(problem=problem, layout=layout, world_size=size, microbatch_tokens=TWO_OR_THREE)
+            cases += [case, replace(case, recompute=Recompute.full)]
+        cases.append(Case(problem=problem, microbatch_tokens=WHOLE))
+        frozen = replace(problem, frozen_tower=True)
+        for layout, size in of_model[:3]:
+            case = Case(problem=frozen, layout=layout, world_size=size, microbatch_tokens=TWO_OR_THREE)
+            cases.append(replace(case, recompute=Recompute.full))
+    overlapped = replace(cases[0], overlap=True)
+    uneven = Case(problem=Problem(model="qwen3_vl"), layout="pp=2", world_size=2, pipeline_layers=(3, 1))
+    return [*cases, overlapped, replace(uneven, microbatch_tokens=TWO_OR_THREE)]
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -428,6 +463,7 @@ def all_cases() -> list[Case]:
     cases.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
     cases += _replay_cases()
     cases += _shared_cases()
+    cases += _picture_cases()
     return list(dict.fromkeys(cases))
 
 
@@ -445,6 +481,8 @@ def each_layout_once(cases: list[Case]) -> list[Case]:
             continue
         scores = case.problem.scores
         if scores is not None and (case.problem.model, case.layout, scores.value) not in QUICK_SCORES:
+            continue
+        if case.problem.pictured and (case.problem.model, case.layout, case.world_size) not in QUICK_PICTURES:
             continue
         if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
@@ -475,7 +513,12 @@ FEW_MISTAKES = ("attention_across_borders", "shifted_expert")
 
 
 def single_process(problem: Problem) -> Case:
-    """The reference: one process, one sequence or pair at a time, no packing, no recompute."""
+    """The reference: one process, one sequence or pair at a time, no packing, no recompute.
+
+    Sequences with pictures are never unpacked: their budget is one into which no two fit.
+    """
+    if problem.pictured:
+        return Case(problem=problem, microbatch_tokens=ALONE)
     return Case(problem=problem, microbatch_tokens=None, microbatch_sequences=2 if problem.paired else 1)
 
 
@@ -506,5 +549,19 @@ SABOTAGED = [
         world_size=2,
         shared=True,
         sabotage="prompts_counted_once",
+    ),
+    *(
+        Case(
+            problem=Problem(model=model, temperature=0.7),
+            layout=layout,
+            world_size=2,
+            microbatch_tokens=TWO_OR_THREE,
+            sabotage=sabotage,
+        )
+        for model, layout, sabotage in (
+            ("qwen2_5_vl", "tp=2", "unsummed_towers"),
+            ("qwen3_vl", "pp=2", "features_of_neighbours"),
+            ("qwen2_5_vl", "cp=2", "positions_of_text"),
+        )
     ),
 ]

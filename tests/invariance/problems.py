@@ -12,7 +12,7 @@ from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.preference import PreferenceLoss
 from mcore_rl.config.reward_loss import RewardLoss
 from mcore_rl.config.role import Head
-from tests.support import models
+from tests.support import models, picture_models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class Problem:
     distill: the divergence from a teacher with another hidden size, beside a policy loss.
     muon: matrices move by Muon.
     prompted: sequences are samples of a few prompts.
+    frozen_tower: the tower of a model that sees pictures does not learn.
     """
 
     model: str
@@ -54,6 +55,12 @@ class Problem:
     outcomes: bool = False
     muon: bool = False
     prompted: bool = False
+    frozen_tower: bool = False
+
+    @property
+    def pictured(self) -> bool:
+        """Whether sequences have pictures."""
+        return MODELS[self.model].vision is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +112,7 @@ class Case:
         parts += ["muon"] if problem.muon else []
         parts += ["outcomes"] if problem.outcomes else []
         parts += ["prompted"] if problem.prompted else []
+        parts += ["frozen"] if problem.frozen_tower else []
         parts += [f"distill-{problem.distill.value}"] if problem.distill is not None else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
@@ -144,6 +152,7 @@ MODELS: dict[str, ModelConfig] = {
     "seed_oss": models.seed_oss(),
     "smollm3": models.smollm3(),
     "ernie4_5": models.ernie4_5(),
+    **{family: picture_models.model(family, num_hidden_layers=4) for family in picture_models.ARCHITECTURES},
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
     "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
     "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),

@@ -20,7 +20,9 @@ from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.rest import KEPT
 from mcore_rl.config.engine import EngineConfig, OptimizerConfig, Recompute
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.towers import PICTURES
@@ -29,9 +31,12 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.checkpoint import load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.sequences import Deepstack
+from mcore_rl.training.value_head import ValueHead
 from mcore_rl.types import TrainBatch
+from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, picture_models
+from tests.support.adapters import LORA
 from tests.support.forked import run_ranks
 
 pytestmark = pytest.mark.tier("test")
@@ -56,14 +61,33 @@ Side = tuple[Tensor, float, float]
 
 
 def _engine(
-    rank: Rank, groups: ProcessGroups, directory: Path, layout: str, settings: EngineConfig, *, trained: bool
+    rank: Rank,
+    groups: ProcessGroups,
+    directory: Path,
+    layout: str,
+    settings: EngineConfig,
+    *,
+    trained: bool = True,
+    head: Head = Head.lm,
+    lora: LoraConfig | None = None,
 ) -> tuple[Engine, TrainBatch]:
-    """(the engine with the checkpoint's weights, the batch for its tower)."""
+    """(the engine with the checkpoint's weights, the batch for its tower).  lora: of its adapters, if it has some."""
     family, model = model_of(read_config(directory), pictures=True)
     assert model.vision is not None
     parallel = parse_layout(layout)
-    table = Table(family, model, parallel, rank.world_size)
-    engine = Engine("actor", model, parallel, settings, groups, engines.CPU, train_tower=trained)
+    table = Table(family, model, parallel, rank.world_size, head=head)
+    adapters = None if lora is None else AdapterTable(table, lora)
+    engine = Engine(
+        "actor",
+        model,
+        parallel,
+        settings,
+        groups,
+        engines.CPU,
+        train_tower=trained,
+        adapters=adapters,
+        head=head,
+    )
     with open_weights(directory, pictures=True) as checkpoint:
         engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank.rank))
     return engine, picture_models.batch_of(model.vision)
@@ -115,7 +139,30 @@ def test_scores_and_gradients_are_those_of_the_whole(
     assert sides[0][2] == pytest.approx(norm, rel=NORM)
 
 
-def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
+def _values(rank: Rank, directory: Path, layout: str, weight_H: Tensor) -> Tensor:
+    """The values of an engine whose head says ``weight_H``."""
+    with engines.world(rank), engines.groups_of(layout) as groups:
+        engine, whole = _engine(rank, groups, directory, layout, engines.config(microbatch_tokens=80), head=Head.value)
+        for head in (each for chunk in engine.models for each in chunk.modules() if isinstance(each, ValueHead)):
+            head.weight.data.copy_(weight_H)
+        values_T = engine.score(engines.share_of(whole, groups)).values_T
+    assert values_T is not None
+    return values_T
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "cp=2"), ("qwen3_vl", "pp=2"), ("qwen3_vl", "tp=2")])
+def test_a_critic_sees_what_the_whole_sees(family: str, layout: str, checkpoints: Path, processes: None) -> None:
+    directory = checkpoints / family
+    _, model = model_of(read_config(directory), pictures=True)
+    assert model.vision is not None
+    weight_H = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(3))
+    batch = picture_models.batch_of(model.vision)
+    theirs_T = picture_models.whole_values(picture_models.whole_model(directory), model.vision, batch, weight_H)
+    ours_T = run_ranks(_values, 2, (directory, layout, weight_H))[0]
+    torch.testing.assert_close(ours_T, theirs_T.detach(), rtol=1e-5, atol=1e-5)
+
+
+def _held(rank: Rank, directory: Path, trained: bool, lora: LoraConfig | None, recompute: Recompute) -> list[int]:
     """How many microbatches have features, whenever one enters the embedding, and after each pass."""
     held = list[int]()
 
@@ -123,8 +170,8 @@ def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
         held.append(sum(type(each) is Deepstack for each in gc.get_objects()))
 
     with engines.world(rank), engines.groups_of("") as groups:
-        settings = engines.config(microbatch_tokens=50, recompute=Recompute.full)
-        engine, batch = _engine(rank, groups, directory, "", settings, trained=trained)
+        settings = engines.config(microbatch_tokens=50, recompute=recompute)
+        engine, batch = _engine(rank, groups, directory, "", settings, trained=trained, lora=lora)
         engine.models[0].embedding.register_forward_pre_hook(count)
         engine.score(batch)
         count()
@@ -133,11 +180,19 @@ def _held(rank: Rank, directory: Path, trained: bool) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("trained", "lora", "recompute"),
+    [
+        (True, None, Recompute.full),
+        (False, None, Recompute.full),
+        (False, LORA, Recompute.none),
+        (False, LORA, Recompute.full),
+    ],
+)
 def test_features_are_let_go_with_the_pass_of_their_microbatch(
-    trained: bool, checkpoints: Path, processes: None
+    trained: bool, lora: LoraConfig | None, recompute: Recompute, checkpoints: Path, processes: None
 ) -> None:
-    (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained))
+    (held,) = run_ranks(_held, 1, (checkpoints / "qwen3_vl", trained, lora, recompute))
     assert len(held) > 6 and not any(held), held
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.data.media.pixels import patches_of_file
@@ -96,16 +101,70 @@ def test_samples_share_a_picture_on_its_way(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again[7].prompt.pictures[0].read(), arrived[0].prompt.pictures[0].read())
 
 
-def test_equal_pictures_are_made_once_and_not_kept(tmp_path: Path) -> None:
-    prompts = load(tmp_path, [picture()], [picture()])
-    shelf = PictureShelf([prompts])
-    name = prompts[0].media[0].image.sha256
-    made = shelf.patches(name)
+class Counted:
+    """Rows that note which pictures are made; ``meanwhile`` runs within."""
+
+    def __init__(self, prompts: PromptSet, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self._prompts = prompts
+        self.media = prompts.media
+        self.made = Counter[tuple[int, int]]()
+        self.meanwhile = meanwhile
+
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        self.made[index, place] += 1
+        self.meanwhile()
+        return self._prompts.patches(index, place)
+
+
+def keys_of(prompts: PromptSet) -> list[str]:
+    return [placed.image.sha256 for media in prompts.media for placed in media]
+
+
+def test_equal_pictures_are_made_once_for_all_who_ask_at_the_same_time(tmp_path: Path) -> None:
+    prompts = load(tmp_path, [picture(), picture(seed=1)], [picture()])
+    both = threading.Barrier(2)  # so that each picture is asked for while the other is made
+    rows = Counted(prompts, lambda: both.wait(30))
+    shelf = PictureShelf([cast(PromptSet, rows)])
+    names = keys_of(prompts)
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(shelf.patches, names * 2))
+    assert rows.made == {(0, 0): 1, (0, 1): 1}
+    assert len({id(each) for each in made}) == 2
     (other,) = shelf.of_row(prompts[1])
-    assert other.read() is made
-    alive = weakref.ref(made)
-    del made
-    assert alive() is None
+    assert other.read() is made[0]
+
+
+def test_pictures_that_were_asked_for_last_are_kept(tmp_path: Path) -> None:
+    prompts = load(tmp_path, [picture(seed=seed) for seed in range(3)])
+    a, b, c = keys_of(prompts)
+    rows = Counted(prompts)
+    size = prompts.patches(0, 0).nbytes
+    shelf = PictureShelf([cast(PromptSet, rows)], kept_bytes=2 * size)
+    for name in (a, b, a, c, a, b):
+        shelf.patches(name)
+    assert rows.made == {(0, 0): 1, (0, 1): 2, (0, 2): 1}, "c took the place of b, not of a"
+    alone = PictureShelf([prompts], kept_bytes=size - 1)
+    gone = weakref.ref(alone.patches(a))
+    assert gone() is None, "a picture that is larger than all that is kept"
+
+
+def test_everybody_who_waits_is_told_what_is_wrong_and_it_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    path = write(tmp_path / "t.parquet", [row("<image>?", images=["a.png"])])
+    options = {"max_samples": None, "title": "data.files", "pictures": PictureReader(SIZING)}
+    prompts = PromptSet.load([path], DataConfig(), style("qwen2.5-vl"), **options)  # type: ignore[arg-type]
+    (tmp_path / "a.png").write_bytes(picture(seed=1))
+    waits = threading.Event()
+    shelf = PictureShelf([cast(PromptSet, Counted(prompts, lambda: waits.wait(30)))])
+    (name,) = keys_of(prompts)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(shelf.patches, name) for _ in range(2)]
+        waits.set()
+        for each in asked:
+            with pytest.raises(DataError, match=r"t.parquet:0: images: .*a.png is not what it was .* Bring the file"):
+                each.result()
+    (tmp_path / "a.png").write_bytes(picture())
+    np.testing.assert_array_equal(shelf.patches(name), patches_of_file(picture(), SIZING)[0])
 
 
 def test_a_picture_that_breaks_off_names_its_row(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -11,16 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
+from numpy.typing import NDArray
+from PIL import Image
 from torch.distributed import TCPStore
 
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.trainer import WatchdogConfig
-from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.data.media.pixels import patches_of_file
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
+from mcore_rl.data.media.sizes import Sizing
+from mcore_rl.errors import DataError, DeadEngineError, RolloutError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Prompt, PromptPicture, Request, Sample, Sampling, Statistics
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods, WeightReceiverMethods
 from mcore_rl.runtime import engine_watch
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
@@ -28,6 +35,7 @@ from mcore_rl.runtime.engine_watch import WORK, EnginePlace, EngineWatch
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.tracking.lanes import State
 from tests.support.answerers import Scripted, ScriptedEngine, ScriptedPart
+from tests.support.pictures import encoded
 from tests.support.run_task import still_alive
 
 SAMPLING = Sampling(max_tokens=4)
@@ -57,6 +65,46 @@ def test_samples_arrive_whole(engine: EngineClient) -> None:
     samples = asyncio.run(gather(engine.generate([request("a"), request("a", 1)], SAMPLING)))
     assert [(each.prompt_id, each.index) for each in samples] == [("a", 0), ("a", 1)]
     assert [each.tokens.tolist() for each in samples] == [[1, 2], [1, 2]]
+
+
+def test_pictures_are_decoded_while_the_loop_goes_on(engine: EngineClient) -> None:
+    """Twenty of a megapixel; each is read only if the loop turns meanwhile."""
+    file = encoded(Image.new("RGB", (1000, 1000), "red"))
+    read = list[int]()
+
+    async def draw() -> list[Sample]:
+        loop = asyncio.get_running_loop()
+
+        def patches() -> NDArray[np.uint8]:
+            turned = threading.Event()
+            loop.call_soon_threadsafe(turned.set)
+            assert turned.wait(20), "the loop waits for pictures"
+            made, _ = patches_of_file(file, Sizing(14))
+            read.append(len(made))
+            return made
+
+        grid = Sizing(14).grid(1000, 1000)
+        requests = []
+        for number in range(20):
+            placed = Placed(ImageRef(f"{number:064x}", "a.png"), 0, grid)
+            prompt = Prompt(id=f"{number}", tokens=(1,) * grid.tokens, pictures=(PromptPicture(placed, patches),))
+            requests += [Request(prompt=prompt, index=index) for index in range(3)]
+        groups = [requests[start : start + 6] for start in range(0, len(requests), 6)]
+        drawn = await asyncio.gather(*(gather(engine.generate(group, SAMPLING)) for group in groups))
+        return [sample for samples in drawn for sample in samples]
+
+    assert len(asyncio.run(draw())) == 60
+    assert read == [4900] * 20, "once for all samples of a prompt"
+
+
+def test_a_picture_that_cannot_be_read_is_told_as_its_rows_say_it(engine: EngineClient) -> None:
+    def patches() -> NDArray[np.uint8]:
+        raise DataError("data.train_files", ["t.parquet:0: images: a.png is not what it was when the run began"])
+
+    placed = Placed(ImageRef("0" * 64, "a.png"), 0, Grid(1, 2, 2))
+    seen = Prompt(id="a", tokens=(1,), pictures=(PromptPicture(placed, patches),))
+    with pytest.raises(DataError, match=r"t\.parquet:0: images: a\.png is not what it was"):
+        asyncio.run(gather(engine.generate([Request(prompt=seen)], SAMPLING)))
 
 
 def test_verbs_reach_the_engine(engine: EngineClient) -> None:

@@ -39,7 +39,7 @@ from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.types import Denominators, TokenScores, TrainBatch
 from tests.invariance.problems import MODELS, Case, Problem
-from tests.support import adapters, batches, full_weights, hf_reference
+from tests.support import adapters, batches, full_weights, hf_reference, picture_models
 from tests.support.full_weights import Weights
 from tests.support.late_copies import LateCopies
 from tests.support.sabotage import SABOTAGE
@@ -70,6 +70,8 @@ def starting_weights(problem: Problem) -> Weights:
     """The seeded weights from which all cases of a problem start."""
     model = MODELS[problem.model]
     weights = hf_reference.full_weights(hf_reference.build(model), model)
+    if problem.pictured:
+        weights |= picture_models.tower_weights(model)
     if problem.head is Head.value:
         weights["output_layer.weight"] = 0.1 * torch.randn(
             1, model.hidden_size, generator=torch.Generator().manual_seed(3)
@@ -111,7 +113,10 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
 def global_batch(problem: Problem) -> TrainBatch:
     """The one batch of all cases; with replay, experts at random for all tokens but the last of each and a fifth."""
     model = MODELS[problem.model]
-    batch = (batches.prompted if problem.prompted else batches.ragged)(model.vocab_size)
+    if problem.pictured:
+        batch = picture_models.ragged(model)
+    else:
+        batch = (batches.prompted if problem.prompted else batches.ragged)(model.vocab_size)
     if problem.head is Head.lm:
         # Numbers of a fifth of all tokens are not negative, and of untrained ones as much: nothing may come of these.
         selection_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(8)) - 0.8
@@ -190,6 +195,7 @@ def _run_in_groups(
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
         model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head, adapters=table,
+        train_tower=not problem.frozen_tower,
     )  # fmt: skip
     engine.fills_microbatches = case.filled
     base = {name: tensor for name, tensor in start.items() if not name.startswith(adapters.PEFT)}

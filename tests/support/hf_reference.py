@@ -140,7 +140,7 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         else:
             return Qwen3MoeForCausalLM, Qwen3MoeConfig(
                 **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
-                norm_topk_prob=model.moe.norm_topk_prob, **experts,
+                norm_topk_prob=model.moe.norm_topk_prob, mlp_only_layers=model.moe.dense_layers, **experts,
             )  # fmt: skip
     if model.rope.type is RopeType.longrope:
         return Phi3ForCausalLM, _phi3(model, shared)

@@ -25,7 +25,6 @@ from mcore_rl.checkpoints.rank_state import (
 )
 from mcore_rl.checkpoints.state_writer import StateWriter
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.role import Head
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
@@ -36,10 +35,15 @@ from tests.support.engines import CPU
 def write_ranks(
     directory: Path, family: str, whole: Mapping[str, Tensor], layout: str, world_size: int, dtype: str = "float32"
 ) -> None:
-    """Main weights ``whole``; what the table gives a dtype of its own is untrained."""
+    """Main weights ``whole`` of the tests' model of ``family``."""
     table = Table(FAMILIES[family], checkpoints.MODELS[family], parse_layout(layout), world_size)
+    write_shards(directory, table, whole, dtype)
+
+
+def write_shards(directory: Path, table: Table, whole: Mapping[str, Tensor], dtype: str = "float32") -> None:
+    """Main weights ``whole``; what the table gives a dtype of its own is untrained."""
     directory.mkdir(parents=True)
-    for rank in range(world_size):
+    for rank in range(table.layout.world_size):
         coords, shards, tensors = table.layout.coords(rank), [], {}
         for number, local in enumerate(table.tensors(rank)):
             shape, name = table.shape(local), f"{local.chunk}/{local.name}"
@@ -60,8 +64,8 @@ def write_ranks(
             tensors[f"{kind}/{name}"] = tensor.view(-1)[begin:end].clone()
         assert coords is not None
         state = RankState(
-            role="actor", rank=rank, world_size=world_size, layout=layout, head=Head.lm, dtype=dtype, num_steps=1,
-            num_skipped=0, adam_step=None, shards=tuple(shards),
+            role="actor", rank=rank, world_size=table.layout.world_size, layout=str(table.layout),
+            head=table.head, dtype=dtype, num_steps=1, num_skipped=0, adam_step=None, shards=tuple(shards),
         )  # fmt: skip
         writer = StateWriter(CPU)
         writer.begin(state_file(directory, rank), tensors, state.metadata(), behind=False)

@@ -14,7 +14,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.latent_attention import ReplicatedLinear
 from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.router import RoutedMicrobatch
-from mcore_rl.training.sequences import PackedSequences
+from mcore_rl.training.sequences import PackedSequences, row_positions
 from mcore_rl.types import LossInputs
 
 
@@ -192,6 +192,39 @@ def _orthogonal_parts(engine: Engine) -> None:
         matrices[:] = [replace(matrix, dim=None) for matrix in matrices]
 
 
+def _unsummed_towers(engine: Engine) -> None:
+    """Gradients of a tower, of whose pictures each tensor rank has a part, are not summed."""
+    for name, parameter in engine.models[0].named_parameters():
+        if name.startswith("vision."):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def _features_of_neighbours(engine: Engine) -> None:
+    """Each token of a picture gets the feature of the token behind it, where there is one."""
+
+    def spoil(microbatch: Microbatch) -> Microbatch:
+        if microbatch.feature_N is None:
+            return microbatch
+        has_N = microbatch.feature_N >= 0
+        last = sum(each.tokens for each in microbatch.pictures) - 1
+        return replace(microbatch, feature_N=torch.where(has_N, microbatch.feature_N + 1, -1).clamp(max=last))
+
+    _spoil_microbatches(engine, spoil)
+
+
+def _positions_of_text(engine: Engine) -> None:
+    """Tokens of pictures are numbered as text is, along one axis."""
+
+    def spoil(microbatch: Microbatch) -> Microbatch:
+        packed = microbatch.packed
+        assert packed is not None and packed.positions_3N is not None
+        rows = row_positions(packed.padded_lengths, packed.cp, packed.cp_rank, packed.device)
+        packed.positions_3N = rows.expand(3, -1).to(packed.positions_3N.dtype)
+        return microbatch
+
+    _spoil_microbatches(engine, spoil)
+
+
 SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "unsummed_norms": _unsummed_norms,
     "unsummed_replicas": _unsummed_replicas,
@@ -208,4 +241,7 @@ SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "replayed_a_row_late": _replayed_a_row_late,
     "recomputed_freely": _recomputed_freely,
     "orthogonal_parts": _orthogonal_parts,
+    "unsummed_towers": _unsummed_towers,
+    "features_of_neighbours": _features_of_neighbours,
+    "positions_of_text": _positions_of_text,
 }

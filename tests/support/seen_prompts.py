@@ -24,6 +24,7 @@ PARTS: dict[str, list[int | str]] = {
     "two": [2, "square", 2, "large", 11],
     "twice": [4, "square", 1, "square", 3],
     "last": [5, "least"],
+    "five": [2, "least", 1, "square", 1, "least", 2, "wide", 1, "square", 4],
     "literal": [3, "wide", 2, "token", 3],
 }
 

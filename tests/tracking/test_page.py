@@ -62,6 +62,7 @@ def test_the_policy_names_the_style_and_the_scripts_by_their_hashes_and_nothing_
     policy = next(each.get("content") or "" for each in root.iter("meta") if each.get("http-equiv"))
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'" and "connect-src" not in rules and "unsafe" not in policy
+    assert rules["img-src"] == "data:"
     for tag, rule in (("script", "script-src"), ("style", "style-src")):
         bodies = re.findall(f"<{tag}>(.*?)</{tag}>", written, re.DOTALL)
         hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in bodies]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.run import RunConfig
@@ -15,8 +16,10 @@ from mcore_rl.planning.plan import plan
 from mcore_rl.planning.tables import plan_page
 from mcore_rl.tracking.report import write_comparison, write_report
 from mcore_rl.tracking.samples import write_samples
+from mcore_rl.tracking.thumbnails import thumbnail_file
 from tests.support import models
 from tests.support.browser import Browser, browser, needs_chromium
+from tests.support.pictures import encoded
 from tests.tracking.pages import numbers_under_the_pointer, parsed
 from tests.tracking.recorded_run import record
 
@@ -196,6 +199,30 @@ def test_what_a_model_writes_is_shown_and_never_run(chromium: Browser, tmp_path:
         == 0
     )
     assert chromium.complaints() == [] and len(chromium.requests()) == 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_pictures_of_a_prompt_are_seen(chromium: Browser, tmp_path: Path, width: int) -> None:
+    path = record(tmp_path / "seen")
+    keys = [f"{number:064x}" for number in range(3)]
+    (path / "media").mkdir()
+    for key, colour, size in zip(keys[:2], ("red", "blue"), ((256, 128), (56, 84)), strict=True):
+        thumbnail_file(path, key).write_bytes(encoded(Image.new("RGB", size, colour), "WEBP"))
+    images = [
+        {"sha256": key, "source": f"/somewhere/{HOSTILE[2] if place else 'a.png'}"} for place, key in enumerate(keys)
+    ]
+    write_samples(path, 7, "rollouts", [rollouts(7)[0] | {"images": images}])
+    write_report(path)
+    chromium.open((path / "report.html").as_uri(), width)
+    choose(chromium, "samples of", "1")
+    chromium.ask("Promise.all([...document.querySelectorAll('.album img')].map(each => each.decode()))")
+    seen = chromium.ask("[...document.querySelectorAll('.album img')].map(each => [each.naturalWidth, each.alt])")
+    name = HOSTILE[2]
+    assert seen == [[256, "picture 1 of 3: a.png"], [56, f"picture 2 of 3: {name}"]]
+    told = chromium.ask("document.querySelector('.album span').textContent")
+    assert told == f"picture 3 of 3: {name}, not on this page"
+    assert chromium.ask("document.title") != "run" and not chromium.ask(SIDEWAYS)
+    assert chromium.complaints() == []
 
 
 def test_the_policy_stops_a_script_that_got_into_the_page(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:

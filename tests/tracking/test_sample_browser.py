@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from mcore_rl.tracking.sample_browser import (
     shortened,
 )
 from mcore_rl.tracking.samples import write_samples
+from mcore_rl.tracking.thumbnails import thumbnail_file
+from tests.support.pictures import encoded, noise
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -94,7 +97,13 @@ def test_the_extremes_and_the_first_of_a_step_are_there_and_the_page_says_of_how
     for row in source["rows"]:
         ours = rows[row[8]]
         assert row[:5] == [1, row[1], ours["score"], int(ours["correct"]), ours["num_tokens"]]
-        assert row[6] == ours["response"] and data["prompts"][row[1]] == ["a", ours["prompt_id"], ours["prompt"], "7"]
+        assert row[6] == ours["response"] and data["prompts"][row[1]] == [
+            "a",
+            ours["prompt_id"],
+            ours["prompt"],
+            "7",
+            [],
+        ]
 
 
 def test_validations_show_the_same_prompts_at_every_step(run_dir: Path) -> None:
@@ -146,6 +155,25 @@ TURNS = [
     NOTHING | {"author": "model", "text": "add", "num_tokens": 2, "trained": True, "reward": 0.5, "versions": [3, 4]},
     NOTHING | {"author": "tool", "text": HOSTILE[0], "num_tokens": 1, "tool_s": 0.257},
 ]
+
+
+def test_pictures_of_prompts_are_named_and_shown_once(run_dir: Path) -> None:
+    keys = [f"{number:064x}" for number in range(3)]
+    (run_dir / "media").mkdir()
+    for key in keys[:2]:
+        thumbnail_file(run_dir, key).write_bytes(encoded(noise(8, 8, int(key, 16)), "WEBP"))
+    images = [{"sha256": key, "source": f"/data/of somebody/{place}.png"} for place, key in enumerate(keys)]
+    rows = [row | {"images": images[:2] if row["prompt_id"] == "0" else images[1:]} for row in rollouts(1, 8)]
+    write_samples(run_dir, 1, "rollouts", rows)
+    write_samples(run_dir, 1, "validation", [each | {"images": None} for each in rows[:4]])
+    data = embedded(run_dir)
+    assert {prompt[1]: prompt[4] for prompt in data["prompts"] if prompt[4]} == {"0": [0, 1], "1": [1, 2]}
+    assert [name for name, _ in data["pictures"]] == ["0.png", "1.png", "2.png"], "and no folder of the machine"
+    addresses = [address for _, address in data["pictures"]]
+    for address, key in zip(addresses, keys, strict=True):
+        file = thumbnail_file(run_dir, key)
+        expected = b64encode(file.read_bytes()).decode() if file.exists() else ""
+        assert address == (f"data:image/webp;base64,{expected}" if expected else "")
 
 
 def test_a_conversation_is_there_turn_by_turn(run_dir: Path) -> None:

@@ -28,6 +28,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import BY_SOURCE, Teachers
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.packing import budget_violations
+from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
 from mcore_rl.errors import CheckpointError, DataError, Violation
@@ -245,12 +246,18 @@ def unit_violations(
     yield from budget_violations(costs, tokens, f"{name}.microbatch_tokens", unit)
 
 
-def patch_violations(name: str, config: RoleConfig, media: Sequence[Sequence[Placed]]) -> list[Violation]:
-    """Rows with more patches than a microbatch may have.  name: of the role.  media: the pictures of each row."""
+def patch_violations(
+    name: str, config: RoleConfig, media: Sequence[Sequence[Placed]], *, pairs: bool = False
+) -> list[Violation]:
+    """Rows with more patches than a microbatch may have.
+
+    name: of the role.  media: the pictures of each row.  pairs: a microbatch must hold two sequences of a row.
+    """
     if config.microbatch_patches is None or not media:
         return []
-    costs = [sum(each.grid.patches for each in of_row) for of_row in media]
-    return budget_violations(costs, config.microbatch_patches, f"{name}.microbatch_patches", "row", "patches")
+    sequences, unit = (MEMBERS, "pair") if pairs else (1, "row")
+    costs = [sequences * sum(each.grid.patches for each in of_row) for of_row in media]
+    return budget_violations(costs, config.microbatch_patches, f"{name}.microbatch_patches", unit, "patches")
 
 
 def model_offline_violations(config: OfflineConfig, model: ModelConfig) -> list[Violation]:

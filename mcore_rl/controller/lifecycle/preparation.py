@@ -69,6 +69,7 @@ from mcore_rl.families.same_architecture import architecture_violations
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.serving_checks import why_unrecorded
+from mcore_rl.rollout.prompt_pictures import PictureShelf
 from mcore_rl.runtime.placement import placement_violations
 from mcore_rl.tracking.run_directory import finished_step
 
@@ -106,6 +107,7 @@ class Prepared(PreparedRun):
     draw_settings: on which it depends what is drawn and how it is graded.
     kept: rollouts of the checkpoint that were drawn and not trained, to go on with; None: there are none.
     settings_sum: of the settings that a replay may not change.
+    shelf: has the pictures of all rows; None: no row has some.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -119,6 +121,7 @@ class Prepared(PreparedRun):
     draw_settings: dict[str, Any]
     kept: KeptDraws | None
     settings_sum: str
+    shelf: PictureShelf | None
 
 
 def to_resume(
@@ -264,7 +267,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     num_steps = 0 if train is None else _num_steps(config, sampler)
     refuse_if_any(list(schedule_violations(config, num_steps)))
     trained = [role.name for role in config.role_rows if role.trains]
-    identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
+    identity = Identity.of(as_dict(config), trained, weights_of_roles(config), () if train is None else train.media)
     checkpoint, progress = to_resume(config, identity, sampler)
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
@@ -287,7 +290,13 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         draw_settings=(settings := draw_settings(config, identity)),
         kept=_kept(config, checkpoint, progress.step, settings, train),
         settings_sum=settings_sum(identity),
+        shelf=_shelf(train, validation),
     )
+
+
+def _shelf(*sets: PromptSet | None) -> PictureShelf | None:
+    pictured = [each for each in sets if each is not None and each.media]
+    return PictureShelf(pictured) if pictured else None
 
 
 def _demand_weights(config: RunConfig) -> None:
@@ -324,7 +333,7 @@ def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator
     for role in config.group_rows:
         for each in unit_violations(role.name, config.role_config(role), longest, "prompt"):
             yield replace(each, problem=f"{each.problem} with the longest response to it")
-        yield from patch_violations(role.name, config.role_config(role), train.media)
+        yield from patch_violations(role.name, config.role_config(role), train.media, pairs=trains_pairs(config))
 
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:

@@ -23,11 +23,13 @@ from mcore_rl.controller.lifecycle.run_contents import (
     AGENT,
     AGENT_FILES,
     ALGORITHM_FILES,
+    PICTURES,
     TEMPLATE,
     TOKENIZER,
     Sums,
     contents_of,
 )
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.hub.names import with_names
@@ -81,16 +83,23 @@ class Identity:
     contents: dict[str, Sums] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], roles: Sequence[str], weights: Mapping[str, Path]) -> Identity:
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        roles: Sequence[str],
+        weights: Mapping[str, Path],
+        media: Sequence[Sequence[Placed]] = (),
+    ) -> Identity:
         """The identity of the run of ``config``.  Reads every data file once, and samples of the weights.
 
         weights: the Hugging Face checkpoints of its roles, by the configuration keys that name them.
+        media: the pictures of each training row.
         """
         values = json.loads(json.dumps(plain(config)))
         model = read_config(weights.get(POLICY) or Path(values["model"]["path"]))
         sums = [(Path(name).name, sum_of(Path(name))) for name in values["data"]["train_files"]]
         data = [[name, file_sum.num_bytes, file_sum.checksum] for name, file_sum in sums]
-        contents = contents_of(values, weights)
+        contents = contents_of(values, weights, media)
         return cls(
             config=redact_settings(with_names(values)), model=model, data=data, roles=list(roles), contents=contents
         )
@@ -136,6 +145,8 @@ class Identity:
             before = theirs.contents.get(key)
             if before is None or [*before.values()] == [*sums.values()]:  # files may have new names
                 continue
+            if key == PICTURES and len(before) != len(sums):
+                continue  # of another number of rows, which is refused
             files = [name for name in sorted(before.keys() | sums.keys()) if before.get(name) != sums.get(name)]
             shown = ", ".join(files[:MAX_FILES]) + (f" and {len(files) - MAX_FILES} more" if files[MAX_FILES:] else "")
             yield key, f"{shown} differ{'s' if len(files) == 1 else ''} from what the checkpoint was made with"

@@ -17,10 +17,13 @@ import xxhash
 import yaml
 
 from mcore_rl.checkpoints.manifest import sum_of, sum_text
+from mcore_rl.data.media.placed import Placed
 
 Sums = dict[str, str]  # name of a file -> its length and checksum
 TOKENIZER = "tokenizer"
 TEMPLATE = "chat template"
+PICTURES = "data.image_key"
+MAX_SUMS = 4096  # of pictures; of more, one sum is of several
 ADAPTERS = "actor.lora.path"
 # Of weights of hundreds of GB, this much of each file is read: the header, which says where each tensor lies, and
 # pieces at even distances.  Training changes nearly every element.
@@ -57,10 +60,12 @@ UNIMPORTANT = (
 )
 
 
-def contents_of(values: Mapping[str, Any], weights: Mapping[str, Path]) -> dict[str, Sums]:
+def contents_of(
+    values: Mapping[str, Any], weights: Mapping[str, Path], media: Sequence[Sequence[Placed]] = ()
+) -> dict[str, Sums]:
     """The checksums of everything that a resume of the run of ``values`` depends on, by configuration key.
 
-    weights: the Hugging Face checkpoints of its roles, by the keys that name them.
+    weights: the Hugging Face checkpoints of its roles, by the keys that name them.  media: see ``pictures_of``.
     ``tokenizer`` and ``chat template`` are of the policy; what the run does not have is left out.  OSError: a file
     cannot be read.
     """
@@ -85,7 +90,24 @@ def contents_of(values: Mapping[str, Any], weights: Mapping[str, Path]) -> dict[
         contents[key] = _numbered(_files_at(str(_value(values, key))))
     for key in AGENT_FILES:
         contents[f"{AGENT}{key}"] = _numbered(_agents_files(key, _value(values, f"{AGENT}{key}")))
+    contents[PICTURES] = pictures_of(media)
     return {key: sums for key, sums in contents.items() if sums}
+
+
+def pictures_of(media: Sequence[Sequence[Placed]]) -> Sums:
+    """The checksums of pictures in files of their own; those that rows hold are of the rows' files.
+
+    media: the pictures of each training row.
+    """
+    images = {each.image.source: each.image.sha256 for of_row in media for each in of_row}
+    files = [(Path(source), sha256) for source, sha256 in images.items() if Path(source).is_absolute()]
+    count = max(1, -(-len(files) // MAX_SUMS))
+    sums = Sums()
+    for start in range(0, len(files), count):
+        some = files[start : start + count]
+        last = "" if len(some) == 1 else f" to {start + len(some)}"
+        sums[f"{some[0][0].name} ({start + 1}{last})"] = _of([sha256 for _, sha256 in some])
+    return sums
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

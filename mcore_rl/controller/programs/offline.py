@@ -35,6 +35,7 @@ from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.programs.program import run_program, show_check
 from mcore_rl.controller.step.utilization import Passes, tflop
 from mcore_rl.controller.training_run import Callback, TrainingRun, begin_records, every_step, open_directory
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import refuse_if_any
@@ -56,6 +57,11 @@ class RowSet(Protocol):
     @property
     def units(self) -> list[list[int]]:
         """Of each row, the tokens of the sequences that one microbatch must hold together."""
+        ...
+
+    @property
+    def media(self) -> Sequence[Sequence[Placed]]:
+        """The pictures of each row; empty where none are read."""
         ...
 
 
@@ -101,7 +107,7 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
     num_steps = 0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs
     refuse_if_any(list(schedule_violations(config, num_steps)))
     trained = [each.name for each in config.role_rows if each.trains]
-    identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
+    identity = Identity.of(as_dict(config), trained, weights_of_roles(config), train.media)
     checkpoint, progress = to_resume(config, identity, sampler)
     prepared = PreparedOffline(
         config=scheduled(config, num_steps),

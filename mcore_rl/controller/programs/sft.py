@@ -55,7 +55,7 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
             return None
         media = {number: each.media for number, each in chosen.items()}
         model = self.prepared.models[ACTOR.name]
-        return await step_pictures(self.group, rows, media, model, trained=self.config.actor.trains_tower)
+        return await step_pictures(self.group, rows.patches, media, model, trained=self.config.actor.trains_tower)
 
 
 def loader(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ConversationSet]:

@@ -46,7 +46,6 @@ from mcore_rl.planning.peaks import leaves_behind
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.prompt_pictures import PictureShelf
 from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.placement import Places
 from mcore_rl.runtime.start import pool_of
@@ -99,7 +98,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None
         stack.callback(prepared.agents.close)
         collector = RolloutCollector(
-            samples, scorer, config, kept.reward_model, recorded, prepared.agents, judge, pool.hits, _shelf(prepared)
+            samples, scorer, config, kept.reward_model, recorded, prepared.agents, judge, pool.hits, prepared.shelf
         )
         ahead = None
         if trains_stale(config):
@@ -124,11 +123,6 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         except DeadWorkerError:
             living.left = run.rollouts.kept
             raise
-
-
-def _shelf(prepared: Prepared) -> PictureShelf | None:
-    sets = [each for each in (prepared.train, prepared.validation) if each is not None and each.media]
-    return PictureShelf(sets) if sets else None
 
 
 async def _restart_dead(pool: EnginePool, restarter: EngineRestarter, death: DeadEngineError) -> None:

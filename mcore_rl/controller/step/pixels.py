@@ -6,10 +6,9 @@ Files are decoded in threads, straight into Ray's store; the controller holds on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,29 +32,26 @@ class StepPictures:
     patch_cost: float
 
 
-class PicturedRows(Protocol):
-    """Rows by number, whose pictures can be read again."""
-
-    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
-        """The patches of picture ``place`` of row ``index``; DataError if it cannot be read."""
-        ...
+# (number of a row, place of a picture among its own) -> its patches; DataError if it cannot be read
+ReadPatches = Callable[[int, int], NDArray[np.uint8]]
 
 
 async def step_pictures(
-    group: TrainGroup, rows: PicturedRows, media: Mapping[int, Sequence[Placed]], model: ModelConfig, *, trained: bool
+    group: TrainGroup, read: ReadPatches, media: Mapping[int, Sequence[Placed]], model: ModelConfig, *, trained: bool
 ) -> StepPictures:
-    """The pictures of ``rows``, in Ray's store.
+    """The pictures of rows, in Ray's store.
 
-    group, rows, media, errors: see ``put_pixels``.  model: has the tower.  trained: whether that learns.
+    group, read, media, errors: see ``put_pixels``.  model: has the tower.  trained: whether that learns.
     """
-    patches = await asyncio.to_thread(put_pixels, group, rows, media)
+    patches = await asyncio.to_thread(put_pixels, group, read, media)
     return StepPictures(patches, patch_cost(model, trained=trained))
 
 
-def put_pixels(group: TrainGroup, rows: PicturedRows, media: Mapping[int, Sequence[Placed]]) -> dict[str, PatchesRef]:
+def put_pixels(group: TrainGroup, read: ReadPatches, media: Mapping[int, Sequence[Placed]]) -> dict[str, PatchesRef]:
     """Puts the patches of the rows' pictures into Ray's store; returns a reference to each, by the picture's key.
 
-    media: the pictures of each row, by its number.  DataError, with the row: a file has changed or cannot be decoded.
+    read: makes patches, in several threads.  media: the pictures of each row, by its number.
+    DataError, with the row: a file has changed or cannot be decoded.
     """
     places = dict[str, tuple[int, int]]()
     for number, placed in media.items():
@@ -63,7 +59,7 @@ def put_pixels(group: TrainGroup, rows: PicturedRows, media: Mapping[int, Sequen
             places.setdefault(each.image.sha256, (number, place))
 
     def put(where: tuple[int, int]) -> PatchesRef:
-        return group.put_patches(rows.patches(*where))
+        return group.put_patches(read(*where))
 
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="pixels") as pool:
         return dict(zip(places, pool.map(put, places.values()), strict=True))

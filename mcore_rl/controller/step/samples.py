@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.episodes import Episode, Segment
 
 
@@ -16,7 +18,8 @@ def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTok
 
     ``versions`` has the weights that drew it: consecutive tokens of the model's, of all turns, that one version drew.
     An agent's also has ``reason`` (why it ended), ``turns`` and ``calls``; one of a user's program ``conversation``,
-    its number within the run of the program, and ``begins`` (``AgentCounts.begins``).
+    its number within the run of the program, and ``begins`` (``AgentCounts.begins``).  A row with pictures has them
+    as ``images``: the sha256 and the source of each, in the order of their places.
     """
     prompts = {
         tokens: str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=True))
@@ -44,6 +47,8 @@ def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
         "versions": versions,
         "error": score.error,
     }
+    if episode.row.media:
+        row["images"] = _images(episode.row.media)
     if episode.agent is not None:
         row |= {"reason": episode.agent.reason, "turns": episode.agent.turns, "calls": episode.agent.calls}
         if episode.agent.begins:
@@ -63,6 +68,10 @@ def _spans(episode: Episode) -> list[dict[str, int]]:
         else:
             spans.append({"version": span.version, "num_tokens": span.end - span.start})
     return spans
+
+
+def _images(media: Sequence[Placed]) -> list[dict[str, str]]:
+    return [asdict(each.image) for each in media]
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

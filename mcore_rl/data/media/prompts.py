@@ -27,6 +27,7 @@ from mcore_rl.data.media.sizes import Sizing
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BRING_BACK = "Bring the file back, or begin the run anew"
 MARK = "<image>"  # in a text, as verl and LLaMA-Factory write it
 START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 WRITTEN = START + PAD + END  # what a chat template writes for a picture
@@ -71,7 +72,7 @@ class PictureReader:
     def _content(self, record: Mapping[str, Any], folder: Path, place: int, image: ImageRef) -> bytes:
         file = read_image(values_of(record.get(self.key))[place], folder)
         if file.sha256 != image.sha256:
-            raise ValueError(f"{self.key}: {image.source} is not what it was when the run began. Begin the run anew")
+            raise ValueError(f"{self.key}: {image.source} is not what it was when the run began. {BRING_BACK}")
         return file.content
 
     def patches(

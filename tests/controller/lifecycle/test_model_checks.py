@@ -25,8 +25,10 @@ from mcore_rl.controller.lifecycle.model_checks import (
     answer_violations,
     model_offline_violations,
     model_run_violations,
+    patch_violations,
     vocabulary_violations,
 )
+from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.errors import CheckpointError, Violation
 from tests.support import models, prompt_files, tiny_models
 from tests.support.settings import actor_config, algorithm_config, any_run
@@ -218,3 +220,14 @@ def test_a_model_that_scores_has_the_policy_s_tokens(tmp_path: Path) -> None:
     assert other.key == "teacher.path" and "the numbers of 1 tokens differ, first of '<think>'" in other.problem
     (lacking,) = violations(str(tmp_path / "none"), plain)
     assert lacking.key == "teacher.path" and "has no tokenizer" in lacking.problem
+
+
+def test_a_pair_has_the_pictures_of_its_row_twice() -> None:
+    media = [[Placed(ImageRef("a", "a.png"), 1, Grid(1, 4, 8))], [Placed(ImageRef("b", "b.png"), 1, Grid(1, 2, 2))]]
+    narrow = actor_config(microbatch_patches=40)
+    assert patch_violations("actor", narrow, media) == []
+    (refused,) = patch_violations("actor", narrow, media, pairs=True)
+    assert refused.key == "actor.microbatch_patches" and refused.remedy == "Write 64 or more"
+    assert refused.problem == "1 of 2 pairs do not fit; the longest, pair 0, takes 64 patches"
+    (single,) = patch_violations("actor", actor_config(microbatch_patches=31), media)
+    assert "row 0, takes 32 patches" in single.problem

@@ -25,6 +25,7 @@ from tests.support.pictures import picture
 from tests.support.run_task import nothing_left
 
 STEPS, SAVED, BATCH = 4, 2, 4
+OWN_FILE = "own.png"
 PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 # Two implementations in float32, each a mean over tens of tokens of log-probs that are right to 1e-6.
 TOLERANCE = 3e-6
@@ -38,7 +39,7 @@ CASES = [
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Rows of two pictures, of text alone, of one picture twice, and of one that other rows have."""
+    """Rows of two pictures, of text alone, of one picture twice, and of one that others have, in a file of its own."""
     made = []
     for number in range(count):
         one, other = picture(84, 56, seed=number), picture(112, 112, seed=number)
@@ -46,10 +47,12 @@ def rows(count: int) -> list[dict[str, Any]]:
             ("<image>or <image>?", [one, other]),
             ("What is 2 + 3?", []),
             ("<image>How many, and in <image>?", [one, one]),
-            ("<image>How many?", [picture(56, 56)]),
+            ("<image>How many?", []),
         ]
         asked, pictures = kinds[number % 4]
-        images = [{"bytes": each, "path": None} for each in pictures]
+        images: list[dict[str, Any]] = [{"bytes": each, "path": None} for each in pictures]
+        if number % 4 == 3:
+            images = [{"bytes": None, "path": OWN_FILE}]
         made.append({"prompt": prompt_files.user(asked), "response": f"#### {number}", "images": images})
     return made
 
@@ -62,6 +65,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in PATCH:
         made = ["--data", str(directory / "squares"), "--family", family, "--out", str(directory / family)]
         assert main(["prepare", "tiny-model", *made]) == 0
+    (directory / OWN_FILE).write_bytes(picture(56, 56))
     for name, count in (("train", STEPS * BATCH), ("val", 5)):
         prompt_files.write(directory / f"{name}.parquet", rows(count))
     return directory
@@ -96,8 +100,8 @@ def metrics_of(directory: Path) -> dict[int, dict[str, float]]:
 
 
 @torch.no_grad()
-def loss_of(model_path: Path, asked: list[dict[str, Any]], patch: int) -> float:
-    """By transformers: of what the assistant says and the token that ends it."""
+def loss_of(model_path: Path, asked: list[dict[str, Any]], patch: int, own: bytes) -> float:
+    """By transformers: of what the assistant says and the token that ends it.  own: the file of its own."""
     auto: Any = AutoModelForImageTextToText
     model = auto.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -114,7 +118,8 @@ def loss_of(model_path: Path, asked: list[dict[str, Any]], patch: int) -> float:
         given: dict[str, Any] = {}
         content = row["prompt"][0]["content"]
         if row["images"]:
-            images = [Image.open(BytesIO(each["bytes"])).convert("RGB") for each in row["images"]]
+            files = [each["bytes"] or own for each in row["images"]]
+            images = [Image.open(BytesIO(each)).convert("RGB") for each in files]
             given = dict(processor(images=images, return_tensors="pt"))
             for grid in given["image_grid_thw"]:
                 content = content.replace("<image>", WRITTEN.replace(PAD, PAD * (int(grid.prod()) // 4)), 1)
@@ -135,15 +140,35 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
 
 
+def refuses_another_picture(given: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run does not go on while the file of a picture has another of the same size."""
+    before = path.read_bytes()
+    path.write_bytes(picture(56, 56, seed=9))
+    capsys.readouterr()
+    assert main(given) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"data.image_key=images: {path.name} (1) differs from what the checkpoint was made with" in said
+    assert "begin another run with trainer.resume_mode=off" in said
+    path.write_bytes(before)
+
+
 @pytest.mark.parametrize(("family", "layout", "trained", "processes_"), CASES)
 def test_a_run_learns_what_transformers_says_and_goes_on_with_the_same_bits(
-    family: str, layout: str, trained: bool, processes_: int, task: Path, tmp_path: Path, fast_ray: None
+    family: str,
+    layout: str,
+    trained: bool,
+    processes_: int,
+    task: Path,
+    tmp_path: Path,
+    fast_ray: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = [layout, f"trainer.n_gpus_per_node={processes_}", *([] if trained else ["actor.vision=frozen"])]
     with nothing_left():
         assert main(words(task, family, tmp_path / "whole", *more)) == 0
         parts = words(task, family, tmp_path / "parts", *more)
         assert main([*parts, f"trainer.total_training_steps={SAVED}"]) == 0
+        refuses_another_picture(parts, task / OWN_FILE, capsys)
         assert main(parts) == 0
     whole, again = (metrics_of(tmp_path / name) for name in ("whole", "parts"))
     final, resumed = (tmp_path / name / "hf" / "final" for name in ("whole", "parts"))
@@ -153,9 +178,10 @@ def test_a_run_learns_what_transformers_says_and_goes_on_with_the_same_bits(
 
     train, held = (pq.read_table(task / f"{name}.parquet").to_pylist() for name in ("train", "val"))
     patch = PATCH[family]
-    assert losses[0] == pytest.approx(loss_of(task / family, train[:BATCH], patch), abs=TOLERANCE)
-    assert whole[0]["sft/val_loss"] == pytest.approx(loss_of(task / family, held, patch), abs=TOLERANCE)
-    assert whole[STEPS]["sft/val_loss"] == pytest.approx(loss_of(final, held, patch), abs=TOLERANCE)
+    own = (task / OWN_FILE).read_bytes()
+    assert losses[0] == pytest.approx(loss_of(task / family, train[:BATCH], patch, own), abs=TOLERANCE)
+    assert whole[0]["sft/val_loss"] == pytest.approx(loss_of(task / family, held, patch, own), abs=TOLERANCE)
+    assert whole[STEPS]["sft/val_loss"] == pytest.approx(loss_of(final, held, patch, own), abs=TOLERANCE)
     assert whole[STEPS]["sft/val_loss"] < whole[0]["sft/val_loss"] - 0.2
 
     before, after = weights_of(task / family), weights_of(final)

@@ -42,11 +42,11 @@ def placed(key: str, first: int) -> Placed:
 def test_pictures_that_rows_share_are_made_once() -> None:
     rows = Rows()
     media = {3: [placed("a", 1), placed("b", 3)], 4: [], 5: [placed("b", 1), placed("c", 4)]}
-    refs: dict[str, Any] = dict(put_pixels(cast(TrainGroup, Store()), rows, media))
+    refs: dict[str, Any] = dict(put_pixels(cast(TrainGroup, Store()), rows.patches, media))
     assert refs == {"a": ("reference", 30), "b": ("reference", 31), "c": ("reference", 51)}
     assert rows.made == {(3, 0): 1, (3, 1): 1, (5, 1): 1}
 
 
 def test_a_picture_that_cannot_be_read_ends_the_step() -> None:
     with pytest.raises(DataError, match=r"t.parquet:9: images\[0\]: is no PNG"):
-        put_pixels(cast(TrainGroup, Store()), Rows(), {9: [placed("a", 1)]})
+        put_pixels(cast(TrainGroup, Store()), Rows().patches, {9: [placed("a", 1)]})

@@ -1,0 +1,55 @@
+"""Thumbnails of pictures, which the report shows: each in a file of the run directory, named by the picture's sha256.
+
+A run may see more pictures than anybody looks at: of each step a few are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from PIL import Image
+
+from mcore_rl.data.media.images import decoded
+from mcore_rl.data.prompts import PromptSet
+from mcore_rl.episodes import Episode
+from mcore_rl.errors import DataError
+from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.thumbnails import SIDE, thumbnail_file
+
+OF_A_STEP = 16  # pictures: a quarter of what a report shows
+OF_A_VALIDATION = 256  # whose prompts are the same at every step
+
+
+def write_thumbnails(run_dir: Path, prompts: PromptSet, episodes: Sequence[Episode], most: int) -> None:
+    """Writes those of up to ``most`` pictures of the episodes' rows, which are rows of ``prompts``.
+
+    First come the rows with the highest and the lowest scores.  A picture that can no longer be read has none.
+    OSError: the disk is full, or fails.
+    """
+    ordered = sorted(episodes, key=lambda each: -each.graded.value)
+    wanted = dict[str, tuple[int, int]]()
+    for each in chain.from_iterable(zip(ordered, reversed(ordered), strict=True)):
+        for place, placed in enumerate(each.row.media):
+            wanted.setdefault(placed.image.sha256, (each.row.number, place))
+    for sha256, (number, place) in list(wanted.items())[:most]:
+        path = thumbnail_file(run_dir, sha256)
+        if path.exists():
+            continue
+        try:
+            content = prompts.image_files(number)[place]
+        except DataError:
+            continue
+        _write(content, path)
+
+
+def _write(content: bytes, path: Path) -> None:
+    try:
+        picture = decoded(content)
+    except ValueError:
+        return
+    picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    path.parent.mkdir(exist_ok=True)
+    with replaced(path) as new:
+        picture.save(new, format="WEBP", quality=80)
