@@ -44,7 +44,7 @@ class RoundedActivations(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See ``TorchFunctionMode``."""
+        """Calls ``func``; of a product with one of the matrices the input is rounded first."""
         if func is torch.nn.functional.linear and args[1].data_ptr() in self.addresses:
             args = (rounded_activations(args[0], self.quantization), *args[1:])
         return func(*args, **(kwargs or {}))
