@@ -36,15 +36,16 @@ from mcore_rl.config.bounds import (
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import TopK, ValidationConfig, draw_violations, parse_rollout_layout
+from mcore_rl.config.rollout import Quantization, TopK, ValidationConfig, draw_violations, parse_rollout_layout
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
 
 if TYPE_CHECKING:
-    from mcore_rl.reports.report import LogprobReport
+    from mcore_rl.reports.report import LogprobReport, RoundingReport
 
 MAX_WORST_SHOWN = 3
 SPELT = {"parallel.": "--layout "} | {f"rollout.{axis}": f"--rollout {axis}" for axis in ("tp", "dp", "ep")}
+SPELT |= {"rollout.quantization": "--quantization", "rollout.dtype": "--dtype"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--rollout", type=typed(parse_rollout_layout), default="", help="of vLLM, as tp=2 or tp=2,ep=2")
     beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
     what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
+    form = "of vLLM's matrices; the difference is then split into weights, activations and kernels (docs/fp8.md)"
+    what.add_argument("--quantization", choices=[q.value for q in Quantization], default="none", help=form)
     draw = parser.add_argument_group("what is drawn")
     columns = "parquet with a column prompt (messages or text) or prompt_token_ids"
     draw.add_argument("--data", type=typed(InputFile), required=True, help=columns)
@@ -119,6 +122,7 @@ def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
         rollout=arguments.rollout,
         dtype=Precision(arguments.dtype),
         sampling=sampling,
+        quantization=Quantization(arguments.quantization),
         n=arguments.samples,
     )
     tokenizer = load_tokenizer(arguments.hf)
@@ -150,6 +154,8 @@ def show(compared: LogprobReport, console: Console) -> None:
         console.print(
             f"of {compared.top1.count} tokens that are likeliest by vLLM, so too by: {shares}", soft_wrap=True
         )
+    if compared.rounding is not None:
+        show_rounding(compared.rounding, console)
     for token in compared.worst[:MAX_WORST_SHOWN]:
         values = ", ".join(f"{name} {value:.5f}" for name, value in token.logprobs.items())
         place = f"prompt {token.prompt}, sample {token.sample}, position {token.position}"
@@ -162,6 +168,20 @@ def show(compared: LogprobReport, console: Console) -> None:
     for words in compared.exceeded:
         console.print(f"[red]EXCEEDED[/red] {words}", soft_wrap=True)
     console.print(compared.verdict, markup=False, soft_wrap=True)
+
+
+def show_rounding(parts: RoundingReport, console: Console) -> None:
+    """What of the difference weights, activations and kernels make."""
+    lines = Table("rounded, mean (max)", "weights dequantised", "activations emulated", box=None, pad_edge=False)
+    for each in parts.effects:
+        weights = f"{each.weights_mean:.1e} ({each.weights_max:.1e})"
+        lines.add_row(each.group, weights, f"{each.activations_mean:.1e} ({each.activations_max:.1e})")
+    console.print(lines)
+    expected = f"all rounding makes {parts.expected_mean:.1e} ({parts.expected_max:.1e}) in transformers"
+    plain = f"bfloat16 alone {parts.bfloat16_mean:.1e} ({parts.bfloat16_max:.1e})"
+    whole = f"vllm is {parts.whole_mean:.1e} ({parts.whole_max:.1e}) from transformers in float32"
+    left = f"{parts.left_mean:.1e} ({parts.left_max:.1e}) are between vllm and transformers so rounded"
+    console.print(f"{whole}; {expected}, {plain}; {left}", soft_wrap=True)
 
 
 def run(options: argparse.Namespace) -> int:

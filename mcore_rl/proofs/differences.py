@@ -31,11 +31,23 @@ def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: HfCheck
             continue
         expected = torch.empty(piece.shape, dtype=held.dtype)
         checkpoint.read_into(piece.hf, piece.hf_region, expected)
-        here = view_of(held, piece.local_region).cpu()
-        if not torch.equal(here, expected):
-            largest = float((here.double() - expected.double()).abs().nan_to_num(nan=torch.inf).max())
-            differences[piece.hf] = max(largest, differences.get(piece.hf, 0.0))
+        _note(differences, piece.hf, view_of(held, piece.local_region).cpu(), expected)
     return differences
+
+
+def region_differences(held: Tensor, expected: Tensor, pieces: Iterable[Piece]) -> Differences:
+    """The differences between two local tensors on the CPU, over ``pieces``."""
+    differences: Differences = {}
+    for piece in pieces:
+        here, there = (view_of(each, piece.local_region) for each in (held, expected))
+        _note(differences, piece.hf, here, there)
+    return differences
+
+
+def _note(differences: Differences, name: str, held: Tensor, expected: Tensor) -> None:
+    if not torch.equal(held, expected):
+        largest = float((held.double() - expected.double()).abs().nan_to_num(nan=torch.inf).max())
+        differences[name] = max(largest, differences.get(name, 0.0))
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.errors import Violation
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.differences import Differences
@@ -26,6 +26,7 @@ from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 from mcore_rl.types import TrainBatch
 
+ALL = "all"  # groups of layers together
 TIE = 1e-4  # logits this close to the largest count as largest: in bfloat16 many are equal
 
 
@@ -35,6 +36,7 @@ class Question:
 
     hf: the directory of vLLM's and transformers' weights.  megatron: a checkpoint for Megatron; None: ``hf`` too.
     layout, rollout: of Megatron and of vLLM.  dtype: of all three.  n: responses per prompt.
+    quantization: of vLLM's matrices.
     """
 
     hf: Path
@@ -44,6 +46,7 @@ class Question:
     dtype: Precision = Precision.float32
     sampling: Sampling
     n: int = 1
+    quantization: Quantization = Quantization.none
 
     @property
     def world_size(self) -> int:
@@ -73,6 +76,17 @@ class VllmSamples:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundedScores:
+    """transformers' log-probs in float32, with the matrices of some layers as an engine in fp8 has them.
+
+    weights: those are dequantised.  activations: besides, what they multiply is rounded as in the engine.
+    """
+
+    weights: Float64Array
+    activations: Float64Array
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answers:
     """What one model says in one precision: float32 values of the response tokens, sequence after sequence.
 
@@ -80,6 +94,7 @@ class Answers:
     is_top1: whether each token of the greedy samples is the likeliest here too.
     routing_TLK: expert choices for the samples' tokens, prompts too, int16; None without experts.
     replayed: log-probs with the expert choices of other scorers, by scorer.
+    rounded: log-probs after the rounding of vLLM's quantisation, by group of layers.
     differing: differences between the weights and the files.  config: what the model, or this rank's part of it,
     computes with.
     """
@@ -89,6 +104,7 @@ class Answers:
     sampled_from: dict[str, Float64Array]
     routing_TLK: Tensor | None = None
     replayed: dict[str, Float64Array] = field(default_factory=dict)
+    rounded: dict[str, RoundedScores] = field(default_factory=dict)
     differing: Differences | None = None
     config: EffectiveConfig = field(default_factory=dict)
 
@@ -149,6 +165,7 @@ def settings_of(question: Question) -> dict[str, Any]:
         "layout": str(question.layout),
         "rollout": str(question.rollout),
         "dtype": question.dtype.value,
+        "quantization": question.quantization.value,
         "samples": question.n,
         **{key: value for key, value in sampling.items() if value not in ((), False)},
     }

@@ -20,6 +20,7 @@ import numpy as np
 from mcore_rl.arrays import Float64Array, Int64Array
 from mcore_rl.config.engine import Precision
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, unread
+from mcore_rl.reports.question import ALL, RoundedScores
 
 VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
 SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
@@ -109,6 +110,7 @@ class MismatchCause(Enum):
     configuration = "configuration"
     sampling = "sampling parameters"
     routing = "routing"
+    quantisation = "quantisation"
     precision = "precision"
     tokenisation = "tokenisation"
 
@@ -151,6 +153,45 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundingEffect:
+    """What rounding does to transformers' log-probs in float32, where a group of layers alone is rounded; in nats.
+
+    weights: the group's matrices are dequantised.  activations: what they multiply is rounded, besides.
+    """
+
+    group: str
+    weights_mean: float
+    weights_max: float
+    activations_mean: float
+    activations_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundingReport:
+    """The difference between vLLM in fp8 and transformers in float32, taken apart; mean and maximum, in nats.
+
+    whole: between both.  expected: what rounding of all layers makes in transformers.  left: between vLLM and
+    transformers so rounded; not only kernels, since bfloat16 moves inputs over the middle of two numbers of fp8.
+    bfloat16: what the dtype alone makes in transformers.  effects: of all layers, then of each group.
+    """
+
+    whole_mean: float
+    whole_max: float
+    expected_mean: float
+    expected_max: float
+    left_mean: float
+    left_max: float
+    bfloat16_mean: float
+    bfloat16_max: float
+    effects: tuple[RoundingEffect, ...]
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether rounding alone makes at least half of vLLM's mean difference; wrong kernels make much more."""
+        return self.expected_mean >= EXPLAINED * self.whole_mean
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """Other measurements; None or empty if not made.
 
@@ -160,6 +201,7 @@ class Evidence:
     truncated: whether top-p or top-k cut the distribution.
     configs: what each scorer's model computes with, read back from it.
     unstated: Megatron's weights are of a checkpoint that does not say which configuration it was trained with.
+    rounded: group of layers -> transformers' log-probs in float32 after vLLM's rounding, where it quantises.
     replays: scorer -> what Megatron makes of its expert choices: transformers', and vLLM's where it records them.
     num_responses, retokenised: responses with text, and those whose text encodes to other tokens.
     """
@@ -170,6 +212,7 @@ class Evidence:
     truncated: bool = False
     configs: Mapping[str, EffectiveConfig] = field(default_factory=dict)
     unstated: bool = False
+    rounded: Mapping[str, RoundedScores] = field(default_factory=dict)
     replays: Mapping[str, Replay] = field(default_factory=dict)
     num_responses: int = 0
     retokenised: int = 0
@@ -187,6 +230,7 @@ class LogprobReport:
     top1: Top1 | None
     worst: tuple[WorstToken, ...]
     exceeded: tuple[str, ...]
+    rounding: RoundingReport | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -256,6 +300,7 @@ def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, .
         _configuration(evidence),
         _sampling(scored, evidence),
         _routing(scored, evidence),
+        _quantisation(scored, evidence),
         _precision(scored, evidence, dtype),
         _tokenisation(evidence),
     )
@@ -337,6 +382,50 @@ def _routing(scored: Scored, evidence: Evidence) -> Finding:
     return Finding(cause=MismatchCause.routing, found=is_cause, evidence="; ".join(messages))
 
 
+def rounding_report(scored: Scored, evidence: Evidence) -> RoundingReport | None:
+    """The parts of the difference that fp8 makes; None where vLLM does not quantise."""
+    if not evidence.rounded:
+        return None
+    plain_N, drawn_N = evidence.float32[TRANSFORMERS], scored.logprobs[VLLM]
+    effects = []
+    for group, made in evidence.rounded.items():
+        weights_N, activations_N = np.abs(made.weights - plain_N), np.abs(made.activations - made.weights)
+        effects.append(
+            RoundingEffect(
+                group=group,
+                weights_mean=float(weights_N.mean()),
+                weights_max=float(weights_N.max()),
+                activations_mean=float(activations_N.mean()),
+                activations_max=float(activations_N.max()),
+            )
+        )
+    rounded_N = evidence.rounded[ALL].activations
+    whole_N, expected_N, left_N = (
+        np.abs(a - b) for a, b in ((drawn_N, plain_N), (rounded_N, plain_N), (drawn_N, rounded_N))
+    )
+    bfloat16_N = np.abs(scored.logprobs[TRANSFORMERS] - plain_N)
+    return RoundingReport(
+        whole_mean=float(whole_N.mean()),
+        whole_max=float(whole_N.max()),
+        expected_mean=float(expected_N.mean()),
+        expected_max=float(expected_N.max()),
+        left_mean=float(left_N.mean()),
+        left_max=float(left_N.max()),
+        bfloat16_mean=float(bfloat16_N.mean()),
+        bfloat16_max=float(bfloat16_N.max()),
+        effects=tuple(effects),
+    )
+
+
+def _quantisation(scored: Scored, evidence: Evidence) -> Finding:
+    parts = rounding_report(scored, evidence)
+    if parts is None:
+        return Finding(cause=MismatchCause.quantisation, found=False, evidence="vLLM holds plain weights")
+    words = f"vllm is {parts.whole_mean:.1e} from transformers in float32; rounding weights and inputs as vllm does "
+    words += f"moves transformers by {parts.expected_mean:.1e}, where bfloat16 alone makes {parts.bfloat16_mean:.1e}"
+    return Finding(cause=MismatchCause.quantisation, found=parts.is_explained, evidence=words)
+
+
 def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
     if not evidence.float32:
         words = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
@@ -345,10 +434,12 @@ def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
     after = _mean_abs(evidence.float32[MEGATRON], evidence.float32[TRANSFORMERS])
     truth = evidence.float32[TRANSFORMERS]
     errors = {name: _mean_abs(scored.logprobs[name], truth) for name in SCORERS}
+    if evidence.rounded:
+        del errors[VLLM]  # of fp8
     words = f"in float32 Megatron and transformers differ by {after:.1e} in the mean instead of {before:.1e}; from "
     words += "transformers in float32 " + ", ".join(f"{name} is {error:.1e}" for name, error in errors.items())
     # vLLM has no float32 run: we assume that it rounds like the others if it is as close to float32 as they are.
-    alike = errors[VLLM] <= errors[TRANSFORMERS] / EXPLAINED
+    alike = VLLM not in errors or errors[VLLM] <= errors[TRANSFORMERS] / EXPLAINED
     return Finding(cause=MismatchCause.precision, found=after <= EXPLAINED * before and alike, evidence=words)
 
 

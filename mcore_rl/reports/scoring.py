@@ -46,6 +46,7 @@ from mcore_rl.reports.report import (
     exceeded,
     findings,
     largest_differences,
+    rounding_report,
     statistics,
     verdict,
 )
@@ -101,17 +102,26 @@ def report(
         mean_abs=limits.mean_abs if mean_abs is None else mean_abs,
     )
     evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
-    pairs = tuple(statistics(first, second, measured.scored) for first, second in PAIRS)
-    causes = findings(measured.scored, evidence, question.dtype.value)
+    scored = measured.scored
+    pairs = tuple(statistics(first, second, scored) for first, second in PAIRS)
+    causes = findings(scored, evidence, question.dtype.value)
+    rounding = rounding_report(scored, evidence)
+    # What rounding explains is no failure.
+    judged = [pair for pair in pairs if rounding is None or VLLM not in (pair.first, pair.second)]
+    beyond = exceeded(judged, limits)
+    if rounding is not None and not rounding.is_explained:
+        words = f"more than twice the {rounding.expected_mean:.2e} that rounding makes in {TRANSFORMERS}"
+        beyond += (f"{VLLM} and {TRANSFORMERS} in float32: mean {rounding.whole_mean:.2e} is {words}",)
     return LogprobReport(
         settings=settings_of(question) | {"limits": asdict(limits)},
-        num_tokens=len(measured.scored.token_N),
+        num_tokens=len(scored.token_N),
         verdict=verdict(pairs, causes),
         findings=causes,
         pairs=pairs,
         top1=measured.top1,
         worst=_worst(measured, tokenizer),
-        exceeded=exceeded(pairs, limits),
+        exceeded=beyond,
+        rounding=rounding,
     )
 
 
@@ -205,6 +215,7 @@ def _joined(
         differing_weights={VLLM: drawn.differing, MEGATRON: held},
         float32=float32,
         sampled_from=reference.sampled_from,
+        rounded=theirs[Precision.float32].rounded,
         truncated=question.sampling.truncated,
         replays=replays,
         configs=configs,

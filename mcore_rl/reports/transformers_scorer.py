@@ -1,10 +1,12 @@
 """transformers' side of a log-probability report: one device, eager attention, sequence by sequence, no padding.
 
-It computes with transformers alone, so that it is independent of our code.
+It computes with transformers alone, so that it is independent of our code; but for ``rounded_model``, which puts the
+rounding of engines in fp8 into transformers' model.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
+from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.rollout import Quantization
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
 from mcore_rl.reports.question import TIE, Answers, Question, VllmSamples, floats
+from mcore_rl.reports.rounded_model import rounded_scores
 from mcore_rl.reports.transformers_config import effective_config
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 
@@ -41,6 +46,9 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
                 question.hf, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
             )
             passes[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
+            if precision is Precision.float32 and question.quantization is not Quantization.none:
+                logprobs_of = partial(response_logprobs, model, drawn, question.sampling.temperature)
+                passes[precision] = replace(passes[precision], rounded=rounded_scores(model, question, logprobs_of))
             del model
     return passes
 
@@ -70,6 +78,15 @@ def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> An
         routing_TLK=routing_TLK,
         config=effective_config(model),
     )
+
+
+def response_logprobs(model: Any, drawn: VllmSamples, temperature: float) -> Float64Array:
+    """Log-probs of the samples' response tokens."""
+    rows = []
+    for sample in drawn.samples:
+        logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
+        rows.append(_chosen(logits_NV / temperature, tokens_N1))
+    return floats(torch.cat(rows))
 
 
 def _response_logits(model: Any, prompt: Prompt, sample: Sample) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
         tp=question.rollout.tp,
         ep=question.rollout.ep,
         dtype=question.dtype,
+        quantization=question.quantization,
         max_prompt_length=longest,
         max_response_length=question.sampling.max_tokens,
         enforce_eager=True,  # a few hundred tokens: capturing graphs takes longer
@@ -44,7 +45,10 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
 
 async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
     differences_by_rank = await engine.call_workers(
-        HeldWeightsMethods.held_differences, str(question.hf.resolve()), str(question.rollout)
+        HeldWeightsMethods.held_differences,
+        str(question.hf.resolve()),
+        str(question.rollout),
+        question.quantization.value,
     )
     greedy = Sampling(max_tokens=question.sampling.max_tokens, temperature=0.0)
     return VllmSamples(

@@ -61,10 +61,11 @@ class WeightReceiverMethods(Protocol):
 class HeldWeightsMethods(Protocol):
     """The methods of ``receiver.held_weights.HeldWeights``."""
 
-    def held_differences(self, directory: str, layout: str) -> Differences:
+    def held_differences(self, directory: str, layout: str, quantization: str = "none") -> Differences:
         """The differences between this worker's weights, unpacked, and the files of ``directory``.
 
-        directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.
+        directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.  quantization: the engine's;
+        what it quantises is compared with the files' numbers after the reference quantiser.
         Raises WeightMapError if vLLM's model does not match the family's table.
         """
         ...

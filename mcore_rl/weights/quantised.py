@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.rollout import Quantization
-from mcore_rl.weights.quantised_shards import block_shape, num_scales
+from mcore_rl.weights.quantised_shards import BLOCK, block_shape, num_scales
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 LEAST_OF_BLOCK = 1e-4  # the least magnitude of a block: its scale is never 0
+LEAST_OF_ACTIVATIONS = 1 / (FP8_MAX * 512)  # the least scale of inputs
 SCALES = " (scales)"  # follows a tensor's name in the name of its scales
 STORED_BY_COLUMNS = (Quantization.fp8_channel, Quantization.fp8_tensor)  # vLLM's linear layers have the transpose
 
@@ -68,10 +69,7 @@ class QuantisedMatrix:
 
     def quantise(self, values: Tensor, start: Sequence[int], scales: Tensor) -> Tensor:
         """Float8 of ``values``, the region of the matrix that begins at ``start``, by the ``scales`` of the matrix."""
-        each = scales
-        for dim, size in enumerate(block_shape(self.quantization, self.shape)):
-            at = torch.arange(start[dim], start[dim] + values.shape[dim], device=scales.device) // size
-            each = each.index_select(dim, at)
+        each = self._of_elements(scales, start, values.shape)
         match self.quantization:
             case Quantization.fp8_block:
                 return (values * (1.0 / each)).to(FP8)
@@ -84,6 +82,18 @@ class QuantisedMatrix:
             case _:
                 return (values.float() / torch.exp2(each.float() - 127.0)).to(FP8)
 
+    def dequantise(self, held: Tensor, scales: Tensor) -> Tensor:
+        """The numbers that the whole matrix ``held``, float8, stands for: float32."""
+        each = self._of_elements(scales, (0, 0), held.shape)
+        return held.float() * (torch.exp2(each.float() - 127.0) if scales.dtype is torch.uint8 else each)
+
+    def _of_elements(self, scales: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The scale of each element of a region."""
+        for dim, size in enumerate(block_shape(self.quantization, self.shape)):
+            at = torch.arange(start[dim], start[dim] + shape[dim], device=scales.device) // size
+            scales = scales.index_select(dim, at)
+        return scales
+
 
 def quantise(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
     """(float8, scales) of a whole matrix [rows, columns]."""
@@ -92,6 +102,33 @@ def quantise(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor
     matrix.widen(magnitudes, values, (0, 0))
     scales = matrix.scales(magnitudes)
     return matrix.quantise(values, (0, 0), scales), scales
+
+
+def rounded(values: Tensor, quantization: Quantization) -> Tensor:
+    """A whole matrix as quantised engines multiply with it: quantised and dequantised, float32."""
+    held, scales = quantise(values, quantization)
+    return QuantisedMatrix(quantization, (values.shape[0], values.shape[1])).dequantise(held, scales)
+
+
+def rounded_activations(x: Tensor, quantization: Quantization) -> Tensor:
+    """Inputs of a product as kernels of ``quantization`` round them, in the dtype of ``x`` [..., columns].
+
+    A scale is of 128 columns of a token (fp8_block), of 32 (mxfp8), or of a token.  Read in vLLM 0.32's
+    ``QuantFP8.forward_native``.  fp8_tensor has a scale for a token too, where CUTLASS multiplies: from Ada on.
+    """
+    flat = x.reshape(-1, x.shape[-1]).float()
+    match quantization:
+        case Quantization.fp8_block:
+            padded = torch.nn.functional.pad(flat, (0, -flat.shape[1] % BLOCK)).view(len(flat), -1, BLOCK)
+            scales = (padded.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=LEAST_OF_ACTIVATIONS)
+            back = (padded / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scales
+            back = back.flatten(1)[:, : flat.shape[1]]
+        case Quantization.mxfp8:
+            back = rounded(flat, quantization)
+        case _:
+            scales = (flat.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=LEAST_OF_ACTIVATIONS)
+            back = (flat * scales.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scales
+    return back.reshape(x.shape).to(x.dtype)
 
 
 def _greatest(values: Tensor, dim: int, begin: int, size: int, *, whole: bool) -> Tensor:

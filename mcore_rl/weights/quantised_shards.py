@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig
@@ -14,6 +15,21 @@ from mcore_rl.weights.rollout_table import RolloutTable
 KEY = "rollout.quantization"
 BLOCK = 128
 MX_BLOCK = 32
+
+
+class LayerGroup(Enum):
+    """Where in a layer a quantised matrix is; shared experts are dense."""
+
+    attention = "attention"
+    dense = "dense"
+    experts = "experts"
+
+
+def group_of(rule: Rule) -> LayerGroup:
+    """The group of a quantised ``rule``."""
+    if rule.stacked:
+        return LayerGroup.experts
+    return LayerGroup.attention if "attn." in rule.name else LayerGroup.dense
 
 
 def is_quantised(rule: Rule) -> bool:

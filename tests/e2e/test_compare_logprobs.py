@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoints.convert import to_megatron
 from mcore_rl.cli import main
 from mcore_rl.reports import vllm_scorer
 from tests.support import tiny_models
+from tests.support.fp8_on_cpu import put_on_path
 
 AGREES = 1e-4  # float32; 2e-6 is measured
+WHOLE_BLOCKS = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_experts=4)
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -51,9 +54,34 @@ def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixt
         "configuration": False,
         "sampling parameters": False,
         "routing": False,
+        "quantisation": False,
         "precision": False,
     }
     assert causes(report) == nothing | {"tokenisation": None}
+
+
+def test_the_difference_of_an_engine_in_fp8_is_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, processes: None
+) -> None:
+    """Rounding in transformers moves log-probs as far as the engine's do; bfloat16 alone moves them much less."""
+    put_on_path(monkeypatch)
+    hf = tmp_path / "hf"
+    tiny_models.save("qwen3_moe", hf, torch.bfloat16, **WHOLE_BLOCKS)
+    asked = ("--dtype", "bfloat16", "--quantization", "fp8_block")
+    code, report, said = run(capsys, hf, *asked)
+    assert code == 0, said
+    parts = report["rounding"]
+    assert [each["group"] for each in parts["effects"]] == ["all", "attention", "dense", "experts"]
+    assert report["settings"]["quantization"] == "fp8_block"
+    assert 2 * parts["bfloat16_mean"] < parts["whole_mean"]
+    assert parts["whole_mean"] / 1.5 < parts["expected_mean"] < 1.5 * parts["whole_mean"]
+    assert parts["left_mean"] < 0.9 * parts["whole_mean"], "transformers rounds most numbers as vllm does"
+    for each in parts["effects"]:
+        assert parts["bfloat16_mean"] / 4 < each["weights_mean"] < 2 * parts["whole_mean"]
+        assert f"{each['group']} " in said and f"{each['activations_mean']:.1e} " in said
+    examined = causes(report)
+    assert examined["quantisation"] and examined["weights"] is False, "vLLM's bytes are the files' after our quantiser"
+    assert "quantisation" in report["verdict"]
 
 
 def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:
@@ -160,6 +188,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--temperature", "0"], "--temperature=0: must be positive"),
         (["--max-tokens", "4096"], "max_response_length=4096"),
         (["--samples", "0"], "samples=0"),
+        (["--quantization", "fp8_block"], "--dtype=float32: is what vLLM quantises to fp8_block"),
+        (["--quantization", "fp8_channel", "--dtype", "bfloat16"], "--quantization=fp8_channel: vLLM has no kernels"),
         (["--hf", "nowhere", "--seed", "-1"], "--hf=nowhere: there is no such directory"),
         (["--megatron", "nowhere"], "nowhere"),
         (["--data", "nowhere.parquet"], "--data=nowhere.parquet: there is no such file"),

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rl.cli import main
+from tests.support.fp8_blocks import write_in_fp8
 from tests.support.fp8_on_cpu import put_on_path
 from tests.support.run_task import nothing_left, overrides, write_task
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 IN_FP8 = ("rollout.quantization=fp8_channel", "rollout.dtype=bfloat16")
 WEIGHED = "algorithm.off_policy=decoupled"
@@ -46,3 +49,19 @@ def test_a_run_that_would_fail_or_mislead_is_refused(
         assert main(["train", *overrides(task, tmp_path / "run", *IN_FP8, insisted)]) != 0
         assert "rollout.quantization=fp8_channel: vLLM has no kernels for it on a CPU" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_in_fp8_is_not_quantised_once_more(
+    tmp_path: Path, processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``generate`` reads the files in vLLM, which would refuse them in words of its own."""
+    put_on_path(monkeypatch)
+    task = write_task(tmp_path)
+    write_in_fp8(task / "model", torch.bfloat16)
+    asked = [f"data.files=[{task}/val.parquet]", f"out={tmp_path}/answers.parquet", "data.max_prompt_length=64"]
+    asked.append("data.max_response_length=16")
+    cache = "rollout.kv_cache_memory_bytes=16777216"
+    assert main(["generate", f"model.path={task}/model", *asked, cache, ON_VLLM_DEVICE["rollout"], *IN_FP8]) == 2
+    said = capsys.readouterr().err
+    assert "rollout.quantization=fp8_channel: " in said and "is in fp8 already, and vLLM takes one form" in said
+    assert "mcore-rl convert dequantise" in said and not (tmp_path / "answers.parquet").exists()

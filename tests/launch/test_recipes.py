@@ -37,6 +37,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import num_steps, other_models, recipe_config_json, recipe_model
+from mcore_rl.planning.serving import rollout_weight_bytes
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
@@ -114,6 +115,7 @@ PUBLISHED = {
     ),
     "qwen25_72b_grpo": Row("grpo", 1024, 256, 5, (512, 1024), 1e-6, "loss", 0.0, 105),
     "qwen3_30b_a3b_grpo": Row("grpo", 64, 64, 5, (1024, 2048), 1e-6, "loss", 0.0, 1740),
+    "qwen3_30b_a3b_grpo_fp8": Row("grpo", 64, 64, 5, (1024, 2048), 1e-6, "loss", 0.0, 1740),
     "qwen3_235b_a22b_grpo": Row(
         "grpo", 256, 16, 4, (2048, 4096), 1e-6, "", 0.0, 100, clip=(0.2, 0.28, 10.0), weight_decay=0.1, warmup=160
     ),
@@ -345,6 +347,23 @@ def test_asynchronous_forms_draw_on_devices_of_their_own_and_train_as_their_sync
     assert set(changed) == own, "what is trained, and how, is that of the sync form"
 
 
+def test_engines_in_fp8_draw_for_the_same_training_from_half_the_bytes() -> None:
+    """Embedding and head stay plain; what is drawn is weighed."""
+    name = "qwen3_30b_a3b_grpo_fp8"
+    run, other = rl_recipe(name), rl_recipe("qwen3_30b_a3b_grpo")
+    changed = shadows.differing(as_dict(other), as_dict(run))
+    changed = [key for key in changed if key.partition(".")[0] not in ("recipe", "trainer")]
+    assert sorted(changed) == ["algorithm.off_policy", "rollout.quantization"]
+    assert run.algorithm.off_policy is OffPolicy.decoupled
+    model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
+    held = [
+        rollout_weight_bytes(model, each.rollout.layout, 2, quantization=each.rollout.quantization)
+        for each in (run, other)
+    ]
+    assert 0.5 < held[0] / held[1] < 0.55
+    assert plan(run, model, cluster).step_s < plan(other, model, cluster).step_s, "decoding reads fewer bytes"
+
+
 def test_supervised_fine_tuning_is_as_published() -> None:
     """fsdp_sft_trainer.py, 2024-12: a tenth of the steps is warm-up, then a cosine to 0."""
     run = recipe("gemma2_2b_sft")
@@ -388,6 +407,7 @@ SAME_PROOF = {
     "qwen25_3b_gsm8k_tool": "qwen25_3b_gsm8k_interaction",
     "qwen25_7b_sppo": "qwen25_7b_spin",
     "qwen3_30b_a3b_grpo_async": "qwen3_30b_a3b_grpo",
+    "qwen3_30b_a3b_grpo_fp8": "qwen3_30b_a3b_grpo",
 }
 # 10 to 30 seconds each.  tests/proofs/test_verify_full_size.py proves the largest models, in other layouts, in `ci`.
 QUICK = ("mixtral_8x22b_rloo", "qwen25_05b_ppo")  # experts; a critic

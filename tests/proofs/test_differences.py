@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
-from mcore_rl.proofs.differences import module_differences, piece_differences, worst
+from mcore_rl.proofs.differences import module_differences, piece_differences, region_differences, worst
 from mcore_rl.weights.table import Piece
 from tests.support import checkpoints
 
@@ -77,3 +77,14 @@ def test_every_parameter_is_looked_at(name: str, tmp_path: Path) -> None:
             names.add(changed[0])
             parameter.data.copy_(kept)
     assert len(names) == len(list(model.parameters()))
+
+
+def test_two_local_tensors_are_compared_piece_by_piece() -> None:
+    tensor, pieces = held()
+    other = tensor.clone()
+    other[3] = 0.0  # padding
+    assert region_differences(tensor, other, pieces) == {}
+    other[1, 5] += 0.5
+    assert region_differences(tensor, other, pieces) == {"a": pytest.approx(0.5)}
+    other[2, 0] = math.nan
+    assert region_differences(tensor, other, pieces)["b"] == math.inf

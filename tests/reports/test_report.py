@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 
+from mcore_rl.reports.question import ALL, RoundedScores
 from mcore_rl.reports.report import (
     MEGATRON,
     PAIRS,
@@ -25,6 +26,7 @@ from mcore_rl.reports.report import (
     exceeded,
     findings,
     largest_differences,
+    rounding_report,
     statistics,
     verdict,
 )
@@ -261,6 +263,44 @@ def test_precision_is_the_cause_where_float32_agrees() -> None:
     vllm_is_wrong = dataclasses.replace(rounded, logprobs=rounded.logprobs | {VLLM: moved(0.2)})
     assert found_in(vllm_is_wrong, evidence, "bfloat16")[MismatchCause.precision] is False
     assert found_in(rounded, Evidence())[MismatchCause.precision] is False, "float32 is what it was computed in"
+
+
+def in_fp8(left: float) -> tuple[Scored, Evidence]:
+    """vLLM in fp8: rounding moves log-probs by 0.3, and kernels by ``left``."""
+    plain, weights, activations = moved(0.0), moved(0.2), moved(0.2) + 0.1
+    drawn = activations + left
+    given = scored(**{VLLM: drawn, TRANSFORMERS: plain + 0.02, MEGATRON: plain - 0.02})
+    both = RoundedScores(weights=weights, activations=activations)
+    alone = RoundedScores(weights=plain + 0.05, activations=plain + 0.04)
+    return given, Evidence(
+        float32={TRANSFORMERS: plain, MEGATRON: plain}, rounded={ALL: both, "attention": alone, "dense": both}
+    )
+
+
+def test_the_difference_of_fp8_in_parts() -> None:
+    given, evidence = in_fp8(left=-0.03)
+    parts = rounding_report(given, evidence)
+    assert parts is not None
+    assert (parts.left_mean, parts.left_max) == pytest.approx((0.03, 0.03))
+    assert parts.expected_mean == pytest.approx(np.abs(moved(0.2) + 0.1 - moved(0.0)).mean())
+    assert (parts.bfloat16_mean, parts.bfloat16_max) == pytest.approx((0.02, 0.02))
+    moved_by = 0.2 * np.random.default_rng(1).standard_normal(N)
+    assert parts.whole_mean == pytest.approx(np.abs(moved_by + 0.07).mean())
+    assert parts.whole_max == pytest.approx(np.abs(moved_by + 0.07).max())
+    whole, attention, dense = parts.effects
+    assert (whole.group, attention.group, dense.group) == (ALL, "attention", "dense")
+    assert (whole.weights_mean, whole.weights_max) == pytest.approx((np.abs(moved_by).mean(), np.abs(moved_by).max()))
+    assert (whole.activations_mean, whole.activations_max) == pytest.approx((0.1, 0.1))
+    assert (attention.weights_mean, attention.activations_mean) == pytest.approx((0.05, 0.01))
+    assert rounding_report(given, Evidence()) is None
+
+
+def test_quantisation_is_the_cause_where_rounding_explains_it() -> None:
+    """Kernels that are wrong are no rounding: the difference is then much larger than what rounding makes."""
+    assert found_in(*in_fp8(left=0.01), "bfloat16")[MismatchCause.quantisation] is True
+    assert found_in(*in_fp8(left=0.01), "bfloat16")[MismatchCause.precision] is True, "of the other two"
+    assert found_in(*in_fp8(left=2.0), "bfloat16")[MismatchCause.quantisation] is False
+    assert found_in(scored(), Evidence())[MismatchCause.quantisation] is False
 
 
 def test_tokenisation_is_found_and_explains_nothing() -> None:

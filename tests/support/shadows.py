@@ -36,7 +36,7 @@ SMALLER = (
     "custom_reward_function.path", "reward.num_workers", "reward.overlong.length",
     *(f"rollout.{key}" for key in (
         "max_prompt_length", "max_response_length", "n", "val_kwargs.n", "tp", "dp", "ep", "dtype", "device",
-        "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "enforce_eager",
+        "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "enforce_eager", "quantization",
         "stop_token_ids", "agent.tool_parser", "agent.max_turns",
     )),
     *(f"reward_model.{key}" for key in ("device", "dtype", "enforce_eager")),
@@ -179,6 +179,7 @@ def _of_run(run: RunConfig, world_size: int) -> list[str]:
         "rollout.kv_cache_memory_bytes=33554432",
         "rollout.max_num_seqs=16",
         "rollout.enforce_eager=true",
+        "rollout.quantization=none",  # a CPU has no kernels; tests/e2e/test_fp8_rollout.py trains with some
         "reward.num_workers=1",
     ]
     if run.reward.overlong.enable:

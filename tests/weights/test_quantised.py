@@ -18,6 +18,8 @@ from mcore_rl.weights.quantised import (
     FP8,
     QuantisedMatrix,
     quantise,
+    rounded,
+    rounded_activations,
 )
 from mcore_rl.weights.quantised_shards import is_quantised, num_scales, partial_columns
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -71,6 +73,8 @@ def _of_vllm() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
             scale = fp8._fp8_scale(weight_amax(tensor).reshape(1))
             made["fp8_tensor", name] = per_tensor.forward_native(tensor, scale)[0], scale.view(1, 1)
             made["mxfp8", name] = _mxfp8_e4m3_quantize_torch(tensor)
+            for scheme, group in (("fp8_block", GroupShape(1, 128)), ("fp8_channel", GroupShape.PER_TOKEN)):
+                made[f"{scheme} of inputs", name] = QuantFP8(static=False, group_shape=group).forward_native(tensor)
     return {key: (each.view(torch.uint8), scales) for key, (each, scales) in made.items()}
 
 
@@ -169,3 +173,25 @@ def test_columns_that_are_no_whole_blocks_are_named() -> None:
     width = model.num_attention_heads * model.head_dim
     assert partial_columns(Quantization.fp8_block, output, model, 2) == (width // 2 if width // 2 % 128 else None)
     assert partial_columns(Quantization.fp8_channel, output, model, 2) is None
+
+
+@pytest.mark.parametrize("scheme", [Quantization.fp8_block, Quantization.fp8_channel], ids=str)
+@pytest.mark.parametrize("name", tensors())
+def test_inputs_are_rounded_as_by_vllm(
+    of_vllm: dict[tuple[str, str], tuple[Tensor, Tensor]], scheme: Quantization, name: str
+) -> None:
+    held, scales = of_vllm[f"{scheme.value} of inputs", name]
+    theirs = held.view(FP8).float() * scales.repeat_interleave(SHAPE[1] // scales.shape[1], 1)
+    ours = rounded_activations(tensors()[name].float().view(2, -1, SHAPE[1]), scheme)
+    assert ours.view(SHAPE).equal(theirs)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_rounded_matrix_is_near_and_another(scheme: Quantization) -> None:
+    """Half a unit of fp8's last place: 1/16 of a number; and what lies below a block's least numbers is near 0."""
+    matrix = tensors()["random"].float()
+    made = rounded(matrix, scheme)
+    assert not made.equal(matrix)
+    largest = matrix.abs().max()
+    assert ((made - matrix).abs() <= matrix.abs() / 16 + largest * 2.0**-17).all()
+    assert rounded(made, scheme).equal(made) or scheme is not Quantization.mxfp8, "powers of two: nothing moves again"

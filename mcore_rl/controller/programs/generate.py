@@ -43,7 +43,7 @@ from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, detect
-from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.admission import admit, demand_plain_weights
 from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
@@ -126,6 +126,7 @@ def prepare_engines(config: GenerateConfig, platform: Platform) -> tuple[Generat
     sees = config.data.sees_pictures
     prepare_model(config.model, directory, pictures=sees)
     admit(directory, config.rollout, platform, pictures=sees)
+    demand_plain_weights(directory, config.rollout)
     if not has_tokenizer(directory):
         problem, remedy = "has no tokenizer, so that responses have no text", "Copy the tokenizer's files there"
         refuse_if_any([Violation("model.path", str(directory), problem, remedy)])

@@ -11,10 +11,18 @@ from pathlib import Path
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig, context_violations, rollout_config_violations
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.config.rollout import (
+    Quantization,
+    RolloutConfig,
+    ServingConfig,
+    context_violations,
+    quantization_of,
+    rollout_config_violations,
+)
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine.classifier import classifier_model
 from mcore_rl.rollout.engine.environment import has_tokenizer
@@ -42,6 +50,19 @@ def admit(directory: Path, config: ServingConfig, platform: Platform, *, picture
         return _language_model(directory, config, platform, pictures=pictures)
     assert isinstance(config, RewardModelConfig) and not pictures, "a classifier reads text"
     return classifier_model(directory, config, platform)
+
+
+def demand_plain_weights(directory: Path, config: ServingConfig) -> None:
+    """Refuses to quantise once more what is quantised in the files that an engine reads itself.
+
+    An engine that awaits its weights gets plain numbers.  Raises ConfigError.
+    """
+    form = quantization_of(config)
+    stored = text_config(read_config(directory)).get("quantization_config") or {}
+    if form is not Quantization.none and stored:
+        problem = f"{directory} is in {stored.get('quant_method')} already, and vLLM takes one form"
+        remedy = "Write rollout.quantization=none, or write the checkpoint in bfloat16: mcore-rl convert dequantise"
+        raise ConfigError([Violation("rollout.quantization", form.value, problem, remedy)])
 
 
 def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform, *, pictures: bool) -> ModelConfig:

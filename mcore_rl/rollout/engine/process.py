@@ -30,7 +30,7 @@ from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import FRESH, ChildProcess, ProcessContext, inherited_environment
-from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.admission import admit, demand_plain_weights
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
@@ -87,6 +87,8 @@ def start_engine(
     """
     platform = detect(config.device)
     model = admit(directory, config, platform, pictures=pictures)
+    if not awaits_weights:
+        demand_plain_weights(directory, config)
     chosen = tuple(usable_cores() if cores is None else cores)
     temporary = log is None
     if log is None:

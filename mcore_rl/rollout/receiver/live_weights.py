@@ -144,7 +144,7 @@ class LiveWeights:
         persistent = {_plain(name) for name in self.model.state_dict()} - set(names)
         buffers = [name for name in sorted(persistent) if name.rpartition(".")[2] not in CACHE_SCALES]
         known = {stored.parameter for stored in self.stored.values()}
-        known |= {self._scales_of(stored.parameter) for stored in self.stored.values() if self._quantises(stored)}
+        known |= {self._scales_of(stored.parameter) for stored in self.stored.values() if self.quantises(stored)}
         for name in (*dict.fromkeys(_plain(name) for name, _ in self.model.named_parameters()), *buffers):
             if name not in known:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
@@ -153,11 +153,12 @@ class LiveWeights:
         for name, place in self.places.items():
             method = vars(place.module).get("quant_method")
             held = isinstance(method, OnlineLinearBase | OnlineMoEMethodBase) and name.endswith("weight")
-            if held != self._quantises(place.stored):
+            if held != self.quantises(place.stored):
                 forms = ("plain", "quantised") if held else (self.quantization.value, "plain")
                 yield f"{name} should be {forms[0]} and vLLM holds it {forms[1]}. Mend weights/quantised.py"
 
-    def _quantises(self, stored: RolloutTensor) -> bool:
+    def quantises(self, stored: RolloutTensor) -> bool:
+        """Whether vLLM holds ``stored`` in ``quantization``."""
         return self.quantization is not Quantization.none and is_quantised(stored.rule)
 
     def _scales_of(self, parameter: str) -> str:
@@ -330,7 +331,7 @@ class LiveWeights:
         ``HEAD``.
         """
         for name, place in self.places.items():
-            if self._quantises(place.stored):
+            if self.quantises(place.stored):
                 yield from self._quantised_parts(name, place)
                 continue
             experts = _cpu_experts(place.module) if place.attribute in PACKED else None

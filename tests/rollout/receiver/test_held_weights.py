@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import Quantization, RolloutConfig
 from mcore_rl.proofs.effective_config import config_differences, unread
 from mcore_rl.reports import transformers_config
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
-from tests.support import tiny_models
+from tests.support import quantised_engines, tiny_models
 from tests.support.forked import start_engine
+from tests.support.fp8_on_cpu import put_on_path
 from tests.support.vllm_device import VLLM_DEVICE
 
 FILE = "model.safetensors"
@@ -81,3 +82,25 @@ def test_other_files(started: tuple[EngineProcess, Path], tmp_path: Path) -> Non
     save_file(tensors, other / FILE, {"format": "pt"})
     (difference,) = held(engine, other)
     assert difference == pytest.approx(CHANGED, rel=1e-5)
+
+
+def test_an_engine_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None) -> None:
+    """Its bytes and scales stand for the files' numbers after rounding; a block's greatest number moves its scale."""
+    put_on_path(monkeypatch)
+    directory = quantised_engines.write("qwen3_moe", tmp_path)[0]
+    config = quantised_engines.rollout_config(Quantization.fp8_block)
+    with start_engine("fp8", directory, config, extension=HELD_WEIGHTS) as engine:
+
+        def differing(files: Path) -> list[dict[str, float]]:
+            asked = (str(files), "tp=1", Quantization.fp8_block.value)
+            return asyncio.run(engine.call_workers(HeldWeightsMethods.held_differences, *asked))
+
+        assert differing(directory) == [{}]
+        other = shutil.copytree(directory, tmp_path / "other")
+        tensors = load_file(other / FILE)
+        changed = {"input_layernorm.weight": 0.5, "self_attn.o_proj.weight": 8.0, "mlp.experts.2.up_proj.weight": 8.0}
+        for name, by in changed.items():
+            tensors[BLOCK + name].view(-1)[-1] += by
+        save_file(tensors, other / FILE, {"format": "pt"})
+        (difference,) = differing(other)
+    assert {name.removeprefix(BLOCK): by for name, by in difference.items()} == pytest.approx(changed, rel=0.1)
