@@ -110,7 +110,8 @@ def _store_watched() -> Iterator[list[int]]:
         while not ended.wait(0.05):
             if ray.is_initialized():
                 with suppress(Exception):  # it begins or ends
-                    seen.append(get_memory_info_reply(ray._private.state.state).store_stats.object_store_bytes_used)
+                    reply = get_memory_info_reply(ray._private.state.state)  # type: ignore[no-untyped-call]
+                    seen.append(reply.store_stats.object_store_bytes_used)
 
     thread = threading.Thread(target=watch)
     thread.start()
