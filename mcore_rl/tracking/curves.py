@@ -19,7 +19,7 @@ from mcore_rl.tracking.run_files import RecordedRun
 AHEAD = ("Staleness", "Groups drawn ahead")  # charts that say nothing of a run that draws and trains in turns
 ACCURACY = "Accuracy on training prompts"
 PARTS = "reward/part/"
-Clock = Mapping[float, float]  # step -> hours
+HoursOfSteps = Mapping[float, float]  # step -> hours
 IN_STEPS = "Hours in steps, without start-up."
 OVER_HOURS = ", over hours"
 # Titles of the charts that are shown over hours, too.
@@ -109,7 +109,7 @@ def _hours_of(run: RecordedRun) -> dict[float, float]:
     return {0.0: 0.0} | {float(step): hour for (step, _), hour in zip(steps, hours, strict=True)}
 
 
-def _timed(series: Series, clock: Clock) -> Series:
+def _timed(series: Series, clock: HoursOfSteps) -> Series:
     """``series`` by hours in the place of steps."""
     points = [(clock[step], value) for step, value in series.points if step in clock]
     intervals = {clock[step]: interval for step, interval in series.intervals.items() if step in clock}
@@ -131,7 +131,7 @@ def _members(key: str, known: Sequence[str]) -> list[str]:
     return [each for each in known if each.startswith(key)] if key.endswith("/") else [key]
 
 
-def _validation_chart(runs: Sequence[RecordedRun], clocks: Sequence[Clock] = ()) -> str:
+def _validation_chart(runs: Sequence[RecordedRun], clocks: Sequence[HoursOfSteps] = ()) -> str:
     """The chart of accuracies: from samples with intervals; from metrics for a data source without samples.
 
     clocks: of each run, for a chart by hours.
@@ -154,7 +154,7 @@ def _validation_chart(runs: Sequence[RecordedRun], clocks: Sequence[Clock] = ())
     return line_chart(title, "share", series, whole=True, steps=_ends(runs, clocks), hours=bool(clocks))
 
 
-def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun], clocks: Sequence[Clock] = ()) -> str:
+def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun], clocks: Sequence[HoursOfSteps] = ()) -> str:
     series = []
     row = _row(keys[0])
     smooth = row is None or row.reduction != "last"  # what is set, as a rate is, has no noise
@@ -182,7 +182,7 @@ def _legend(runs: Sequence[RecordedRun]) -> str:
     return f"{behind} Thick: the mean of the {window(count)} steps around each, near ones counting more."
 
 
-def _ends(runs: Sequence[RecordedRun], clocks: Sequence[Clock]) -> tuple[float, float]:
+def _ends(runs: Sequence[RecordedRun], clocks: Sequence[HoursOfSteps]) -> tuple[float, float]:
     """The first and the last step that any run has, or from 0 to the hours of the longest run."""
     if clocks:
         return 0.0, max((hour for clock in clocks for hour in clock.values()), default=0.0)
