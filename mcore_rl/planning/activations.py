@@ -182,7 +182,7 @@ def tower_bytes(vision: VisionConfig, size: int) -> TowerBytes:
     around = e * patch_width(vision) + 2 * 4 * w / vision.num_heads + merger
     around += len(vision.deepstack) * 3 * e * w
     rotation = 4 * 4 * w  # queries and keys in float32, and their gradients or halves
-    kept = 2 * (norm + e * w) + 6 * e * w + mlp  # queries, keys, values, what they attend to, and its two copies
+    kept = 2 * (norm + e * w) + 8 * e * w + mlp
     return TowerBytes(
         kept=e * w * (vision.depth + 1) + around,
         block=kept + max(3 * e * f, rotation),
