@@ -29,7 +29,7 @@ from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
 from mcore_rl.controller.step.preemption import Preempted, Preemption
 from mcore_rl.controller.step.profiling import profiled
-from mcore_rl.controller.step.utilization import device_peak, utilization
+from mcore_rl.controller.step.utilization import device_peak, host_use, utilization
 from mcore_rl.errors import CheckpointError, RunDirectoryError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.plan import Plan
@@ -218,6 +218,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.tracker.timeline(run.progress.step, run.clock.spans, lanes)
         run.call_back(run.progress.step, first)
         run.preemption.raise_if_asked()
+    host_use()  # the first step's begins here
     while run.progress.step < run.num_steps:
         step = run.progress.step + 1
         with run.place_kept():
@@ -228,7 +229,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
             metrics |= await run.validate(step)
         seconds, lanes = run.clocked()
         speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
-        metrics |= seconds | speed | run.saver.metrics()
+        metrics |= seconds | speed | host_use() | run.saver.metrics()
         run.tracker.log(step, metrics)
         run.tracker.timeline(step, run.clock.spans, lanes)
         await run.check_directory()

@@ -68,6 +68,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Explained variance of the critic", ("value/explained_variance",)),
     ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
     ("Model FLOPs utilisation", ("perf/mfu", "perf/mfu_logprobs")),
+    ("The controller's machine", ("perf/host_cpu_share", "perf/host_memory_share")),
     ("Memory, of a host and of a device", ("perf/memory_host_gib", "perf/memory_device_gib")),
     ("TFLOP/s of a device", ("perf/tflops_per_device", "perf/tflops_per_device_logprobs")),
 )

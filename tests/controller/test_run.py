@@ -53,6 +53,7 @@ ALWAYS = {
     "actor/skipped_updates", "actor/clip_fraction_low", "actor/clip_fraction_high",
     "router/load_max", "router/load_min", "router/load_entropy",
     "perf/draw_s", "perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/memory_host_gib", "perf/balance",
+    "perf/host_cpu_share", "perf/host_memory_share",
     "perf/tflop_updates", "perf/tflop_logprobs", "perf/tflops_per_device", "perf/tflops_per_device_logprobs",
     "perf/overhead_share", "progress/epoch",
     "time/step", "time/generate", "time/sync", "time/logprobs", "time/reference", "time/advantages",

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
@@ -101,6 +103,14 @@ def tflop(
     trained = sum(each.trained * (needed(each, train_flops) + tower(each, train=each.trains_tower)) for each in passes)
     tflops = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
     return {key: value for key, value in tflops.items() if value}
+
+
+def host_use() -> dict[str, float]:
+    """``perf/host_*`` of the controller's machine: its processors since the last call, and its memory now."""
+    return {
+        "perf/host_cpu_share": psutil.cpu_percent() / 100,
+        "perf/host_memory_share": psutil.virtual_memory().percent / 100,
+    }
 
 
 def utilization(
