@@ -39,6 +39,15 @@ PICTURES: dict[str, dict[str, dict[str, Any]]] = {
         "vision": {"patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     },
 }
+PICTURES["qwen3_vl_moe"] = PICTURES["qwen3_vl"] | {
+    "text": {
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+}
 
 
 @dataclass(frozen=True)

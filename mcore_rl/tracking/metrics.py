@@ -320,7 +320,9 @@ _PERFORMANCE = (
         "perf/shared_prompts", "share", "mean", "of an update's tokens, those of prompts not repeated", "shared", "up"
     ),
     Metric("perf/tflop_logprobs", "TFLOP", "sum", "that they need for log-probs and values", "TFLOP of log-probs"),
-    Metric("perf/memory_host_gib", "GiB", "max", "resident, of the policy's processes together, on CPU", "host", "down"),
+    Metric(
+        "perf/memory_host_gib", "GiB", "max", "resident, of the policy's processes together, on CPU", "host", "down"
+    ),
     Metric("perf/host_cpu_share", "share", "mean", "of the controller's machine: processors in use", "processors"),
     Metric("perf/host_memory_share", "share", "max", "of the controller's machine: memory in use", "memory", "down"),
     Metric("perf/memory_device_gib", "GiB", "max", "peak allocated, of a device", "device", "down"),

@@ -154,7 +154,6 @@ def test_what_was_not_understood_is_refused_until_it_is_written(
     ("source", "said"),
     [
         ("python3 -m verl.model_merger merge --backend fsdp", "mcore-rl convert"),
-        ("python3 -m verl.trainer.main_ppo data.image_key=images", "asks for images"),
         ("set -u; python3 -m verl.trainer.main_ppo a=$MODEL_X", "MODEL_X: unbound variable"),
         (
             "python3 -m recipe.some.main_thing a=1",
