@@ -88,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     draw.add_argument("--top-k", type=typed(TopK), default=-1, help="likewise (-1: not)")
     draw.add_argument("--seed", type=typed(Seed), default=0, help="of the draws (0)")
-    limits = parser.add_argument_group("what is demanded of every pair, in nats; exit code 1 where it is not met")
+    limits = parser.add_argument_group(
+        "what is demanded of every pair, in nats",
+        "Exit code 1 where it is not met. With --quantization the defaults are not demanded of vLLM.",
+    )
     limits.add_argument(
         "--max-abs-diff",
         type=typed(NonNegativeFloat),

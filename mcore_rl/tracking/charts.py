@@ -98,7 +98,7 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
 
 def decades(low: float, high: float, most: int) -> tuple[float, ...]:
     """At most ``most`` powers of ten, equally many apart, that enclose low and high, which are above 0."""
-    first = math.floor(math.log10(low) + 1e-9)
+    first = math.floor(math.log10(low))
     last = max(math.ceil(math.log10(high) - 1e-9), first + 1)
     apart = math.ceil((last - first) / (most - 1))
     return tuple(10.0**power for power in range(first, last + apart, apart))
@@ -203,8 +203,8 @@ def _scales(
     """Scales of both axes.  whole: marks at whole numbers alone, of steps."""
     first = min(places) - margin
     last = max(places) + margin
-    if last <= first:
-        first = first - 1
+    if last <= first:  # hours begin at 0
+        first = first - 1 if whole else first
         last = last + 1
     marks = tuple(
         tick for tick in ticks(first, last, 7) if first <= tick <= last and (not whole or tick == round(tick))

@@ -20,7 +20,7 @@ AHEAD = ("Staleness", "Groups drawn ahead")  # charts that say nothing of a run 
 ACCURACY = "Accuracy on training prompts"
 PARTS = "reward/part/"
 HoursOfSteps = Mapping[float, float]  # step -> hours
-IN_STEPS = "Hours in steps, without start-up."
+IN_STEPS = "Hours that steps took: without start-up, and without what a run did twice because it had to begin again."
 OVER_HOURS = ", over hours"
 # Titles of the charts that are shown over hours, too.
 CLOCKED = ("Loss, per trained token", "Loss of preferences", "Loss of scores", "Reward", ACCURACY)

@@ -113,9 +113,6 @@ def test_a_critic_learns_from_pictures_and_its_checkpoint_begins_another_run(tmp
     more += ["critic.optim.lr=1e-5"]
     with nothing_left():
         assert main(picture_runs.words(task, run, *more, f"trainer.save_freq={STEPS}", algorithm="ppo")) == 0
-    losses = [steps_of(run)[step]["critic/loss"] for step in range(1, STEPS + 1)]
-    assert losses[-1] < losses[0], losses
-
     step = run / "checkpoints" / f"step_{STEPS}"
     for role in ("actor", "critic"):
         assert main(["convert", "to-hf", "--run", str(step / role), "--out", str(tmp_path / role)]) == 0
@@ -127,4 +124,5 @@ def test_a_critic_learns_from_pictures_and_its_checkpoint_begins_another_run(tmp
     again = [*more, f"critic.path={tmp_path}/critic", "trainer.total_training_steps=1", "critic.vision=frozen"]
     with nothing_left():
         assert main(picture_runs.words(task, tmp_path / "again", *again, algorithm="ppo")) == 0
-    assert steps_of(tmp_path / "again")[1]["critic/loss"] < losses[0], "it goes on with what it had learned"
+    losses = [steps_of(each)[1]["critic/loss"] for each in (run, tmp_path / "again")]  # of the same responses
+    assert losses[1] < losses[0], "it goes on with what it had learned"

@@ -73,7 +73,7 @@ PICTURE_BYTES = 400 * 1176
 def test_the_store_holds_a_picture_once_for_all_samples_of_its_prompt(tmp_path: Path, fast_ray: None) -> None:
     """The most that Ray's store has, with 1 and with 8 samples of each prompt: a copy a sample would be 7 times more.
 
-    One more of each may be there still, on its way to the engine.
+    Two more of each may be there still: on their way to the engine, and those of the step.
     """
     task = picture_runs.write_task(tmp_path / "task", FAMILY)
     rows = [
@@ -98,7 +98,7 @@ def test_the_store_holds_a_picture_once_for_all_samples_of_its_prompt(tmp_path: 
             assert main(picture_runs.words(task, tmp_path / f"run{samples}", *more)) == 0
         most[samples] = max(seen)
     assert most[1] > PROMPTS * PICTURE_BYTES, "all pictures of the step at once"
-    assert most[8] - most[1] < PROMPTS * PICTURE_BYTES, most
+    assert most[8] - most[1] < 3 * PROMPTS * PICTURE_BYTES, most
 
 
 @contextmanager

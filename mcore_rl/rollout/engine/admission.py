@@ -60,7 +60,7 @@ def demand_plain_weights(directory: Path, config: ServingConfig) -> None:
     form = quantization_of(config)
     stored = text_config(read_config(directory)).get("quantization_config") or {}
     if form is not Quantization.none and stored:
-        problem = f"{directory} is in {stored.get('quant_method')} already, and vLLM takes one form"
+        problem = f"{directory} is in {stored.get('quant_method', 'a form of its own')} already, and vLLM takes one"
         remedy = "Write rollout.quantization=none, or write the checkpoint in bfloat16: mcore-rl convert dequantise"
         raise ConfigError([Violation("rollout.quantization", form.value, problem, remedy)])
 
