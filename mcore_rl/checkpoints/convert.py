@@ -258,13 +258,14 @@ def open_run(
     if role is None:
         return None
     beside = role / SIDECAR_FILES
-    _, family, model = read_model(beside if config is None else config, pictures=weights_have_tower(beside))
+    sees = weights_have_tower(beside)
+    _, family, model = read_model(beside if config is None else config, pictures=sees)
     if config is not None:
         demand_kept_model(directory, beside, model)
     if not (beside / ADAPTER_CONFIG).is_file():
         return RunWeights(role, family, model)
     adapters, of_run, head = run_adapters(role, family, model)
-    checkpoint, table = open_hf(base or Path(of_run["base_model_name_or_path"]))
+    checkpoint, table = open_hf(base or Path(of_run["base_model_name_or_path"]), pictures=sees)
     table = Table(table.family, table.model, head=head)
     return MergedWeights(checkpoint, table, adapters, lora_of(of_run).scale, beside)
 

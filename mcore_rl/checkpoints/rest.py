@@ -212,7 +212,10 @@ def rest_beside(table: Table, directory: Path) -> Rest | None:
 
 def weights_have_tower(directory: Path) -> bool:
     """Whether ``keep_rest`` wrote into ``directory`` that the weights beside it have the vision tower."""
-    return (directory / KEPT).is_file() and not read_header(directory / KEPT)[0]
+    if not (directory / KEPT).is_file():
+        return False
+    tensors, problems = read_header(directory / KEPT)
+    return not tensors and not problems
 
 
 def keep_rest(source: Path, target: Path, *, tower: bool = True) -> None:

@@ -37,7 +37,7 @@ from mcore_rl.controller.step.pixels import StepPictures, step_pictures
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.controller.step.thumbnails import OF_A_STEP, OF_A_VALIDATION, write_thumbnails
+from mcore_rl.controller.step.thumbnails import OF_A_STEP, OF_A_VALIDATION, Thumbnails
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
 from mcore_rl.data.media.placed import Placed
@@ -48,6 +48,7 @@ from mcore_rl.errors import AlarmError, DataError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
+from mcore_rl.tracking.samples import Kind
 from mcore_rl.tracking.sinks import Tracker
 
 
@@ -81,6 +82,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.collector, self.devices, self.weights = collector, devices, weights
         self.elastic: AbstractAsyncContextManager[object] = elastic or nullcontext()
         self.recorder = Recorder(self.directory, warn=warn)
+        self.thumbnails = Thumbnails(self.directory, warn=warn)
         self.rollouts = self._rollouts(ahead)
         self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
@@ -214,19 +216,16 @@ class Run(TrainingRun[RunConfig, Prepared]):
         place, trainer = self.place, self.config.trainer
         self.num_drawn, self.num_tokens = len(rollouts.episodes), num_tokens
         if trainer.save_rollouts:
-            rows = partial(self._sample_rows, step, rollouts.episodes, self.prepared.train, OF_A_STEP)
-            self.tracker.samples(step, "rollouts", rows)
+            self._show(step, "rollouts", rollouts.episodes, self.prepared.train, OF_A_STEP)
         if trainer.record_rollouts:
             self.recorder.begin(step, rollouts, place)
         return place
 
-    def _sample_rows(
-        self, step: int, episodes: Sequence[Episode], prompts: PromptSet | None, most: int
-    ) -> list[dict[str, Any]]:
-        """``sample_rows``, once the thumbnails of ``most`` of their pictures are written.  prompts: of the rows."""
+    def _show(self, step: int, kind: Kind, episodes: Sequence[Episode], prompts: PromptSet | None, most: int) -> None:
+        """Begins to write them down, and thumbnails of ``most`` of their pictures.  prompts: of their rows."""
+        self.tracker.samples(step, kind, partial(sample_rows, step, episodes, self.tokenizer))
         if self.config.sees_pictures and prompts is not None:
-            write_thumbnails(self.directory, prompts, episodes, most)
-        return sample_rows(step, episodes, self.tokenizer)
+            self.thumbnails.begin(prompts, episodes, most)
 
     async def keep_order(
         self,
@@ -256,8 +255,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
                 self.config.data.val_batch_size,
                 self.reporting("validating"),
             )
-            rows = partial(self._sample_rows, step, episodes, self.prepared.validation, OF_A_VALIDATION)
-            self.tracker.samples(step, "validation", rows)
+            self._show(step, "validation", episodes, self.prepared.validation, OF_A_VALIDATION)
         value = overall(metrics)
         if value is not None and (self.progress.best is None or value > self.progress.best):
             self.progress.best, self.progress.best_step = value, step

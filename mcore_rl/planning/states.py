@@ -335,11 +335,11 @@ class States:
 
     def _frozen(self, stage: int) -> StateBytes:
         """The state of weights that do not train; a value head, which does, is counted twice."""
-        numels = sum(bucket.held for buckets in self.buckets(stage) for bucket in buckets) + self._outside(stage)
+        numels = sum(bucket.held for buckets in self.buckets(stage) for bucket in buckets) + self.outside(stage)
         weights = numels * BYTES[self.precision]
         return StateBytes(num_parameters=numels, weights=weights, gradients=0, optimizer=0)
 
-    def _outside(self, stage: int) -> int:
+    def outside(self, stage: int) -> int:
         """The elements of a frozen tower, which are in no bucket."""
         return sum(self.sizes.tower) if self.frozen_tower and stage == 0 else 0
 
@@ -374,7 +374,7 @@ class States:
         if not self.trainable:
             return self._frozen(stage)
         main = 0 if self.precision is Precision.float32 else MAIN_BYTES
-        outside = self._outside(stage)
+        outside = self.outside(stage)
         return StateBytes(
             num_parameters=numels + outside,
             weights=(padded + outside) * size,

@@ -142,13 +142,19 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, n
 def tower_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
     """Seconds of the vision tower in one pass: the ranks of the first stage share the pictures out.
 
-    Every sequence's pictures are counted, though a microbatch encodes those that its sequences share once.  A tower
-    that learns computes its blocks again in backward; a frozen one has its forward pass alone.
+    Every sequence's pictures are counted, though a microbatch encodes those that its sequences share once.  A picture
+    is not split: where a microbatch has fewer than the ranks that share them, some wait.  A tower that learns computes
+    its blocks again in backward; a frozen one has its forward pass alone.
     """
+    if not role.tower_flops:
+        return 0.0
     passes = 4 if train and role.learns_to_see else 1
     ranks = role.layout.world_size / role.layout.pp
     rate = rates.flops * (LOCAL_EFFICIENCY if rates.accelerator else 1.0)
-    return role.tower_flops * num_sequences * passes / ranks / rate
+    shown = len(role.work.pictures.mean) * max(1.0, role.tokens / role.work.computed)  # of a microbatch
+    sharing = role.layout.tp * role.layout.cp
+    busy = shown / (ceil(shown / sharing) * sharing)
+    return role.tower_flops * num_sequences * passes / ranks / rate / busy
 
 
 def layer_communication_s(role: RolePlan, rates: Rates) -> float:

@@ -219,7 +219,8 @@ class RolePlan:
 
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
         """(name, bytes, exact) of the weights of ``frozen`` and ``beside``, on the rank of ``stage`` that has most."""
-        weights, size = self.states.trained.of_stage(stage).weights, self._trained_size
+        trained, size = self.states.trained, self._trained_size
+        weights = trained.of_stage(stage).weights - trained.outside(stage) * size  # a snapshot has what learns
         means = weights // size * MAIN_BYTES if size < MAIN_BYTES else 0
         return [
             (f"{role.snapshot} weights", weights + means * isinstance(role.moves, ExponentialAverage), True)

@@ -54,8 +54,8 @@ class PictureShelf:
 
     def _made(self, sha256: str, making: Future[NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """The patches, which others wait for by ``making``."""
-        prompts, index, place = self._places[sha256]
         try:
+            prompts, index, place = self._places[sha256]
             made = prompts.patches(index, place)
         except BaseException as error:
             with self._lock:

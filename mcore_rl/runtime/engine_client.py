@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
+from mcore_rl.parallel.device import num_cores
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
@@ -35,6 +37,7 @@ CLOSE_S = 60.0  # how long an engine may take to end regularly
 PAUSES = (RolloutEngine.pause.__name__, RolloutEngine.start_update.__name__)
 GOES_ON = (RolloutEngine.resume.__name__, RolloutEngine.finish_update.__name__, RolloutEngine.fail_update.__name__)
 RECEIVES = WeightReceiverMethods.sync_receive.__name__
+PICTURES = ThreadPoolExecutor(num_cores(), thread_name_prefix="pictures")  # of all engines; threads begin when used
 PEERS_S = 5.0  # how long the death of one part of an engine may take to be known after that of another
 
 
@@ -233,11 +236,13 @@ class EngineClient(RemoteEngine):
 async def _in_store(requests: Sequence[Request]) -> Any:
     """``requests`` as an argument of Ray's.
 
-    Prompts with pictures are put into its store in a thread: pickling decodes them, for 30 ms a megapixel.
+    Prompts with pictures are put into its store in a thread: pickling decodes them, for 30 ms a megapixel.  asyncio's
+    own threads wait for trainers and tools, and have no time for that.
     """
     asked = list(requests)
-    has_pictures = any(each.prompt.pictures for each in asked)
-    return await asyncio.to_thread(ray.put, asked) if has_pictures else asked
+    if not any(each.prompt.pictures for each in asked):
+        return asked
+    return await asyncio.get_running_loop().run_in_executor(PICTURES, ray.put, asked)
 
 
 async def _answer_of(call: Any, name: str, doing: str) -> Any:

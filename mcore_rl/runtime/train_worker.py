@@ -274,7 +274,7 @@ class TrainWorker(Answering):
             (directory / SIDECAR_FILES).mkdir()
             beside, sees = directory / SIDECAR_FILES, self.table.model.vision is not None
             copy_sidecar_files(self.spec.directory, beside, self.engine.dtype, head=self.table.head, pictures=sees)
-            if self.adapters is None and (sees or self.table.head is not Head.value):
+            if sees or (self.adapters is None and self.table.head is not Head.value):
                 keep_rest(self.spec.directory, beside, tower=not sees)
             if self.adapters is not None:
                 write_adapter_config(self.adapters, beside, str(self.spec.directory))

@@ -126,3 +126,18 @@ def test_a_critic_learns_from_pictures_and_its_checkpoint_begins_another_run(tmp
         assert main(picture_runs.words(task, tmp_path / "again", *again, algorithm="ppo")) == 0
     losses = [steps_of(each)[1]["critic/loss"] for each in (run, tmp_path / "again")]  # of the same responses
     assert losses[1] < losses[0], "it goes on with what it had learned"
+
+
+@pytest.mark.tier("full")
+def test_a_critic_with_adapters_keeps_its_tower_in_files(tmp_path: Path, fast_ray: None) -> None:
+    task, run = picture_runs.write_task(tmp_path, "qwen3_vl"), tmp_path / "run"
+    more = ["critic.precision=float32", f"critic.ppo_mini_batch_size={PROMPTS}", "critic.microbatch_tokens=256"]
+    more += ["critic.lora.rank=4", "trainer.total_training_steps=1"]
+    with nothing_left():
+        assert main(picture_runs.words(task, run, *more, "trainer.save_freq=1", algorithm="ppo")) == 0
+    step = run / "checkpoints" / "step_1"
+    assert main(["convert", "to-hf", "--run", str(step / "critic"), "--out", str(tmp_path / "critic")]) == 0
+    assert same_bits(tower_of(tmp_path / "critic"), tower_of(task / "model"))
+    assert "score.weight" in load_file(tmp_path / "critic" / "model.safetensors")
+    again = picture_runs.words(task, tmp_path / "again", f"critic.path={tmp_path}/critic", "--check", algorithm="ppo")
+    assert main(again) == 0

@@ -439,4 +439,6 @@ def test_pictures_take_their_place() -> None:
     assert less == pytest.approx(more / 2)
     frozen = plan(replace(run, actor=replace(run.actor, vision=TowerTraining.frozen)), run_model(run), H100)
     assert part(frozen, Phase.update, "activations") == part(text, Phase.update, "activations")
+    kept, of_text = (part(each, Phase.rollout, "reference weights", Place.host) for each in (frozen, text))
+    assert kept == pytest.approx(of_text, rel=1e-5), "a tower that stays is not kept twice"
     assert frozen.seconds["update_actor"] < planned.seconds["update_actor"]

@@ -130,6 +130,16 @@ def test_a_tower_delays_its_stage_and_fewer_layers_there_pay_for_it() -> None:
     assert spent(learning, WORK, [1, 3], train=True) > spent(learning, WORK, [2, 2], train=True)
 
 
+def test_a_picture_is_encoded_by_one_rank_while_the_others_wait() -> None:
+    _, model = model_of(picture_models.config("qwen2_5_vl", num_hidden_layers=4), pictures=True)
+    shown = replace(WORK, pictures=RowPictures(mean=((64, 64),), most=((64, 64),)))
+    once = tower_flops(model, [(64, 64)]) * 16 / 1e12 / LOCAL_EFFICIENCY
+    for tokens, ranks in ((100, 1), (200, 2), (400, 4), (800, 4)):  # of a microbatch of 1, 2, 4 and 8 sequences
+        config = actor_config(precision=Precision.bfloat16, microbatch_tokens=tokens)
+        planned = RolePlan("actor", model, config, parse_layout("tp=4"), 4, shown, accelerator=True)
+        assert timing.tower_s(planned, RATES, 16, train=False) == pytest.approx(once / ranks)
+
+
 def test_products_of_one_rank_by_hand() -> None:
     alone = role()
     forward = forward_flops(MODEL, [100]) * 16 / 1e12

@@ -118,6 +118,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
             judge.at_limit = lambda: run.preemption.ask("reward.judge.max_cost")
         stack.push_async_callback(run.saver.close)
         stack.push_async_callback(run.recorder.close)
+        stack.callback(run.thumbnails.close)
         try:
             yield run
         except DeadWorkerError:

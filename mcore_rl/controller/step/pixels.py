@@ -1,6 +1,6 @@
 """The pixels of a step: each picture is read and made patches of once, however many sequences have it.
 
-Files are decoded in threads, straight into Ray's store; the controller holds one picture for each thread at a time.
+Files are decoded in threads, into Ray's store.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A run may see more pictures than anybody looks at: of each step a few are writte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -19,7 +20,29 @@ from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.thumbnails import SIDE, thumbnail_file
 
 OF_A_STEP = 16  # pictures: a quarter of what a report shows
-OF_A_VALIDATION = 256  # whose prompts are the same at every step
+OF_A_VALIDATION = 64  # as many as a report shows; its prompts are the same at every step
+
+
+class Thumbnails:
+    """Writes thumbnails in a thread of its own.  warn: is told of a disk that is full, or fails."""
+
+    def __init__(self, run_dir: Path, *, warn: Callable[[str], None]) -> None:
+        self._run_dir, self._warn = run_dir, warn
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="thumbnails")
+
+    def begin(self, prompts: PromptSet, episodes: Sequence[Episode], most: int) -> None:
+        """Begins to write those of ``write_thumbnails``."""
+        self._thread.submit(self._write, prompts, episodes, most)
+
+    def close(self) -> None:
+        """Waits until all that was begun is written."""
+        self._thread.shutdown()
+
+    def _write(self, prompts: PromptSet, episodes: Sequence[Episode], most: int) -> None:
+        try:
+            write_thumbnails(self._run_dir, prompts, episodes, most)
+        except OSError as error:
+            self._warn(f"thumbnails of pictures: {error}. The report names them in their place")
 
 
 def write_thumbnails(run_dir: Path, prompts: PromptSet, episodes: Sequence[Episode], most: int) -> None:

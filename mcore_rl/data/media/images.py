@@ -41,6 +41,9 @@ FORMS = "Write {bytes, path}, bytes, a path, or a data: URI"
 # Fields of a picture with which qwen_vl_utils gives it a size of its own.
 OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 MAX_SHOWN = 80  # characters of a value
+# PIL's, of bombs, which are refused here, and of what files say of themselves.  Threads decode: a filter for the time of
+# a call (``catch_warnings``) would be left behind by them.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _DATA_URI = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 
@@ -114,16 +117,14 @@ def decoded(content: bytes) -> Image.Image:
 def _opened(content: bytes) -> Iterator[Image.Image]:
     """The picture, of which the header is read; what goes wrong with it, here or in the body, is a ValueError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PIL's of bombs, which are refused here
-            with Image.open(BytesIO(content), formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_DECODED_PIXELS:
-                    raise Image.DecompressionBombError
-                # A JPEG with several frames is a photograph with previews of itself.
-                if image.format in ("PNG", "WEBP") and hasattr(image, "is_animated") and image.is_animated:
-                    raise _RefusedError("is animated. Take one of its frames, or leave the row out")
-                yield image
+        with Image.open(BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_DECODED_PIXELS:
+                raise Image.DecompressionBombError
+            # A JPEG with several frames is a photograph with previews of itself.
+            if image.format in ("PNG", "WEBP") and hasattr(image, "is_animated") and image.is_animated:
+                raise _RefusedError("is animated. Take one of its frames, or leave the row out")
+            yield image
     except _RefusedError:
         raise
     except Image.DecompressionBombError as error:

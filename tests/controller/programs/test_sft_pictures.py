@@ -197,15 +197,15 @@ def test_a_run_learns_what_transformers_says_and_goes_on_with_the_same_bits(
     ).read_bytes()
     assert whole[1]["pictures/count"] == 5 and whole[1]["pictures/different"] == 4
     assert whole[1]["pictures/patches"] > 4 * whole[1]["pictures/count"]
-    counts_its_tower(whole[1], task / family, train[:BATCH], patch, trained=trained)
+    shown = [each["bytes"] or own for row in train[:BATCH] for each in row["images"]]
+    counts_its_tower(whole[1], task / family, shown, patch, trained=trained)
 
 
 def counts_its_tower(
-    metrics: dict[str, float], model_path: Path, asked: list[dict[str, Any]], patch: int, *, trained: bool
+    metrics: dict[str, float], model_path: Path, shown: list[bytes], patch: int, *, trained: bool
 ) -> None:
     """Operations are those of matrices, of different pictures, and of some attention among 96 tokens at most."""
     _, model = model_of(read_config(model_path), pictures=True)
-    shown = [each["bytes"] for row in asked for each in row["images"]]
     grids = {each: Sizing(patch=patch).grid(*Image.open(BytesIO(each)).size) for each in shown}
     tokens = sum(grids[each].tokens for each in shown) / metrics["pictures/token_share"]
     pairs = 49 * tokens * model.num_layers  # at most: a token sees itself and the tokens before it
