@@ -115,6 +115,7 @@ PUBLISHED = {
     ),
     "qwen25_72b_grpo": Row("grpo", 1024, 256, 5, (512, 1024), 1e-6, "loss", 0.0, 105),
     "qwen3_30b_a3b_grpo": Row("grpo", 64, 64, 5, (1024, 2048), 1e-6, "loss", 0.0, 1740),
+    "qwen3_vl_30b_a3b_grpo": Row("grpo", 512, 128, 5, (1024, 2048), 1e-6, "loss", 0.0, 60, kl_coef=0.01),
     "qwen3_30b_a3b_grpo_fp8": Row("grpo", 64, 64, 5, (1024, 2048), 1e-6, "loss", 0.0, 1740),
     "qwen3_235b_a22b_grpo": Row(
         "grpo", 256, 16, 4, (2048, 4096), 1e-6, "", 0.0, 100, clip=(0.2, 0.28, 10.0), weight_decay=0.1, warmup=160

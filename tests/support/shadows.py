@@ -55,7 +55,7 @@ PROMPTS, SAMPLES = 4, 2
 PROMPT_TOKENS, RESPONSE_TOKENS = 208, 16
 FAMILIES = ("deepseek_v3", "gemma2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 WITH_PICTURES = ("geo3k",)
-SEEING = "qwen2_5_vl"
+SEEING = ("qwen2_5_vl", "qwen3_vl_moe")
 TEACHER = "qwen3_moe"  # of the recipe with a teacher
 # What an agent's tokens after a prompt need: some turns of a random model, and what others say between them.
 AGENT_PROMPT_TOKENS, AGENT_TOKENS, AGENT_TURNS = 640, 640, 3
@@ -102,7 +102,8 @@ def write_task(directory: Path) -> Path:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    write_tiny_model(directory / "models" / SEEING, directory / "data" / "geo3k", family=SEEING)
+    for family in SEEING:
+        write_tiny_model(directory / "models" / family, directory / "data" / "geo3k", family=family)
     (directory / "reward.py").write_text(REWARD)
     (directory / "parser.py").write_text(PARSER)
     return directory
