@@ -41,8 +41,8 @@ FORMS = "Write {bytes, path}, bytes, a path, or a data: URI"
 # Fields of a picture with which qwen_vl_utils gives it a size of its own.
 OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 MAX_SHOWN = 80  # characters of a value
-# PIL's, of bombs, which are refused here, and of what files say of themselves.  Threads decode, and would leave a filter
-# for the time of a call (``catch_warnings``) behind.
+# PIL's, of bombs, which are refused here, and of what files say of themselves.  Threads decode, and would leave
+# ``catch_warnings``, a filter for the time of a call, behind.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _DATA_URI = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
