@@ -9,6 +9,17 @@ from typing import Any
 from mcore_rl.from_verl.written import Verl
 
 
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {shown(each)}' for name, each in value.items())}}}"
+    return "null" if value is None else str(value)
+
+
 class Difference(Enum):
     """How an entry of the list that ``from-verl`` shows is headed."""
 
@@ -44,15 +55,16 @@ class ModelFacts:
     """Facts of the model that is trained, as far as they are known.
 
     checkpoint: its name in ``mcore-rl models``.  refused: why it is not trained here; "": nobody knows of a reason.
-    sees: whether it is named as a model of pictures, or has a vision tower that is read here.
-    tower: the kind of that tower; "": it has none; None: that is not known.
+    sees: true of a model that is named as one of pictures, or whose vision tower is read here; false of one that reads
+    text; None: that is not known, or it may do either.
+    tower: the kind of the tower that is read here; "": it has none, or another; None: that is not known.
     """
 
     num_layers: int | None = None
     is_mixture: bool | None = None
     checkpoint: str = ""
     refused: str = ""
-    sees: bool = False
+    sees: bool | None = None
     tower: str | None = None
 
 
@@ -66,11 +78,20 @@ class Answer:
     entries: list[Entry] = field(default_factory=list)
 
     def set(self, ours: str, value: Any, *sources: str) -> None:
-        """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not."""
+        """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not.
+
+        Of two values that were written the later one holds, and the list says so.
+        """
         setting = TranslatedSetting(value, sources, self.verl.has(*sources))
         known = self.settings.get(ours)
-        if known is None or setting.written or not known.written:
-            self.settings[ours] = setting
+        if known is not None and known.written and not setting.written:
+            return
+        self.settings[ours] = setting
+        if known is None or not known.written or known.value == value or {*known.sources} & {*sources}:
+            return
+        holds = next(key for key in sources if key in self.verl.written)
+        for key in known.sources:
+            self.tell(Difference.changed, key, f"{holds} holds, which is the same key here", f"{ours}={shown(value)}")
 
     def add(self, ours: str, names: list[str], value: Any, source: str) -> None:
         """``value`` goes into the group ``ours``, in which any key may be, under ``names`` one below the other."""
