@@ -182,7 +182,8 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
 
 def said(entries: list[Entry]) -> list[str]:
     """The lines of entries of which the same is said."""
-    from mcore_rl.from_verl.answer import Difference, shown
+    from mcore_rl.from_verl.answer import Difference
+    from mcore_rl.from_verl.yaml_text import shown
 
     first = entries[0]
     if first.kind is Difference.default:

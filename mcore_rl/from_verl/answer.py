@@ -9,17 +9,6 @@ from typing import Any
 from mcore_rl.from_verl.written import Verl
 
 
-def shown(value: Any) -> str:
-    """A value as it is written on a command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {shown(each)}' for name, each in value.items())}}}"
-    return "null" if value is None else str(value)
-
-
 class Difference(Enum):
     """How an entry of the list that ``from-verl`` shows is headed."""
 
@@ -78,20 +67,11 @@ class Answer:
     entries: list[Entry] = field(default_factory=list)
 
     def set(self, ours: str, value: Any, *sources: str) -> None:
-        """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not.
-
-        Of two values that were written the later one holds, and the list says so.
-        """
+        """``ours`` is ``value``, which comes from ``sources``; what was written goes before what was not."""
         setting = TranslatedSetting(value, sources, self.verl.has(*sources))
         known = self.settings.get(ours)
-        if known is not None and known.written and not setting.written:
-            return
-        self.settings[ours] = setting
-        if known is None or not known.written or known.value == value or {*known.sources} & {*sources}:
-            return
-        holds = next(key for key in sources if key in self.verl.written)
-        for key in known.sources:
-            self.tell(Difference.changed, key, f"{holds} holds, which is the same key here", f"{ours}={shown(value)}")
+        if known is None or setting.written or not known.written:
+            self.settings[ours] = setting
 
     def add(self, ours: str, names: list[str], value: Any, source: str) -> None:
         """``value`` goes into the group ``ours``, in which any key may be, under ``names`` one below the other."""

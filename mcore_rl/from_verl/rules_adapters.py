@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.config.lora import ALL_LINEAR
-from mcore_rl.from_verl.answer import Answer, Difference, shown
+from mcore_rl.from_verl.answer import Answer, Difference
 from mcore_rl.from_verl.rules_pictures import ADAPTERS, tower_names
 from mcore_rl.from_verl.written import Verl
+from mcore_rl.from_verl.yaml_text import shown
 
 # Megatron-Bridge's names of layers, of whole weights and of parts, by their ends -> the Hugging Face model's.
 BRIDGE = {

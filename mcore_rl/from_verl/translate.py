@@ -16,11 +16,12 @@ from typing import Any
 from mcore_rl.config.algorithm_registry import algorithms, estimators
 from mcore_rl.config.bounds import settings
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting, shown
+from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting
 from mcore_rl.from_verl.row import KeyRow, NotHereError, same
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for, rows_of
 from mcore_rl.from_verl.written import MODEL_PATHS, Verl
+from mcore_rl.from_verl.yaml_text import shown
 
 EMPTY = (None, False, 0, "", "null", "None")
 NOT_READ = "is not read: "
@@ -193,7 +194,11 @@ def _take(answer: Answer, row: KeyRow, key: str, ours: Any, *, written: bool) ->
     if ours is None and (row.convert is not same or not _takes_null(name, answer.verl.program)):
         answer.tell(Difference.dropped, key, row.note or "the default here")
         return
+    before = answer.settings.get(name)
     answer.set(name, ours, key)
+    if written and before is not None and before.written and before.value != ours:
+        for lost in before.sources:
+            answer.tell(Difference.changed, lost, f"{key} holds, which is the same key here", f"{name}={shown(ours)}")
     if row.differs:
         answer.tell(Difference.changed, key, row.note, f"{name}={shown(ours)}")
 

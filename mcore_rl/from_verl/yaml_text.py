@@ -1,4 +1,4 @@
-"""Writes settings as the text of a yaml file."""
+"""Writes settings as the text of a yaml file, and values as on a command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from typing import Any
 from mcore_rl.from_verl.answer import TranslatedSetting
 
 DOCUMENT_END = "...\n"  # after a value alone, as yaml writes it
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {shown(each)}' for name, each in value.items())}}}"
+    return "null" if value is None else str(value)
 
 
 def yaml_of(program: str, algorithm: str, settings: Mapping[str, TranslatedSetting], head: str) -> str:
