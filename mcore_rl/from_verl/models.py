@@ -35,7 +35,8 @@ def model_facts(path: str) -> ModelFacts:
     name = name_of(path, known)
     is_seer = bool(SEES.search(name.replace("_", "-")))
     named = named_tower(name)
-    sees = is_seer or None
+    sees: bool | None = is_seer or None
+    tower: str | None = ""
     checkpoint = next((each for each in known if is_named(each, name)), None)
     alike = relative(name, known)
     there = (Path(path) / CONFIG).is_file()
@@ -51,12 +52,12 @@ def model_facts(path: str) -> ModelFacts:
     except ConfigError as error:
         return ModelFacts(refused=error.violations[0].problem, sees=sees, tower=named)
     if part is not None:
-        tower = part.model_type if part.model_type in PICTURES else ""
-        sees = bool(tower) or sees
+        if part.model_type in PICTURES:
+            tower = part.model_type
+            sees = True
     elif is_seer and not there:
         tower = named  # the relative is its language model
     else:
-        tower = ""
         sees = False
     known_as = checkpoint.name if checkpoint else ""
     return ModelFacts(model.num_layers, model.moe is not None, known_as, sees=sees, tower=tower)
