@@ -215,7 +215,8 @@ def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytes
 def test_the_nearest_word_is_offered(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
-    assert left.value.code == 2 and meant in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and meant in said and said.count("Keys are written") <= 1
 
 
 @pytest.mark.parametrize(
