@@ -110,8 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, more = taken.parse_known_args(words[1:])  # argparse takes no key=value after an option by itself
     if more and ("words" not in options or any(text.startswith("-") for text in more)):
         dashed = [text.partition("=")[0] for text in more if text.startswith("--")]
-        hints = [_nearest(name, _options(taken)) or _key_of(name, taken) for name in dashed]
-        taken.error(f"unrecognized arguments: {' '.join(more)}.{''.join(dict.fromkeys(hints))}".removesuffix("."))
+        taken.error(f"unrecognized arguments: {' '.join(more)}.{_meant(dashed, taken)}".removesuffix("."))
     if more:
         options.words += more
     try:
@@ -151,14 +150,17 @@ def _nearest(written: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _key_of(option: str, parser: argparse.ArgumentParser) -> str:
-    """What to write where a setting was given as an option, as other trainers take it; "" of a command without keys."""
+def _meant(dashed: Iterable[str], parser: argparse.ArgumentParser) -> str:
+    """What to write in the place of options that are not known; settings are given as such to other trainers."""
     from mcore_rl.config.trl_names import trl_remedy
 
-    if not any(action.metavar == "key=value" for action in parser._actions):
-        return ""
-    name = option.lstrip("-").replace("-", "_")
-    return " Keys are written KEY=VALUE, without dashes." + (f" {told}." if (told := trl_remedy(name)) else "")
+    takes_keys = any(action.metavar == "key=value" for action in parser._actions)
+    near = {name: _nearest(name, _options(parser)) for name in dashed}
+    keys = [name.lstrip("-").replace("-", "_") for name, option in near.items() if takes_keys and not option]
+    told = list(filter(None, near.values()))
+    told += [" Keys are written KEY=VALUE, without dashes."] if keys else []
+    told += [f" {remedy}." for key in keys if (remedy := trl_remedy(key))]
+    return "".join(dict.fromkeys(told))
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

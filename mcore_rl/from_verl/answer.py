@@ -44,15 +44,16 @@ class ModelFacts:
     """Facts of the model that is trained, as far as they are known.
 
     checkpoint: its name in ``mcore-rl models``.  refused: why it is not trained here; "": nobody knows of a reason.
-    sees: whether it is named as a model of pictures, or has a vision tower that is read here.
-    tower: the kind of that tower; "": it has none; None: that is not known.
+    sees: true of a model that is named as one of pictures, or whose vision tower is read here; false of one that reads
+    text; None: that is not known, or it may do either.
+    tower: the kind of the tower that is read here; "": it has none, or another; None: that is not known.
     """
 
     num_layers: int | None = None
     is_mixture: bool | None = None
     checkpoint: str = ""
     refused: str = ""
-    sees: bool = False
+    sees: bool | None = None
     tower: str | None = None
 
 

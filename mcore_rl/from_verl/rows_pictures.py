@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mcore_rl.from_verl.row import KeyRow, absent, gone, part, to
 
 COLUMN = (
@@ -12,6 +14,7 @@ STILLS = "pictures alone are read: rows with videos or sounds are refused"
 SIZE = "pixels of a picture; without it from-verl writes those of the model's own processor, 12,845,056 of Qwen2.5-VL"
 ONE_SIZING = "a picture is sized once, by the tower's own patches"
 LIMIT = "pictures of a row: more is refused"
+LIMIT_OF_ENGINE = "pictures of a row: more is refused, and 0 is a run of text"
 PATCHES = "engines are given patches, and process no picture (docs/rollout.md)"
 
 
@@ -23,6 +26,11 @@ def sizes(verl: str) -> list[KeyRow]:
         gone(verl, "an empty group"),
         absent(f"{verl}.*", "a picture has its fewest and most pixels, and no other setting"),
     ]
+
+
+def or_any(most: Any) -> Any:
+    """A number of pictures: 0 is null here."""
+    return most or None
 
 
 def pictures() -> list[KeyRow]:
@@ -40,8 +48,8 @@ def engine_pictures(rollout: str) -> list[KeyRow]:
     """The rows of engines.  rollout: verl's group of them."""
     vllm = f"{rollout}.engine_kwargs.vllm"
     return [
-        to(f"{rollout}.limit_images", "data.max_images", note=LIMIT),
-        to(f"{vllm}.limit_mm_per_prompt.image", "data.max_images", lambda most: most or None, LIMIT),
+        to(f"{vllm}.limit_mm_per_prompt.image", "data.max_images", or_any, LIMIT_OF_ENGINE),
+        to(f"{rollout}.limit_images", "data.max_images", or_any, LIMIT),  # in verl, too, it goes before vLLM's
         absent(f"{vllm}.limit_mm_per_prompt.{{video,audio}}", STILLS),
         *sizes(f"{vllm}.mm_processor_kwargs"),
         gone(f"{vllm}.{{disable_mm_preprocessor_cache,mm_processor_cache_gb}}", PATCHES),

@@ -6,8 +6,9 @@ from typing import Any
 
 from mcore_rl.config.lora import ALL_LINEAR
 from mcore_rl.from_verl.answer import Answer, Difference
-from mcore_rl.from_verl.rules_pictures import ADAPTERS, leaves_tower_out
+from mcore_rl.from_verl.rules_pictures import ADAPTERS, tower_names
 from mcore_rl.from_verl.written import Verl
+from mcore_rl.from_verl.yaml_text import shown
 
 # Megatron-Bridge's names of layers, of whole weights and of parts, by their ends -> the Hugging Face model's.
 BRIDGE = {
@@ -49,9 +50,13 @@ def lora(verl: Verl, answer: Answer, role: str) -> None:
         value = verl[f"{group}.{name}"]
         if value in (None, [], "null"):
             continue
-        if name == "exclude_modules" and leaves_tower_out(value):
-            answer.tell(Difference.dropped, f"{group}.{name}", ADAPTERS)
-            continue
+        if name == "exclude_modules" and (tower := tower_names(value)):
+            rest = [each for each in value if each not in tower] if isinstance(value, list) else []
+            if not rest:
+                answer.tell(Difference.dropped, f"{group}.{name}", ADAPTERS)
+                continue
+            answer.tell(Difference.changed, f"{group}.{name}", ADAPTERS, f"{role}.lora.{name}={shown(rest)}")
+            value = rest
         if isinstance(value, str) and value != ALL_LINEAR:
             answer.tell(Difference.absent, f"{group}.{name}", "a pattern: here are names, or ends of names")
             continue

@@ -194,7 +194,11 @@ def _take(answer: Answer, row: KeyRow, key: str, ours: Any, *, written: bool) ->
     if ours is None and (row.convert is not same or not _takes_null(name, answer.verl.program)):
         answer.tell(Difference.dropped, key, row.note or "the default here")
         return
+    before = answer.settings.get(name)
     answer.set(name, ours, key)
+    if written and before is not None and before.written and before.value != ours:
+        for lost in before.sources:
+            answer.tell(Difference.changed, lost, f"{key} holds, which is the same key here", f"{name}={shown(ours)}")
     if row.differs:
         answer.tell(Difference.changed, key, row.note, f"{name}={shown(ours)}")
 

@@ -53,7 +53,8 @@ class Verl:
     """program: ours that stands for it.  config, version: verl's configuration and version whose defaults hold.
 
     written: dotted key -> value.  unread: (text, why) of what could not be read.  mode: whether sampling and training
-    take turns.  others: defaults that are not the configuration's.
+    take turns.  others: defaults that are not the configuration's.  defaulted: keys that a file
+    has, with verl's default.
     """
 
     program: str
@@ -63,6 +64,7 @@ class Verl:
     unread: list[tuple[str, str]] = field(default_factory=list)
     mode: str = SYNC
     others: Mapping[str, Any] = field(default_factory=dict)
+    defaulted: frozenset[str] = frozenset()
 
     @property
     def is_megatron(self) -> bool:
@@ -188,7 +190,7 @@ def of_tree(values: Mapping[str, Any], version: str = "") -> Verl:
     there = {**defaults(config, version), **MODE_DEFAULTS[mode]}
     written = {key: value for key, value in leaves.items() if key not in there or there[key] != value}
     written = {key: value for key, value in written.items() if not key.endswith("_target_")}
-    return Verl(program, config, version, written, mode=mode)
+    return Verl(program, config, version, written, mode=mode, defaulted=frozenset(leaves.keys() - written.keys()))
 
 
 def _names_megatron(written: Mapping[str, Any]) -> bool:

@@ -16,8 +16,15 @@ def test_models_are_known_by_name_or_by_relatives() -> None:
     relative = model_facts("/models/Qwen3-30B-A3B-Base")
     assert (relative.num_layers, relative.is_mixture, relative.checkpoint) == (48, True, "")
     assert model_facts("<path_to_dsv3_config>").num_layers is None
-    seeing = model_facts("/m/Qwen3-VL-30B-A3B-Instruct")  # its language model is known
-    assert (seeing.num_layers, seeing.is_mixture, seeing.checkpoint, seeing.tower) == (48, True, "", "qwen3_vl")
+    seeing = model_facts("/m/Qwen3-VL-30B-A3B-Instruct")
+    like = model_facts("/m/Qwen3-VL-4B-Instruct")  # its language model is known
+    assert (like.num_layers, like.is_mixture, like.checkpoint, like.tower) == (36, False, "", "qwen3_vl")
+    assert (seeing.num_layers, seeing.is_mixture, seeing.checkpoint, seeing.tower) == (
+        48,
+        True,
+        "qwen3-vl-30b-a3b-instruct",
+        "qwen3_vl_moe",
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,12 +45,20 @@ def test_what_a_name_says(name: str, architecture: str) -> None:
     ("path", "sees", "tower"),
     [
         ("Qwen/Qwen2.5-VL-7B-Instruct", True, "qwen2_5_vl"), ("/m/qwen2_5_vl_3b", True, "qwen2_5_vl"),
-        ("/m/Qwen3-VL-30B-A3B-Instruct", True, "qwen3_vl"), ("openbmb/MiniCPM-o-2_6", True, ""),
-        ("zai-org/GLM-4.1V-9B-Thinking", True, ""), ("Qwen/Qwen2-VL-7B", True, ""), ("Qwen/Qwen3.5-27B", False, ""),
-        ("Qwen/Qwen2-7B-Instruct", False, ""), ("my-model", False, None),
+        ("/m/Qwen3-VL-4B-Instruct", True, "qwen3_vl"), ("openbmb/MiniCPM-o-2_6", True, ""),
+        ("zai-org/GLM-4.1V-9B-Thinking", True, ""), ("Qwen/Qwen2-VL-7B", True, ""), ("Qwen/Qwen3.5-27B", None, ""),
+        ("Qwen/Qwen2-7B-Instruct", False, ""), ("my-model", None, None), ("", None, None),
+        ("OpenGVLab/InternVL3-8B", True, ""), ("moonshotai/Kimi-VL-A3B-Instruct", True, ""),
+        ("TIGER-Lab/VL-Rethinker-7B", True, None), ("/ckpt/geo3k_vlm_sft", True, None),
+        ("/cache/models--Qwen--Qwen2.5-VL-7B-Instruct/snapshots/0a1b2c", True, "qwen2_5_vl"),
+        ("/cache/models--my--model/snapshots/vl", None, None),
+        ("/ckpt/Qwen2.5-VL-7B-Instruct/global_step_100/actor/huggingface", True, "qwen2_5_vl"),
+        ("/ckpt/geo3k_vlm_sft/global_step_1/huggingface", True, None),
+        ("/ckpt/Qwen3-8B/global_step_100/actor/huggingface", False, ""),
+        ("/teams/vlm/Qwen3-8B", False, ""), ("/m/kimi-k2-instruct", False, ""), ("/m/gemma-3-1b-it", False, ""),
     ],
 )  # fmt: skip
-def test_what_a_name_says_of_pictures(path: str, sees: bool, tower: str | None) -> None:
+def test_what_a_path_says_of_pictures(path: str, sees: bool | None, tower: str | None) -> None:
     facts = model_facts(path)
     assert (facts.sees, facts.tower) == (sees, tower)
 
@@ -57,7 +72,7 @@ def test_a_folder_goes_before_its_name(tmp_path: Path, architecture: str, tower:
     size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
     size |= {"num_key_value_heads": 2, "intermediate_size": 128, "tie_word_embeddings": False}
     kind = tower or "qwen2"
-    folder = tmp_path / "mine"
+    folder = tmp_path / "my-vlm"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": kind} | size))
     facts = model_facts(str(folder))
