@@ -119,7 +119,7 @@ class ScriptedPart(Scripted):
 
     async def start(
         self, directory: Path, config: Any, cores: Any, device_ids: Any, log: Path, awaits_weights: bool,
-        adapters: Any = None, node: EngineNode = ONE_NODE,
+        adapters: Any = None, node: EngineNode = ONE_NODE, pictures: bool = False,
     ) -> McoreRLError | None:  # fmt: skip
         self.node = node
         if "fails" in self._name and node.node_rank == 1:
