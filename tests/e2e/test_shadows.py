@@ -167,6 +167,7 @@ def validates(config: RunConfig, last: dict[str, Any]) -> None:
         "gsm8k-interaction": "openai/gsm8k",
         "aime24-interpreter": "aime24",
         "eurus2-rl": "numina_cn_k12",
+        "geo3k": "hiyouga/geometry3k",
     }
     for path in config.data.val_files:
         assert f"val/{sources[Path(path).parent.name]}/reward" in last
