@@ -417,7 +417,8 @@ def _write_hf(
     report: ProgressCallback,
 ) -> Converted:
     """rest_directory: has what is not trained of a multimodal model."""
-    rest, pictures = rest_beside(source.table, rest_directory), source.table.model.vision is not None
+    rest = rest_beside(source.table, rest_directory)
+    pictures = source.table.model.vision is not None
     present = {name: spec.dtype for name, spec in source.tensors.items()}
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}

@@ -37,7 +37,6 @@ def model_facts(path: str) -> ModelFacts:
     named = named_tower(name)
     sees: bool | None = is_seer or None
     tower: str | None = ""
-    checkpoint = next((each for each in known if is_named(each, name)), None)
     alike = relative(name, known)
     there = (Path(path) / CONFIG).is_file()
     try:
@@ -59,7 +58,7 @@ def model_facts(path: str) -> ModelFacts:
         tower = named  # the relative is its language model
     else:
         sees = False
-    known_as = checkpoint.name if checkpoint else ""
+    known_as = alike.name if alike is not None and is_named(alike, name) else ""
     return ModelFacts(model.num_layers, model.moe is not None, known_as, sees=sees, tower=tower)
 
 

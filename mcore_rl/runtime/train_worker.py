@@ -271,8 +271,9 @@ class TrainWorker(Answering):
     def _beside(self, directory: Path) -> None:
         """Adds the sidecar files, so that the checkpoint alone can be converted to a Hugging Face checkpoint."""
         if self.rank == 0:
-            (directory / SIDECAR_FILES).mkdir()
-            beside, sees = directory / SIDECAR_FILES, self.table.model.vision is not None
+            beside = directory / SIDECAR_FILES
+            beside.mkdir()
+            sees = self.table.model.vision is not None
             copy_sidecar_files(self.spec.directory, beside, self.engine.dtype, head=self.table.head, pictures=sees)
             if sees or (self.adapters is None and self.table.head is not Head.value):
                 keep_rest(self.spec.directory, beside, tower=not sees)

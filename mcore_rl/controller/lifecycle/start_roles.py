@@ -9,7 +9,7 @@ from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import AdaptedConfig, SeeingConfig
+from mcore_rl.config.roles import AdaptedConfig, trains_tower
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.config.trainer import Placement
@@ -74,7 +74,7 @@ async def _start_role(
         teacher=_teacher(config) if role.publishes else None,
         beside=_beside(config) if role.name == TEACHER else {},
         pictures=config.sees_pictures,
-        train_tower=not isinstance(engine, SeeingConfig) or engine.trains_tower,
+        train_tower=trains_tower(engine),
     )
     group = await start_trainers(spec, places, platform, logs, config.trainer, store)
     stack.callback(group.close)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.data.media.placed import Placed
 from mcore_rl.episodes import Episode, Segment
 
 
@@ -48,7 +47,7 @@ def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
         "error": score.error,
     }
     if episode.row.media:
-        row["images"] = _images(episode.row.media)
+        row["images"] = [asdict(each.image) for each in episode.row.media]
     if episode.agent is not None:
         row |= {"reason": episode.agent.reason, "turns": episode.agent.turns, "calls": episode.agent.calls}
         if episode.agent.begins:
@@ -68,10 +67,6 @@ def _spans(episode: Episode) -> list[dict[str, int]]:
         else:
             spans.append({"version": span.version, "num_tokens": span.end - span.start})
     return spans
-
-
-def _images(media: Sequence[Placed]) -> list[dict[str, str]]:
-    return [asdict(each.image) for each in media]
 
 
 def _segment(segment: Segment) -> dict[str, Any]:
