@@ -63,5 +63,5 @@ def test_a_checkpoint_in_fp8_is_not_quantised_once_more(
     cache = "rollout.kv_cache_memory_bytes=16777216"
     assert main(["generate", f"model.path={task}/model", *asked, cache, ON_VLLM_DEVICE["rollout"], *IN_FP8]) == 2
     said = capsys.readouterr().err
-    assert "rollout.quantization=fp8_channel: " in said and "is in fp8 already, and vLLM takes one form" in said
+    assert "rollout.quantization=fp8_channel: " in said and "is in fp8 already, and vLLM takes one. " in said
     assert "mcore-rl convert dequantise" in said and not (tmp_path / "answers.parquet").exists()

@@ -68,12 +68,15 @@ def test_a_daemon_ends_with_who_started_it(tmp_path: Path) -> None:
         "import os, sys, time\nfrom pathlib import Path\n"
         f"sys.path[:0] = [{str(tmp_path)!r}, {str(Path.cwd())!r}]\n"
         "from tests.processes.test_guarding import program\n"
-        f"print(int(program(Path({str(tmp_path)!r}), 'fork')[1]), flush=True)\ntime.sleep(600)\n"
+        f"made, answer = program(Path({str(tmp_path)!r}), 'fork')\n"  # it would end with ``made``
+        "print(int(answer), flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        daemon = psutil.Process(int(process.stdout.readline()))
-        process.kill()
+        try:
+            assert process.stdout is not None
+            daemon = psutil.Process(int(process.stdout.readline()))
+        finally:
+            process.kill()
     until = time.monotonic() + 60
     while daemon.is_running() and time.monotonic() < until:
         time.sleep(0.02)
