@@ -45,11 +45,11 @@ from mcore_rl.config.reward import CodeConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.engine.admission import admit
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
-from mcore_rl.rollout.tool_parsers import ReadCalls
+from mcore_rl.rollout.vllm.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 
 BUSY, OVERHEAD = 0.9, 1.1
 AT_ONCE = 32  # episodes of the second measurement

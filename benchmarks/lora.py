@@ -48,8 +48,8 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import SecretStore, StoreServer
 from mcore_rl.planning.memory import process_peak
 from mcore_rl.planning.training import RolePlan, Work
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
-from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER, WeightReceiverMethods, answer_of
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.worker_methods import WEIGHT_RECEIVER, WeightReceiverMethods, answer_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher
 from mcore_rl.sync.shared_memory import SharedMemoryTransport

@@ -30,12 +30,12 @@ from agents import write_model  # stands beside this file
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.engine.admission import admit
-from mcore_rl.rollout.engine.environment import usable_cores
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
-from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Prompt, Request, Sampling
+from mcore_rl.rollout.vllm.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.environment import usable_cores
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.engine.process_group import group_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests
 from tests.rollout.test_pool_prefixes import ByHash, ByLoad, play

@@ -31,11 +31,11 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.rollout.engine.admission import admit
-from mcore_rl.rollout.engine.environment import engine_arguments, engine_environment, usable_cores
-from mcore_rl.rollout.engine.process import start_engine
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.vllm.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.environment import engine_arguments, engine_environment, usable_cores
+from mcore_rl.rollout.vllm.engine.process import start_engine
 
 TARGET = 0.97
 VOCAB = 8192
@@ -61,7 +61,7 @@ def offline(connection: Connection, directory: Path, rollout: RolloutConfig, rou
     from vllm import LLM
     from vllm.inputs.engine import tokens_input
 
-    from mcore_rl.rollout.engine.outputs import sampling_params
+    from mcore_rl.rollout.vllm.engine.outputs import sampling_params
 
     platform = detect(rollout.device)
     llm = LLM(**engine_arguments(directory, rollout, admit(directory, rollout, platform), platform, None))

@@ -47,10 +47,10 @@ from mcore_rl.parallel.device import detect, device_of, memory, num_cores, reset
 from mcore_rl.parallel.launch import HOST, Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import SecretStore, StoreServer
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
-from mcore_rl.rollout.receiver import live_weights
-from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept
-from mcore_rl.rollout.worker_methods import Answer, answer_of
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.receiver import live_weights
+from mcore_rl.rollout.vllm.receiver.receive_memory import freed_memory_kept
+from mcore_rl.rollout.vllm.worker_methods import Answer, answer_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher
 from mcore_rl.sync.receiver import SyncReceiver

@@ -36,8 +36,8 @@ from tools.record_requirements import PYTHONS, RECORD, locked  # noqa: E402
 # Package -> the tests that look at its lines: patched ones, copied tables, signatures, recorded requirements.
 READ = "tests/house/test_read_lines.py"
 VLLM = (
-    "tests/families", "tests/config/test_vllm_fields.py", "tests/accelerators", "tests/rollout/engine", "tests/sync",
-    "tests/parallel/test_device_masks.py", READ,
+    "tests/families", "tests/config/test_vllm_fields.py", "tests/accelerators", "tests/rollout/vllm/engine",
+    "tests/sync", "tests/parallel/test_device_masks.py", READ,
 )  # fmt: skip
 LOOKING = {
     "megatron-core": (

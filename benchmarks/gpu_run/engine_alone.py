@@ -48,7 +48,7 @@ def graphs(bench: Bench) -> Facts:
 
 def alone(bench: Bench, further: Mapping[str, Any], *, sleeps: bool) -> Facts:
     """One engine from its start to its last sample.  further: arguments of vLLM's."""
-    from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
+    from mcore_rl.rollout.vllm.engine.environment import engine_environment, usable_cores
 
     rollout = RolloutConfig(
         dtype=Precision.bfloat16 if bench.platform.is_accelerator else Precision.float32,
@@ -69,7 +69,7 @@ def of_engine(bench: Bench, rollout: RolloutConfig, further: Mapping[str, Any], 
 
     from mcore_rl.families.config_json import read_config
     from mcore_rl.families.registry import model_of
-    from mcore_rl.rollout.engine.environment import engine_arguments
+    from mcore_rl.rollout.vllm.engine.environment import engine_arguments
 
     directory = write_config(bench.folder / "engine_alone", bench.tiny)
     _, model = model_of(read_config(directory))

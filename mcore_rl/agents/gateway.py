@@ -39,7 +39,7 @@ from mcore_rl.agents.rendering import call_id
 from mcore_rl.agents.session import SessionParts
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rewards.score import NotANumberError, finite
-from mcore_rl.rollout.tool_parsers import ReadCalls
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 
 MAX_BODY = 32 << 20  # bytes of a request, however long conversations may be
 BODY, BODY_PER_TOKEN = 1 << 20, 64  # bytes of a request: for tools, and for each token that a conversation may have

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.conversations import Context, ModelTurn
 from mcore_rl.agents.openai_requests import AskedSampling
-from mcore_rl.rollout.tool_parsers import ReadCalls
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 
 MODEL = "policy"
 DONE = b"data: [DONE]\n\n"

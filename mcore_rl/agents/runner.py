@@ -28,7 +28,7 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError, Violation
 from mcore_rl.rollout.protocol import SampleSource, Sampling
-from mcore_rl.rollout.tool_parsers import ReadCalls, VllmCallReader
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls, VllmCallReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment
-from mcore_rl.rollout.tool_parsers import ReadCalls
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

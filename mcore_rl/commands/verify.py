@@ -184,7 +184,7 @@ def prove(
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
         from mcore_rl.checkpoints.published import open_weights  # torch and Megatron, when all is checked
         from mcore_rl.proofs.prove import ProofSubject, prove
-        from mcore_rl.rollout.parameters import VllmProcess
+        from mcore_rl.rollout.vllm.oracle import VllmProcess
         from mcore_rl.training.meta import meta_rank
 
         vllm = stack.enter_context(VllmProcess())
@@ -210,7 +210,7 @@ def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
         warnings.simplefilter("ignore")
         from mcore_rl.proofs.adapter_mutation import adapter_score
         from mcore_rl.proofs.mutation import MutantVerdict, family_score
-        from mcore_rl.rollout.parameters import VllmProcess
+        from mcore_rl.rollout.vllm.oracle import VllmProcess
         from mcore_rl.training.meta import meta_rank
 
         vllm = stack.enter_context(VllmProcess())

@@ -153,5 +153,5 @@ ALLOWED: dict[str, ValueKind] = {
     "ubatch_size": int,
 }
 VLLM_FIELDS = PassedFields("vLLM 0.32's AsyncEngineArgs", "engine", TAKEN, REFUSED, ALLOWED)
-# Which the engine sets itself on a CPU: why is in rollout/engine/environment.py.
+# Which the engine sets itself on a CPU: why is in rollout/vllm/engine/environment.py.
 OURS_ON_CPU = ("enable_chunked_prefill", "compilation_config")

@@ -21,9 +21,9 @@ from mcore_rl.parallel.device import Platform, memory, set_device
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
 from mcore_rl.proofs.differences import worst
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sampling
-from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 KV_CACHE_BYTES = 64 << 20

@@ -371,7 +371,7 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         ("engine weights, packed besides", ranks * room.packed, True),
         ("engine adapters", ranks * room.adapters, True),
         ("engine, a tensor that is quantised", ranks * room.converting, True),
-        # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/receiver/receive_memory.py).
+        # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/vllm/receiver/receive_memory.py).
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),
         ("engine, vision tower at work", ranks * room.encoder, False),

@@ -3,7 +3,7 @@
 vLLM (0.32) takes ``gpu_memory_utilization`` of a device, subtracts weights, graphs and the measured memory of a forward
 pass over its longest batch, and uses the rest as cache (``determine_available_memory`` in v1/worker/gpu_worker.py).  On
 the CPU, the cache has the configured size, or 1 GiB, and the output projection is in memory twice: plain, and packed as
-vLLM packs the weight of every matrix product (``rollout/receiver/live_weights.py``).
+vLLM packs the weight of every matrix product (``rollout/vllm/receiver/live_weights.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Where an adapter's elements are follows from where its weight's are, and that is said by the oracles of the weights,
 which share nothing with the tables.  The columns of a weight's rows of one Hugging Face layer are the columns of A that
 the rank has, and those rows the rows of B: ``(B A)[i, j]`` is added to ``W[i, j]``.  Of vLLM's memory for adapters,
-vLLM's own loading of a PEFT directory says it (``rollout/adapter_placements.py``).
+vLLM's own loading of a PEFT directory says it (``rollout/vllm/oracle.py``).
 """
 
 from __future__ import annotations

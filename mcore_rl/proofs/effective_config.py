@@ -2,7 +2,7 @@
 
 Weights alone do not make a model: another rope theta, norm epsilon or number of experts per token changes every
 log-prob, and no weight shows it.  Each side reads its own modules back (``training.effective_config``,
-``rollout.effective_config``, ``reports.transformers_config``), never a file of ours, and this module
+``rollout.vllm.effective_config``, ``reports.transformers_config``), never a file of ours, and this module
 compares what they found.
 
 Fields that a shape shows (widths, biases, the number of experts on disk) are left to the comparison of weights.

@@ -3,7 +3,7 @@
 The elements of a Hugging Face checkpoint (its tensors by transformers' model class) are distinct integers.  Of
 Megatron's parameters a statement written by hand says which integers they hold (``statements.py``), and Megatron's own
 modules say which layer and expert they are (``training/meta.py``).  Of vLLM's, vLLM's own ``load_weights`` says it
-(``rollout/parameters.py``).  The table must say the same of every parameter on every rank, and every element must
+(``rollout/vllm/oracle.py``).  The table must say the same of every parameter on every rank, and every element must
 arrive.
 
 Both oracles are given from outside: this package builds no module.

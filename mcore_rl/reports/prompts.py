@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 
 from mcore_rl.data.rows import without_nulls
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.protocol import Prompt
+from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
 
 TOKENS, MESSAGES = "prompt_token_ids", "prompt"
 KEY = "data"  # the user's option

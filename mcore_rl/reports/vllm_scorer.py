@@ -12,9 +12,9 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.proofs.differences import worst
 from mcore_rl.proofs.effective_config import joined
 from mcore_rl.reports.question import Question, VllmSamples
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
-from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 
 KV_CACHE_BYTES = 256 << 20  # lower limit
 NUM_SEQS = 8  # sequences that the KV cache holds at once

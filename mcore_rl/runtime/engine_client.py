@@ -21,10 +21,10 @@ from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
 from mcore_rl.parallel.device import num_cores
-from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
-from mcore_rl.rollout.worker_methods import WeightReceiverMethods
+from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
+from mcore_rl.rollout.vllm.worker_methods import WeightReceiverMethods
 from mcore_rl.runtime.engine_watch import EnginePlace, EngineWatch
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.tracking.lanes import Lane, State

@@ -1,7 +1,7 @@
 """A Ray actor that runs an engine on a node of the cluster, or the part of one that is on that node.
 
-The actor is thin: vLLM runs in a child process (``rollout.engine.process``) with an environment of its own, which ends
-with the actor.  ``engine_client.py`` is the controller's side.
+The actor is thin: vLLM runs in a child process (``rollout.vllm.engine.process``) with an environment of its own, which
+ends with the actor.  ``engine_client.py`` is the controller's side.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import ray
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import McoreRLError
-from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode, Meeting, free_port
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.remote_engine import perform
-from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
+from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode, Meeting, free_port
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.worker_methods import WEIGHT_RECEIVER
 from mcore_rl.runtime.answers import Whereabouts, stacks_file
 from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.each_node import store_at

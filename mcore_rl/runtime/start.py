@@ -21,8 +21,8 @@ from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.device_details import work_queues
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
-from mcore_rl.rollout.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.vllm.engine.environment import core_shares, usable_cores
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from mcore_rl.runtime.placement import EngineBundles, Places
 from mcore_rl.runtime.role_spec import RoleSpec

@@ -1,10 +1,10 @@
 """Compares the rollout ranks' weights with the trainer's: every tensor, and every expert of a stacked one.
 
 Training ranks fingerprint the parts that they send, and sum the fingerprints; workers fingerprint the weights that they
-execute with (``rollout.receiver.live_weights``).  Where these quantise, the training ranks quantise what they hold by
-the reference quantiser (``weights.quantised``), and both sides fingerprint bytes and scales.  No weight is sent, so the
-check costs reading them once (about 3 s per GB and core).  It covers the elements, not the kernels that use them; where
-several training ranks hold a copy, it covers the copy that is sent.
+execute with (``rollout.vllm.receiver.live_weights``).  Where these quantise, the training ranks quantise what they hold
+by the reference quantiser (``weights.quantised``), and both sides fingerprint bytes and scales.  No weight is sent, so
+the check costs reading them once (about 3 s per GB and core).  It covers the elements, not the kernels that use them;
+where several training ranks hold a copy, it covers the copy that is sent.
 """
 
 from __future__ import annotations

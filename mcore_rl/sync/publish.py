@@ -181,7 +181,7 @@ def message_bytes(table: Table, bucket_bytes: int, sites: Sites | None) -> int:
     """The largest size of a message such that no process needs more than two buckets.
 
     Of messages in shared memory, half a bucket: two messages at a sender, or the messages under way to a receiver.
-    Half a bucket: modules that wait to be packed (``rollout/receiver/worker_extension.py``).  Half a bucket: tensors
+    Half a bucket: modules that wait to be packed (``receiver/worker_extension.py``).  Half a bucket: tensors
     under construction; their parts come from up to tp ranks in turn, so a worker writes to as many messages' worth at
     once, and maps two messages of each of these ranks (``sync/slots.py``).  The rest: vLLM's packing of one module.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
+from mcore_rl.rollout.vllm.receiver.worker_extension import WeightReceiver
 from mcore_rl.rollout.weight_channel import Opening
 from mcore_rl.sync.routed import RoutedTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
@@ -14,7 +14,7 @@ TRANSPORTS: dict[str, type[Transport]] = {each.name: each for each in (SharedMem
 
 
 class SyncReceiver(WeightReceiver):
-    """See ``WeightReceiver``; ``rollout.worker_methods`` names it to vLLM."""
+    """See ``WeightReceiver``; ``rollout.vllm.worker_methods`` names it to vLLM."""
 
     def _sync_connect(self, opening: Opening, rank: int) -> Receiving:
         transport: Transport = msgspec.json.decode(opening.fields, type=TRANSPORTS[opening.transport])

@@ -19,7 +19,7 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, joined, unread
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
-from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods, answer_of
+from mcore_rl.rollout.vllm.worker_methods import Answer, WeightReceiverMethods, answer_of
 from mcore_rl.sync.check import Expected, HeldFingerprints, differences
 from mcore_rl.sync.publish import Published
 

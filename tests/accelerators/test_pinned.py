@@ -30,7 +30,7 @@ from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import recipe_model
 from mcore_rl.planning.states import ModelSizes, States
-from mcore_rl.rollout.engine.environment import engine_environment
+from mcore_rl.rollout.vllm.engine.environment import engine_environment
 from tests.support.skips import not_installed
 
 ROCM = replace(detect(Device.cpu), kind=Device.rocm, device_type="cuda", num_devices=8)

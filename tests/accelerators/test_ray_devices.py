@@ -23,8 +23,8 @@ from mcore_rl.config.placement import engine_nodes
 from mcore_rl.config.rollout import RolloutConfig, RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.parallel.device import MASKS, detect, ray_environment
-from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
-from mcore_rl.rollout.engine.environment import engine_environment
+from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting
+from mcore_rl.rollout.vllm.engine.environment import engine_environment
 from mcore_rl.runtime import start
 from mcore_rl.runtime.placement import place
 

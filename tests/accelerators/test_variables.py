@@ -16,8 +16,8 @@ from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.device_details import UNWATCHED
-from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
-from mcore_rl.rollout.engine.environment import engine_environment
+from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting
+from mcore_rl.rollout.vllm.engine.environment import engine_environment
 from tests.house.source import ROOT
 
 CPU = detect(Device.cpu)

@@ -21,7 +21,7 @@ from mcore_rl.config.agent import AgentConfig
 from mcore_rl.episodes import Author, Episode, FinishReason
 from mcore_rl.errors import ConfigError, DeadEngineError
 from mcore_rl.rollout.protocol import Sampling
-from mcore_rl.rollout.tool_parsers import ReadCalls
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import DrawnTurns, agent_row

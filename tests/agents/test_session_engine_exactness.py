@@ -21,8 +21,8 @@ from mcore_rl.agents.session import SessionParts
 from mcore_rl.agents.tools import ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.episodes import Episode, FinishReason
-from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Sampling
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from tests.agents.test_session_exactness import hostile, request
 from tests.support import rollouts
 from tests.support.chat_styles import style

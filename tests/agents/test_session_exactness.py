@@ -31,7 +31,7 @@ from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.episodes import Author, Episode, FinishReason, VersionSpan
 from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
-from mcore_rl.rollout.tool_parsers import ReadCalls
+from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import agent_row
 

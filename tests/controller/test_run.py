@@ -27,7 +27,7 @@ from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.start import open_run
 from mcore_rl.controller.run import Run
 from mcore_rl.errors import DeadEngineError, WorkerError
-from mcore_rl.rollout.engine.process_group import is_helper
+from mcore_rl.rollout.vllm.engine.process_group import is_helper
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.tracking.timeline import read_timeline

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from mcore_rl.rollout.engine.process_group import is_tracker
+from mcore_rl.rollout.vllm.engine.process_group import is_tracker
 from tests.support.crash_runs import Started, Traces, bits_of, doing, drawing, says, start
 from tests.support.run_task import holders_of, write_task
 

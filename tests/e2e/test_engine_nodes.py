@@ -15,11 +15,11 @@ import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import DeadEngineError, RolloutError
-from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting, free_port
-from mcore_rl.rollout.engine.environment import core_shares, usable_cores
-from mcore_rl.rollout.engine.process import EngineProcess
-from mcore_rl.rollout.engine.process_group import group_of, shared_memory_of
 from mcore_rl.rollout.protocol import VersionSpan
+from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting, free_port
+from mcore_rl.rollout.vllm.engine.environment import core_shares, usable_cores
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
+from mcore_rl.rollout.vllm.engine.process_group import group_of, shared_memory_of
 from mcore_rl.runtime.each_node import store_at
 from mcore_rl.sync.update import WeightUpdater
 from tests.support import rollouts, sync_cases

@@ -23,7 +23,7 @@ from mcore_rl.proofs.mutation import MutantVerdict, OracleCase, case_failures, c
 from mcore_rl.proofs.placement import ParameterPlacement
 from mcore_rl.proofs.prove import LOADED, NAMED, READABLE, STATED, ProofSubject, prove
 from mcore_rl.proofs.tracer import Tracer
-from mcore_rl.rollout.parameters import VllmProcess
+from mcore_rl.rollout.vllm.oracle import VllmProcess
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable

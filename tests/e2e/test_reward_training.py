@@ -27,7 +27,7 @@ from tests.support.vllm_device import ON_VLLM_DEVICE
 pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(3600), pytest.mark.usefixtures("processes")]
 TOLD = 0.95  # of held-out pairs, at least
 LIFT = 0.05  # of held-out accuracy, by rewards of the reward model alone
-ATOL = 1e-4  # of an engine's scores, as in tests/rollout/engine/test_vllm_engine_classifier.py
+ATOL = 1e-4  # of an engine's scores, as in tests/rollout/vllm/engine/test_vllm_engine_classifier.py
 SFT_STEPS, EARLY_STEPS, STEPS, RL_STEPS = 200, 80, 400, 80
 TUNING = (
     "recipe=arithmetic_sft", "model.path=model", "data.train_files=[data/train.parquet]",

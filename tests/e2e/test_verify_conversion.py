@@ -13,8 +13,8 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.proofs.statements import STATEMENTS
-from mcore_rl.rollout import parameters
-from mcore_rl.rollout.parameters import VllmProcess
+from mcore_rl.rollout.vllm import oracle
+from mcore_rl.rollout.vllm.oracle import VllmProcess
 from tests.house.source import ROOT
 from tests.support import checkpoints, picture_models
 
@@ -28,7 +28,7 @@ def vllm(processes: None) -> Iterator[VllmProcess]:
 @pytest.fixture
 def one_vllm(vllm: VllmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool's calls share one process of vLLM, whose import takes 7 s."""
-    monkeypatch.setattr(parameters, "VllmProcess", lambda: nullcontext(vllm))
+    monkeypatch.setattr(oracle, "VllmProcess", lambda: nullcontext(vllm))
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:

@@ -19,7 +19,7 @@ READS_ENVIRONMENT = (
     "mcore_rl/parallel/device_details.py",
     "mcore_rl/parallel/launch.py",
     "mcore_rl/parallel/meeting.py",  # sets the interface of collectives, which their libraries read there alone
-    "mcore_rl/rollout/engine/environment.py",
+    "mcore_rl/rollout/vllm/engine/environment.py",
     "mcore_rl/runtime/cluster.py",  # whether the user keeps Ray's files: Ray's own variable
     "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
     "mcore_rl/secrets.py",
@@ -31,8 +31,8 @@ PATCHES_MODULES = (
     "mcore_rl/parallel/weight_gradient.py",  # the module that Megatron looks for under Apex's name
     "mcore_rl/parallel/plain_objects.py",  # torch's unpickler of what other ranks send, which has no setting
     "mcore_rl/runtime/scratch.py",  # tempfile.tempdir, which Python says to set so
-    "mcore_rl/rollout/receiver/plain_experts.py",  # vLLM's choice of a kernel, in its own workers
-    "mcore_rl/rollout/vllm_groups.py",  # vLLM's groups, in a process of its own that runs nothing else
+    "mcore_rl/rollout/vllm/receiver/plain_experts.py",  # vLLM's choice of a kernel, in its own workers
+    "mcore_rl/rollout/vllm/oracle.py",  # vLLM's groups, in a process of its own that runs nothing else
 )
 
 

@@ -6,14 +6,14 @@ import ast
 
 from tests.house.source import complaints, python_files, refuse
 
-STARTERS = {"run_ranks": "mcore_rl.parallel.launch", "start_engine": "mcore_rl.rollout.engine.process"}
+STARTERS = {"run_ranks": "mcore_rl.parallel.launch", "start_engine": "mcore_rl.rollout.vllm.engine.process"}
 # Each with what a fork would take from it.
 FRESH = {
     "tests/parallel/test_launch.py": "how ranks start, die and hang",
     "tests/parallel/test_cpu.py": "what importing Megatron does to a process",
     "tests/gpu/": "accelerators, which a forked process cannot share",
-    "tests/rollout/engine/test_process.py": "how engines start, and what is left of them",
-    "tests/rollout/engine/test_vllm_engine_ranks.py": "the death of an engine's rank, and the cores of each",
+    "tests/rollout/vllm/engine/test_process.py": "how engines start, and what is left of them",
+    "tests/rollout/vllm/engine/test_vllm_engine_ranks.py": "the death of an engine's rank, and the cores of each",
 }
 
 
@@ -36,7 +36,7 @@ def test_only_what_needs_fresh_processes_starts_them() -> None:
 
 def test_the_rule_refuses_a_fresh_start() -> None:
     assert fresh_starts("tests/sync/test_x.py", "from mcore_rl.parallel.launch import Rank, run_ranks")
-    assert fresh_starts("tests/sync/test_x.py", "from mcore_rl.rollout.engine.process import start_engine")
+    assert fresh_starts("tests/sync/test_x.py", "from mcore_rl.rollout.vllm.engine.process import start_engine")
     assert not fresh_starts("tests/sync/test_x.py", "from tests.support.forked import run_ranks, start_engine")
 
 

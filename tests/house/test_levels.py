@@ -19,7 +19,7 @@ from tests.house.source import ROOT, python_files, refuse
 ALLOWED = {
     "megatron": ("training", "parallel", "rehearsal"),
     "transformer_engine": ("training",),
-    "vllm": ("rollout",),
+    "vllm": ("rollout/vllm",),
     "ray": ("runtime", "controller"),
     "hydra": ("config", "cli", "from_verl"),
     "omegaconf": ("config", "cli", "from_verl"),
@@ -95,9 +95,13 @@ def levels_picture(levels: list[list[str]]) -> str:
 def levels_table(levels: list[list[str]]) -> str:
     """The rows of CONTRIBUTING.md's table: level, packages, and the third parties of ``ALLOWED`` that they import."""
     rows = []
+    parties = dict[str, list[str]]()
+    for name, places in ALLOWED.items():
+        for place in places:
+            parties.setdefault(place, []).append(name)
     for number, packages in zip(range(len(levels) - 1, -1, -1), levels, strict=True):
-        parties = {package: [name for name, places in ALLOWED.items() if package in places] for package in packages}
-        cells = [f"`{package}`: {', '.join(names)}" for package, names in parties.items() if names]
+        inside = [place for package in packages for place in parties if place.partition("/")[0] == package]
+        cells = [f"`{place}`: {', '.join(parties[place])}" for place in inside]
         named = ", ".join(f"`{package}`" for package in packages)
         rows.append(f"| {number} | {named} | {'; '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(rows)
@@ -131,6 +135,6 @@ def test_a_picture_and_a_table_of_levels() -> None:
     assert levels_picture(levels) == '    controller --> L1 --> errors\n    L1["training<br/>rollout"]'
     assert levels_table(levels) == (
         "| 2 | `controller` | `controller`: ray |\n"
-        "| 1 | `training`, `rollout` | `training`: megatron, transformer_engine; `rollout`: vllm |\n"
+        "| 1 | `training`, `rollout` | `training`: megatron, transformer_engine; `rollout/vllm`: vllm |\n"
         "| 0 | `errors` | |"
     )

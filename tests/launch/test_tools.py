@@ -20,7 +20,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import RolloutConfig, context_violations
 from mcore_rl.controller.lifecycle.model_checks import demand_weights
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.admission import admit
 from tests.house.source import ROOT
 from tests.support import prompt_files
 from tools import upgrade_report

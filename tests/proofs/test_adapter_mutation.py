@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.proofs.adapter_mutation import adapter_cases, adapter_score
 from mcore_rl.proofs.mutation import FamilyScore, MutantVerdict, case_failures
-from mcore_rl.rollout.parameters import VllmProcess
+from mcore_rl.rollout.vllm.oracle import VllmProcess
 from mcore_rl.training.meta import meta_rank
 from tests.support.published import TINY
 

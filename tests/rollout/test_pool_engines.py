@@ -13,11 +13,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.engine.environment import usable_cores
-from mcore_rl.rollout.engine.process import EngineProcess
-from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, requests_of
+from mcore_rl.rollout.vllm.engine.environment import usable_cores
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
+from mcore_rl.rollout.vllm.engine.process_group import group_of
 from tests.rollout.test_pool_prefixes import ByLoad
 from tests.support import rollouts
 from tests.support.forked import start_engine

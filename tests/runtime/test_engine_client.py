@@ -26,9 +26,9 @@ from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.errors import DataError, DeadEngineError, RolloutError
-from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Prompt, PromptPicture, Request, Sample, Sampling, Statistics
-from mcore_rl.rollout.worker_methods import HeldWeightsMethods, WeightReceiverMethods
+from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
+from mcore_rl.rollout.vllm.worker_methods import HeldWeightsMethods, WeightReceiverMethods
 from mcore_rl.runtime import engine_watch
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from mcore_rl.runtime.engine_watch import WORK, EnginePlace, EngineWatch

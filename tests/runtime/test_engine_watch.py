@@ -17,8 +17,8 @@ import ray
 
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
+from mcore_rl.rollout.vllm.engine.process_group import group_of
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from mcore_rl.runtime.engine_watch import WORK
 from mcore_rl.runtime.rollout_worker import RolloutWorker

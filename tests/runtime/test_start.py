@@ -11,7 +11,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import detect, num_cores
-from mcore_rl.rollout.engine.environment import engine_environment
+from mcore_rl.rollout.vllm.engine.environment import engine_environment
 from mcore_rl.runtime.start import training_environment
 
 CPU = detect(Device.cpu)

@@ -16,7 +16,6 @@ from torch.distributed import TCPStore
 
 from mcore_rl.errors import ConfigError, DeadEngineError, McoreRLError, RolloutError, Violation
 from mcore_rl.parallel.phase import phase
-from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import (
     EngineMemory,
     FinishReason,
@@ -27,6 +26,7 @@ from mcore_rl.rollout.protocol import (
     Statistics,
     VersionSpan,
 )
+from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput

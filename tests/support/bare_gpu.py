@@ -26,7 +26,7 @@ IMPORTED = (
     "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn", "vllm.model_executor.models.mixtral",
     "vllm.model_executor.models.qwen2", "vllm.lora.worker_manager", "vllm.device_allocator.cumem",
-    "mcore_rl.rollout.engine.vllm_engine", "mcore_rl.sync.receiver",
+    "mcore_rl.rollout.vllm.engine.vllm_engine", "mcore_rl.sync.receiver",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def engine_of(directory: Path) -> dict[str, Any]:
     from mcore_rl.families.config_json import read_config
     from mcore_rl.families.registry import model_of
     from mcore_rl.parallel.device import detect
-    from mcore_rl.rollout.engine.environment import engine_arguments
+    from mcore_rl.rollout.vllm.engine.environment import engine_arguments
     from tests.support.vllm_platforms import EXTENSION, chosen_experts
 
     _, model = model_of(read_config(directory))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from mcore_rl.rollout import parameters
+from mcore_rl.rollout.vllm import oracle
 from tests.support.published import class_config
 
 
@@ -50,5 +50,5 @@ def transformers_reads(facts: dict[str, Any]) -> set[str]:
 def vllm_reads(source: Path, layout: Any) -> set[str] | str:
     """What vLLM reads to make the model of ``source``, in its process; a text: why it refuses."""
     with recorded_reads() as names:
-        described = parameters._describe(source, layout, "float32")
+        described = oracle._on_each_rank(oracle._describe, source, layout, "float32")
     return described if isinstance(described, str) else fields_among(names)

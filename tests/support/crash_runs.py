@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from mcore_rl.rollout.engine.process_group import is_helper, is_tracker
+from mcore_rl.rollout.vllm.engine.process_group import is_helper, is_tracker
 from mcore_rl.runtime.answers import last_phase, phase_file
 from tests.support.hostile import under_hostile_parent
 from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrides

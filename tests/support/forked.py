@@ -32,7 +32,7 @@ import torch
 from mcore_rl.parallel import launch
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.launch import Rank, inherited_environment
-from mcore_rl.rollout.engine import process as engine_process
+from mcore_rl.rollout.vllm.engine import process as engine_process
 
 LAUNCHING = threading.Lock()
 
@@ -156,7 +156,12 @@ run_ranks = partial(launch.run_ranks, context=RANKS)
 
 
 ENGINE_SERVER = Server(
-    ["mcore_rl.rollout.engine.vllm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "tests.support.forked"],
+    [
+        "mcore_rl.rollout.vllm.engine.vllm_engine",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "tests.support.forked",
+    ],
     {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
 )
 

@@ -10,7 +10,7 @@ import torch
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig, parse_rollout_layout
-from mcore_rl.rollout.engine.process import EngineProcess
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from mcore_rl.sync.receiver import SyncReceiver
 from tests.support import hf_reference, models
 from tests.support.forked import start_engine

@@ -25,8 +25,8 @@ from transformers import (
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.rollout.engine.process_group import group_of, is_alive
 from mcore_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample, SampleSource, Sampling
+from mcore_rl.rollout.vllm.engine.process_group import group_of, is_alive
 from tests.support.vllm_device import VLLM_DEVICE
 
 VOCAB, EOS = 101, 2

@@ -16,10 +16,10 @@ from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig,
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
-from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
-from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
+from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
+from mcore_rl.rollout.vllm.worker_methods import WEIGHT_RECEIVER
 from tests.support import hf_reference, models
 from tests.support.forked import start_engine
 from tests.support.vllm_device import VLLM_DEVICE

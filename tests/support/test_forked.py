@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from mcore_rl.errors import WorkerError
 from mcore_rl.parallel import cpu, launch
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.rollout.engine import process
+from mcore_rl.rollout.vllm.engine import process
 from tests.invariance.problems import MODELS
 from tests.support import batches, engines, forked, process_state, rollouts
 from tests.support.forked import run_ranks

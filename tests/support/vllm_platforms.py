@@ -28,8 +28,8 @@ from mcore_rl.config.rollout import MoeBackend, RolloutConfig, parse_rollout_lay
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
-from mcore_rl.rollout.engine.environment import engine_arguments
+from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting
+from mcore_rl.rollout.vllm.engine.environment import engine_arguments
 
 EXTENSION = "mcore_rl.sync.receiver.SyncReceiver"
 DEVICES = {
@@ -120,7 +120,7 @@ def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None, dict[
     )
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-    from mcore_rl.rollout.receiver.plain_experts import as_without_adapters
+    from mcore_rl.rollout.vllm.receiver.plain_experts import as_without_adapters
 
     hf = settings.model_config.hf_config
     with set_current_vllm_config(settings):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Sample
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from tests.support import sync_cases
 from tests.support.live_trainers import LiveTrainers
 from tests.support.sync_cases import MODELS, greedy

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import DeadEngineError, RolloutError, SyncError
-from mcore_rl.rollout.engine.process import EngineProcess
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers
 from tests.support.sync_cases import MODELS, distance_from_transformers, greedy

@@ -21,9 +21,9 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
-from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Pause, Prompt, Sample, Sampling, requests_of
-from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
+from mcore_rl.rollout.vllm.worker_methods import WEIGHT_RECEIVER
 from mcore_rl.sync.update import WeightUpdater
 from tests.support import picture_models, rollouts, seen_prompts
 from tests.support.forked import start_engine

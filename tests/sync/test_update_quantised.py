@@ -14,8 +14,8 @@ import pytest
 
 from mcore_rl.config.rollout import Quantization, parse_rollout_layout
 from mcore_rl.errors import SyncError
-from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Request
+from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from mcore_rl.sync.update import WeightUpdater
 from tests.support import quantised_engines
 from tests.support.fp8_on_cpu import put_on_path

@@ -40,9 +40,9 @@ from mcore_rl.errors import (
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.judge_client import JudgeError
 from mcore_rl.rewards.judgements import Judgement, key_of
-from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import EngineMemory, Prompt, Request, Sample, Sampling
+from mcore_rl.rollout.vllm.engine.admission import admit
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import EngineBundles
 from mcore_rl.runtime.start import start_engines

@@ -67,9 +67,9 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.same_architecture import architecture_violations
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.engine.admission import admit
-from mcore_rl.rollout.engine.serving_checks import why_unrecorded
 from mcore_rl.rollout.prompt_pictures import PictureShelf
+from mcore_rl.rollout.vllm.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.serving_checks import why_unrecorded
 from mcore_rl.runtime.placement import placement_violations
 from mcore_rl.tracking.run_directory import finished_step
 

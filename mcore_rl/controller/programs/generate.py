@@ -43,12 +43,12 @@ from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, detect
-from mcore_rl.rollout.engine.admission import admit, demand_plain_weights
-from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
+from mcore_rl.rollout.vllm.engine.admission import admit, demand_plain_weights
+from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_engines
 from mcore_rl.runtime.seen_paths import demand_seen

@@ -30,7 +30,7 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.worker import grade
 from mcore_rl.rollout.classifier_pool import ClassifierPool
-from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.admission import admit
 
 TOKENIZER = "reward_model.model.tokenizer_path"
 PART = "model"  # the name of a score's part, for ``reward/part/model``

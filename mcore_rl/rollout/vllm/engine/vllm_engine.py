@@ -1,0 +1,292 @@
+"""The rollout engine on vLLM's AsyncLLM, in a process that belongs to vLLM: the child of ``process.py``.
+
+vLLM resets the seed of torch, its threads and its process groups, so this is never imported beside Megatron.  Each
+sample of a prompt is a request with its own seed; vLLM still shares the prompt's full KV blocks among them.
+
+The invariant: a sample depends only on the weights, its prompt, its index, the sampling and the run's seed, not on the
+requests that run beside it, as far as the platform's kernels round alike in every batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.outputs import RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from mcore_rl.config.lora import EngineAdapters
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import ServingConfig
+from mcore_rl.episodes import FinishReason
+from mcore_rl.errors import RolloutError, WeightsIncompleteError
+from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.vllm.engine import picture_models
+from mcore_rl.rollout.vllm.engine.borders import mended
+from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
+from mcore_rl.rollout.vllm.engine.environment import engine_arguments, picture_folder
+from mcore_rl.rollout.vllm.engine.liveness import Liveness, start_error, stop_s
+from mcore_rl.rollout.vllm.engine.meter import Meter
+from mcore_rl.rollout.vllm.engine.outputs import engine_input, picture_item, sample_of, sampling_params
+from mcore_rl.rollout.vllm.engine.patch_files import PatchFiles
+from mcore_rl.rollout.vllm.engine.request_checks import Limits, demand_requests, limits_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """A ``RolloutEngine`` or a ``Classifier``, depending on its configuration; ``start`` makes it."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        meter: Meter,
+        limits: Limits,
+        log: Path | None,
+        stop_s: float,
+        refusal: str = "",
+        lora: LoRARequest | None = None,
+        pictures: Path | None = None,
+    ) -> None:
+        self._llm, self._meter, self._limits, self._stop_s = llm, meter, limits, stop_s
+        cores = llm.engine_core.resources.engine_manager.processes
+        self._liveness = Liveness(limits.name, log, cores, lambda: llm.errored)
+        self._alive = self._liveness.alive
+        self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
+        self._count = itertools.count()
+        self._refusal, self._lora = refusal, lora
+        self._files = None if pictures is None else PatchFiles(pictures)
+
+    @property
+    def name(self) -> str:
+        """The engine's name in messages."""
+        return self._limits.name
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        directory: Path,
+        config: ServingConfig,
+        model: ModelConfig,
+        platform: Platform,
+        *,
+        extension: str | None = None,
+        version: int = 0,
+        log: Path | None = None,
+        awaits_weights: bool = False,
+        adapters: EngineAdapters | None = None,
+        node: EngineNode = ONE_NODE,
+    ) -> VllmEngine:
+        """Loads ``directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
+
+        This process must have been started with ``engine_environment``.
+
+        Args:
+            model: the model in ``directory``, as ``admit`` returned it.
+            log: the file that has this process's output, to find the cause of a death there; None if there is none.
+            name, directory, config, extension, version, awaits_weights, adapters, node: see ``start_engine``.
+
+        Raises RolloutError with the first cause if vLLM does not start.
+        """
+        arguments = engine_arguments(
+            directory, config, model, platform, extension,
+            awaits_weights=awaits_weights, adapters=adapters, node=node,
+        )  # fmt: skip
+        try:
+            picture_models.use(directory, pictures=model.vision is not None)
+            settings = AsyncEngineArgs(**arguments).create_engine_config()
+            # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
+            # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only
+            # imported: a fork of it spares a second import of vLLM, 5 s.
+            forks = not platform.is_accelerator and config.tp == 1
+            executor = picture_models.executor_of(settings)
+            with inherited_environment({"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if forks else {}):
+                llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
+            await llm.update_weight_version(str(version))
+        except Exception as error:  # vLLM passes on any exception of its models, checks and processes
+            raise start_error(name, directory, log, error) from error
+        (meter,) = llm.logger_manager.stat_loggers
+        refusal = "it was started without weights" if awaits_weights else ""
+        limits = limits_of(name, directory, config, model)
+        folder = None if model.vision is None or node.nnodes > 1 else picture_folder()
+        return cls(llm, meter, limits, log, stop_s(platform), refusal, _lora_request(adapters), folder)
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
+        """See ``RolloutEngine.generate``."""
+        self._demand_whole_weights()
+        demand_requests(requests, sampling, self._limits)
+        pictures = {id(each): each for request in requests for each in request.prompt.pictures}
+        items = {key: picture_item(each, by_name=self._files is not None) for key, each in pictures.items()}
+        names = [] if self._files is None else self._files.open(list(pictures.values()))
+        finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._generate_one(request, items, sampling, finished)) for request in requests]
+        num_ended = 0  # by themselves
+        try:
+            for unfinished in range(len(tasks), 0, -1):
+                sample = await self._alive(finished.get(), f"generating {unfinished} samples")
+                if isinstance(sample, Exception):
+                    raise await self._liveness.explained(sample, f"generating {unfinished} samples")
+                num_ended += sample.finish is not FinishReason.abort
+                yield sample
+        finally:
+            await _cancel(tasks)
+            if self._files is not None:
+                self._files.close(names, is_finished=num_ended == len(tasks))
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """See ``Classifier.classify``."""
+        return await self._alive(self._classify(texts), f"scoring {len(texts)} texts")
+
+    async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
+        """See ``RolloutEngine.abort``."""
+        wanted = set(self._ids.values()) if keys is None else set(keys)
+        ids = [vllm_id for vllm_id, key in self._ids.items() if key in wanted]
+        await self._alive(self._llm.abort(ids), f"aborting {len(ids)} samples")
+
+    async def pause(self, mode: Pause) -> None:
+        """See ``RolloutEngine.pause``."""
+        await self._alive(self._llm.pause_generation(mode=mode.value), f"pausing ({mode.value})")
+
+    async def resume(self) -> None:
+        """See ``RolloutEngine.resume``."""
+        self._demand_whole_weights()
+        await self._alive(self._llm.resume_generation(), "resuming")
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``RolloutEngine.sleep``."""
+        await self._alive(self._llm.sleep(level), f"going to sleep at level {level}")
+
+    async def wake(self, memory: EngineMemory | None = None) -> None:
+        """See ``RolloutEngine.wake``."""
+        tags = None if memory is None else [memory.value]
+        await self._alive(self._llm.wake_up(tags), "waking up")
+
+    async def version(self) -> int:
+        """See ``RolloutEngine.version``."""
+        return int(await self._alive(self._llm.get_weight_version(), "asked for its version"))
+
+    async def start_update(self, mode: Pause = Pause.keep) -> None:
+        """See ``RolloutEngine.start_update``."""
+        self._refusal = "its weights are being updated"
+        await self.pause(mode)
+
+    async def finish_update(self, version: int) -> None:
+        """See ``RolloutEngine.finish_update``."""
+        await self._alive(self._llm.update_weight_version(str(version)), f"finishing the update to version {version}")
+        await self._reset_prefix_cache()
+        if self._limits.tower is not None:
+            await self._alive(self._llm.reset_encoder_cache(), "forgetting the features of pictures")
+        if self._files is not None:
+            self._files.clear()
+        self._refusal = ""
+        await self.resume()
+
+    async def fail_update(self, cause: str) -> None:
+        """See ``RolloutEngine.fail_update``."""
+        self._refusal = f"an update of its weights failed ({cause})"
+        await self.abort()
+
+    async def call_workers(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """See ``RolloutEngine.call_workers``."""
+        name = method.__name__
+        results: list[T] = await self._alive(
+            self._llm.collective_rpc(name, args=args, kwargs=options), f"running {name}"
+        )
+        return results
+
+    async def watch(self) -> None:
+        """See ``EnginePart.watch``."""
+        await self._liveness.watch()
+
+    async def statistics(self) -> Statistics:
+        """See ``RolloutEngine.statistics``."""
+        return self._meter.statistics()
+
+    async def shutdown(self) -> None:
+        """See ``RolloutEngine.shutdown``."""
+        await self._liveness.close()
+        await asyncio.to_thread(self._llm.shutdown, self._stop_s)
+        self._liveness.clear()
+
+    async def _reset_prefix_cache(self) -> None:
+        """Drops every cached prefix; vLLM computes running samples again from their tokens."""
+        reset = self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not await self._alive(reset, "resetting its prefix cache"):
+            raise RolloutError(f"{self.name}: vLLM did not reset its prefix cache: some of it is in use")
+
+    def _demand_whole_weights(self) -> None:
+        if self._refusal:
+            remedy = "Send all weights again and finish the update"
+            raise WeightsIncompleteError(f"{self.name} does not generate: {self._refusal}. {remedy}")
+
+    async def _generate_one(
+        self,
+        request: Request,
+        items: Mapping[int, MultiModalKwargsItem],
+        sampling: Sampling,
+        finished: asyncio.Queue[Sample | Exception],
+    ) -> None:
+        vllm_id = str(next(self._count))
+        self._ids[vllm_id] = request.key
+        try:
+            params = sampling_params(request, sampling, detokenize=self._limits.has_tokenizer)
+            async with aclosing(
+                self._llm.generate(engine_input(request, items), params, vllm_id, lora_request=self._lora)
+            ) as outputs:
+                async for output in outputs:  # one, when it is finished
+                    assert isinstance(output, RequestOutput)
+                    sample = sample_of(request, output)
+                    if self._limits.has_tokenizer:
+                        sample = mended(request, sample, sampling.stop, self._decode)
+                    finished.put_nowait(sample)
+        except Exception as error:  # noqa: BLE001  raised where the samples are read
+            finished.put_nowait(error)
+        finally:
+            del self._ids[vllm_id]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
+
+    async def _classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        return list(await asyncio.gather(*map(self._classify_one, texts)))
+
+    async def _classify_one(self, tokens: Sequence[int]) -> float | str:
+        tasks = await self._llm.get_supported_tasks()
+        # A head of the model's own (Qwen2ForRewardModel) gives a number at every token.
+        params = PoolingParams(task="classify" if "classify" in tasks else "token_classify")
+        outputs = self._llm.encode(tokens_input(list(tokens)), params, str(next(self._count)))
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.error is not None:
+                    return str(output.error.message)
+                return float(output.outputs.data.flatten()[-1])
+        return "vLLM ended without an answer"
+
+
+def _lora_request(adapters: EngineAdapters | None) -> LoRARequest | None:
+    """The adapters that every sample is drawn with.  vLLM reads no file: an update has written them before."""
+    if adapters is None:
+        return None
+    (adapter,) = adapters.ids
+    return LoRARequest(lora_name="actor", lora_int_id=adapter, lora_path="sent by the trainer")
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
