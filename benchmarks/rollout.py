@@ -83,14 +83,18 @@ def through_ray(stack: ExitStack, directory: Path, rollout: RolloutConfig) -> En
     """A pool of one engine below a Ray actor, until ``stack`` is closed."""
     import ray
 
-    from mcore_rl.runtime.engine_client import EngineClient
+    from mcore_rl.rollout.served import Served
+    from mcore_rl.runtime.engine_client import EngineClient, PartSpec
     from mcore_rl.runtime.rollout_worker import RolloutWorker
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     stack.callback(ray.shutdown)
-    client = EngineClient("ray", lambda: ray.remote(RolloutWorker).options(num_cpus=0).remote("ray"))
+    part = PartSpec(
+        lambda: ray.remote(RolloutWorker).options(num_cpus=0).remote("ray"), directory / "ray.log", usable_cores()
+    )
+    client = EngineClient("ray", [part])
     stack.callback(lambda: asyncio.run(client.shutdown()))
-    asyncio.run(client.start(directory, rollout, cores=usable_cores(), device_ids=None, log=directory / "ray.log"))
+    asyncio.run(client.start(Served(name="ray", directory=directory, config=rollout)))
     return EnginePool([client], rollout.max_num_seqs)
 
 

@@ -136,16 +136,21 @@ class EnginePool:
         engines: at least one.
         max_num_seqs: samples that one engine runs at once.
         goes_on: while an engine lives, those that died are no error: the others draw what they had not finished.
+        fixed: their weights are on the disk, so that nothing is sent to one that was restarted.
 
     hits: of the engines' prefix caches.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int, *, goes_on: bool = False) -> None:
+    def __init__(
+        self, engines: Sequence[RolloutEngine], max_num_seqs: int, *, goes_on: bool = False, fixed: bool = False
+    ) -> None:
         assert engines, "a pool holds at least one engine"
         self.hits = PrefixHits()
         self._loads = [EngineLoad(engine=engine) for engine in engines]
         self._homes = _Homes()
-        self._room, self._goes_on = max(1, round(AHEAD * max_num_seqs)), goes_on
+        self._room = max(1, round(AHEAD * max_num_seqs))
+        self._goes_on = goes_on
+        self._fixed = fixed
         self._stays = STAYS * max_num_seqs
         self._waiters: deque[_Waiter] = deque()  # in the order in which they get room
         self._held = self._interrupts = 0  # who holds requests back, and who gives them back, now
@@ -182,6 +187,20 @@ class EnginePool:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def classify(self, tokens: Sequence[int]) -> float | str:
+        """Returns the score of one text, or vLLM's message if it has none; raises what the engine raises.
+
+        The engine with the fewest tokens left to read reads it.
+        """
+        load = min(self._loads, key=lambda each: each.tokens)
+        text = object()
+        load.costs[id(text)] = len(tokens)
+        try:
+            (score,) = await load.engine.classify([tokens])
+        finally:
+            del load.costs[id(text)]
+        return score
 
     @asynccontextmanager
     async def held(self, mode: Pause = Pause.keep) -> AsyncIterator[None]:
@@ -234,10 +253,10 @@ class EnginePool:
         await self._all(lambda engine: engine.wake(memory))
 
     def mark_alive(self) -> None:
-        """Says that the engines that died were restarted: each draws again once it has received weights."""
+        """Says that the engines that died were restarted: each draws again once it has weights."""
         # New loads: who still waits for the dead process of an engine must not say that the new one died.
         self._loads = [
-            load if load.death is None or load.leaves else EngineLoad(engine=load.engine, has_weights=False)
+            load if load.death is None or load.leaves else EngineLoad(engine=load.engine, has_weights=self._fixed)
             for load in self._loads
         ]
         self._assign()

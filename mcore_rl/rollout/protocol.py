@@ -271,34 +271,6 @@ class EngineMemory(Enum):
     kv_cache = "kv_cache"
 
 
-class Classifier(Protocol):
-    """One engine of a reward model, of one or more ranks.  Raises DeadEngineError as a ``RolloutEngine`` does."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name in messages."""
-        ...
-
-    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """Returns the head's number at the last token of each text, finite or not; or vLLM's message if it fails.
-
-        texts: the tokens of each text, at least one and at most ``reward_model.max_length``.
-        """
-        ...
-
-    async def sleep(self, level: int = 1) -> None:
-        """See ``RolloutEngine.sleep``."""
-        ...
-
-    async def wake(self) -> None:
-        """See ``RolloutEngine.wake``."""
-        ...
-
-    async def shutdown(self) -> None:
-        """See ``RolloutEngine.shutdown``."""
-        ...
-
-
 class EnginePart(Protocol):
     """What an engine on several nodes has on one of them."""
 
@@ -308,7 +280,7 @@ class EnginePart(Protocol):
 
 
 class RolloutEngine(SampleSource, Protocol):
-    """One engine, of one or more ranks.
+    """One engine, of one or more ranks.  That of a reward model classifies; others generate.
 
     Methods return when they have taken effect.  Each raises DeadEngineError once the engine is gone; the message names
     the engine, what it was doing and the first cause.
@@ -324,6 +296,13 @@ class RolloutEngine(SampleSource, Protocol):
 
         Raises, before anything is generated, RolloutError: an empty prompt, one that is too long, a stop string without
         a tokenizer; WeightsIncompleteError: weights that are only partly updated.
+        """
+        ...
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """Returns the head's number at the last token of each text, finite or not; or vLLM's message if it fails.
+
+        texts: the tokens of each text, at least one and at most ``reward_model.max_length``.
         """
         ...
 

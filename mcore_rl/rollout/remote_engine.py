@@ -1,6 +1,6 @@
 """An engine in another process: typed methods over any way to send calls there.
 
-A call names the method of ``RolloutEngine`` or ``Classifier`` itself, so that its arguments and result are
+A call names the method of ``RolloutEngine`` itself, so that its arguments and result are
 type-checked; only ``perform``, on the other side, looks a method up by its name.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mcore_rl.rollout.protocol import (
-    Classifier,
     EngineMemory,
     EnginePart,
     Pause,
@@ -28,7 +27,7 @@ Verb = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]  # a method of the 
 
 
 class RemoteEngine(ABC):
-    """A ``RolloutEngine``, ``Classifier`` and ``EnginePart``.
+    """A ``RolloutEngine`` and ``EnginePart``.
 
     Its methods use ``_ask``, which sends one call and returns its result.
 
@@ -59,8 +58,8 @@ class RemoteEngine(ABC):
         """See ``RolloutEngine.shutdown``."""
 
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """See ``Classifier.classify``."""
-        return await self._ask(f"scoring {len(texts)} texts", Classifier.classify, texts)
+        """See ``RolloutEngine.classify``."""
+        return await self._ask(f"scoring {len(texts)} texts", RolloutEngine.classify, texts)
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
         """See ``RolloutEngine.abort``."""

@@ -16,13 +16,12 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from mcore_rl.config.lora import EngineAdapters
-from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
 from mcore_rl.parallel.device import num_cores
-from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
+from mcore_rl.rollout.protocol import EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
+from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.vllm.worker_methods import WeightReceiverMethods
 from mcore_rl.runtime.engine_watch import EnginePlace, EngineWatch
@@ -57,7 +56,7 @@ class PartSpec:
 
 
 class EngineClient(RemoteEngine):
-    """A ``RolloutEngine`` or ``Classifier`` whose engine runs under a Ray actor on each of its nodes.
+    """A ``RolloutEngine`` whose engine runs under a Ray actor on each of its nodes.
 
     The actor on the first node has the engine and answers; the others only have their share of its workers.  The death
     of any part is the engine's.
@@ -73,7 +72,7 @@ class EngineClient(RemoteEngine):
         self._parts = list(parts)
         self._workers = [part.new_worker() for part in parts]
         self._ends: list[asyncio.Task[DeadEngineError]] = []  # of the parts that do not answer
-        self._started: tuple[Any, ...] | None = None
+        self._served: Served | None = None
         self.lane = Lane(name)
         self.hang_watch = self._new_watch()
 
@@ -83,22 +82,14 @@ class EngineClient(RemoteEngine):
             self._name, self._watchdog, lambda: _value(worker.perform.remote("statistics", (), {})), self.kill
         )
 
-    async def start(
-        self,
-        directory: Path,
-        config: ServingConfig,
-        *,
-        awaits_weights: bool = False,
-        adapters: EngineAdapters | None = None,
-        pictures: bool = False,
-    ) -> None:
-        """Starts the engine with the weights of ``directory``, or without any; see ``start_engine``."""
-        self._started = (directory, config, awaits_weights, adapters, pictures)
+    async def start(self, served: Served) -> None:
+        """Starts the engine, one of those of ``served``."""
+        self._served = served
         await self._start("starting")
 
     async def restart(self) -> None:
         """Ends the old processes and starts the engine again as ``start`` did; it has no weights of an update."""
-        assert self._started is not None, "start the engine first"
+        assert self._served is not None, "start the engine first"
         self.lane.clear()
         with self.lane.within(State.restarting):
             await self.shutdown()
@@ -108,16 +99,12 @@ class EngineClient(RemoteEngine):
 
     async def _start(self, doing: str) -> None:
         """Starts all parts, which wait for one another; raises the error of the first that fails."""
-        assert self._started is not None
-        directory, config, awaits_weights, adapters, pictures = self._started
         actors = [await self._answered(doing, "whereabouts", worker.whereabouts.remote()) for worker in self._workers]
         parts = list(zip(actors, self._parts, strict=True))
         self.hang_watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
         nodes = await self._nodes(doing)
         calls = [
-            worker.start.remote(
-                directory, config, part.cores, part.device_ids, part.log, awaits_weights, adapters, node, pictures
-            )
+            worker.start.remote(self._served, part.cores, part.device_ids, part.log, node)
             for worker, part, node in zip(self._workers, self._parts, nodes, strict=True)
         ]
         starting = [asyncio.ensure_future(self._answered(doing, "start", call)) for call in calls]
@@ -195,7 +182,7 @@ class EngineClient(RemoteEngine):
     async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
         name = verb.__name__
         call = self._workers[0].perform.remote(name, args, options)
-        if name == Classifier.classify.__name__:
+        if name == RolloutEngine.classify.__name__:
             scores: T = await self.hang_watch.at_work(doing, self._from_parts(doing, _value(call)))
             return scores
         if name in PAUSES:

@@ -17,12 +17,11 @@ from typing import Any
 
 import ray
 
-from mcore_rl.config.lora import EngineAdapters
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.remote_engine import perform
-from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode, Meeting, free_port
+from mcore_rl.rollout.served import Served
+from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting, free_port
 from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.vllm.worker_methods import WEIGHT_RECEIVER
 from mcore_rl.runtime.answers import Whereabouts, stacks_file
@@ -59,27 +58,30 @@ class RolloutWorker:
         return Meeting(host=host, port=self._stack.enter_context(store_at(host)), rpc_port=free_port(host))
 
     async def start(
-        self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
-        log: Path, awaits_weights: bool, adapters: EngineAdapters | None = None, node: EngineNode = ONE_NODE,
-        pictures: bool = False,
-    ) -> McoreRLError | None:  # fmt: skip
-        """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
+        self,
+        served: Served,
+        cores: Sequence[int] | None,
+        device_ids: Sequence[str] | None,
+        log: Path,
+        node: EngineNode,
+    ) -> McoreRLError | None:
+        """Starts the engine of ``served``; see ``start_engine``.  Returns the error if it fails."""
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = stacks_file(log).open("a")  # as long as the process lives
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
             engine = start_engine(
                 self._name,
-                directory,
-                config,
+                served.directory,
+                served.config,
                 cores=cores,
                 device_ids=device_ids,
-                extension=WEIGHT_RECEIVER if isinstance(config, RolloutConfig) else None,  # other weights never change
+                extension=WEIGHT_RECEIVER if served.generates else None,  # other weights never change
                 log=log,
-                awaits_weights=awaits_weights,
-                adapters=adapters,
+                awaits_weights=served.follows_actor,
+                adapters=served.adapters,
                 node=node,
-                pictures=pictures,
+                pictures=served.pictures,
                 wait=False,
             )
             await asyncio.to_thread(engine.wait_until_ready)

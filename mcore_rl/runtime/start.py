@@ -12,9 +12,8 @@ from typing import Any
 
 import ray
 
-from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig
+from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.trainer import TrainerConfig, WatchdogConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
@@ -22,6 +21,7 @@ from mcore_rl.parallel.device_details import work_queues
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.vllm.engine.environment import core_shares, usable_cores
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from mcore_rl.runtime.placement import EngineBundles, Places
@@ -84,29 +84,20 @@ class Joining:
 
 
 async def start_engines(
-    directory: Path,
-    config: ServingConfig,
+    served: Served,
     bundles: Sequence[EngineBundles],
     platform: Platform,
     logs: Path,
     stack: AsyncExitStack,
     trainers: TrainGroup | None = None,
     *,
-    name: str = "engine",
-    awaits_weights: bool = False,
-    adapters: EngineAdapters | None = None,
-    pictures: bool = False,
     watchdog: Watchdog | None = None,
     joins: Joining | None = None,
 ) -> list[EngineClient]:
-    """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
+    """Starts an engine of ``served`` in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
     bundles: of each engine, one per node that it is on.
     trainers: the workers whose devices the engines share; None: each engine has the devices of its bundles.
-    name: the engines are called by it and a number.
-    awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
-    reads the checkpoint.
-    adapters, pictures: see ``start_engine``.
     watchdog: says when an engine hangs; it learns from the calls of all of them.  None: by the default limits.
     joins: of one that joins others.
     On CPU the engines share this machine's cores, each, and each of its parts on other nodes, with cores of its own if
@@ -116,14 +107,14 @@ async def start_engines(
     ids = None if trainers is None or not platform.is_accelerator else await trainers.device_ids()
     nodes = len(bundles[0])  # of every engine
     cores = None if platform.is_accelerator else core_shares(usable_cores(), nodes * (joins.beside + len(bundles)))
-    devices, own = config.layout.engine_size // nodes, platform.is_accelerator and trainers is None
+    devices, own = served.config.layout.engine_size // nodes, platform.is_accelerator and trainers is None
 
     def part(engine: int, node: int) -> PartSpec:
         """The part of an engine on one of its nodes."""
         number = engine * nodes + node
         options = bundles[engine][node].options({"num_cpus": 0, "num_gpus": devices if own else 0})
-        title = f"{name} {joins.number + engine}" + (f" (node {node})" if node else "")
-        file = f"{name.replace(' ', '-')}-{joins.number + engine}" + (f"-node-{node}" if node else "")
+        title = f"{served.name} {joins.number + engine}" + (f" (node {node})" if node else "")
+        file = f"{served.name.replace(' ', '-')}-{joins.number + engine}" + (f"-node-{node}" if node else "")
         return PartSpec(
             new_worker=partial(_new_worker, title, options),
             log=logs / f"{file}.log",
@@ -133,15 +124,11 @@ async def start_engines(
 
     watchdog = watchdog or Watchdog(WatchdogConfig())
     engines = [
-        EngineClient(f"{name} {joins.number + engine}", [part(engine, node) for node in range(nodes)], watchdog)
+        EngineClient(f"{served.name} {joins.number + engine}", [part(engine, node) for node in range(nodes)], watchdog)
         for engine in range(len(bundles))
     ]
-    starting = [
-        engine.start(directory, config, awaits_weights=awaits_weights, adapters=adapters, pictures=pictures)
-        for engine in engines
-    ]
     try:
-        results = await asyncio.gather(*starting, return_exceptions=True)
+        results = await asyncio.gather(*(engine.start(served) for engine in engines), return_exceptions=True)
         for error in (result for result in results if isinstance(result, BaseException)):
             raise error
     except BaseException:

@@ -23,6 +23,7 @@ from mcore_rl.config.placement import engine_nodes
 from mcore_rl.config.rollout import RolloutConfig, RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.parallel.device import MASKS, detect, ray_environment
+from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.vllm.engine.environment import engine_environment
 from mcore_rl.runtime import start
@@ -75,10 +76,7 @@ def small_worker() -> type:
         def device_ids(self) -> list[str]:  # as TrainWorker.device_ids
             return [str(index) for index in ray.get_gpu_ids()]
 
-        def start(
-            self, directory: Any, config: Any, cores: Any, device_ids: Sequence[str] | None, log: Any, awaits: Any,
-            adapters: Any, node: EngineNode,
-        ) -> None:  # fmt: skip
+        def start(self, served: Any, cores: Any, device_ids: Sequence[str] | None, log: Any, node: EngineNode) -> None:
             self.told, self.node = device_ids, node
 
         def address(self) -> str:
@@ -139,12 +137,13 @@ async def started(
         async def device_ids(self) -> list[list[str]]:
             return list(await asyncio.gather(*(each.device_ids.remote() for each in trainers)))
 
+    served = Served(name="engine", directory=Path("model"), config=config)
     shared: Any = Trainers() if trainer.placement is Placement.colocated else None
     async with AsyncExitStack() as stack:
         for each in trainers:
             stack.callback(ray.kill, each)
         stack.callback(places.close)
-        engines = await start.start_engines(Path("model"), config, places.rollout, CUDA, Path("logs"), stack, shared)
+        engines = await start.start_engines(served, places.rollout, CUDA, Path("logs"), stack, shared)
         ids = await Trainers().device_ids()
         seen = [Given(*await each.given.remote()) for each in trainers]
         theirs = [[Given(*await worker.given.remote()) for worker in engine._workers] for engine in engines]

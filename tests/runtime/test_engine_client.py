@@ -27,6 +27,7 @@ from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.errors import DataError, DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import Prompt, PromptPicture, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.vllm.worker_methods import HeldWeightsMethods, WeightReceiverMethods
 from mcore_rl.runtime import engine_watch
@@ -39,6 +40,7 @@ from tests.support.pictures import encoded
 from tests.support.run_task import still_alive
 
 SAMPLING = Sampling(max_tokens=4)
+SERVED = Served(name="engine", directory=Path("model"), config=RolloutConfig(tp=2))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -332,7 +334,7 @@ def test_the_parts_of_an_engine_are_told_where_they_meet() -> None:
     engine = engine_on_two_nodes("engine 1")
 
     async def started() -> list[EngineNode]:
-        await engine.start(Path("model"), RolloutConfig(tp=2))
+        await engine.start(SERVED)
         places = [await worker.given.remote() for worker in engine._workers]
         TCPStore(places[0].meeting.host, places[0].meeting.port, is_master=False, timeout=timedelta(seconds=20))
         await engine.shutdown()
@@ -351,7 +353,7 @@ def test_an_engine_on_one_node_has_nobody_to_meet() -> None:
 
     async def started() -> EngineNode:
         engine = EngineClient("engine 2", [PartSpec(new_worker, Path("log"))])
-        await engine.start(Path("model"), RolloutConfig())
+        await engine.start(SERVED)
         given: EngineNode = await engine._workers[0].given.remote()
         await engine.shutdown()
         return given
@@ -364,7 +366,7 @@ def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None
     engine = engine_on_two_nodes("engine 3")
 
     async def die() -> None:
-        await engine.start(Path("model"), RolloutConfig(tp=2))
+        await engine.start(SERVED)
         samples = engine.generate([request("a"), request("forever")], SAMPLING)
         await anext(samples)
         await engine._workers[1].perform.remote("be_killed", (), {})
@@ -394,7 +396,7 @@ def test_a_part_whose_node_is_gone_is_named() -> None:
     engine = engine_on_two_nodes("engine 4")
 
     async def die() -> None:
-        await engine.start(Path("model"), RolloutConfig(tp=2))
+        await engine.start(SERVED)
         ray.kill(engine._workers[1])
         samples = engine.generate([request("forever")], SAMPLING)
         with pytest.raises(DeadEngineError, match=r"engine 4 died while generating 1 samples: .*its Ray actor is gone"):
@@ -410,7 +412,7 @@ def test_a_part_that_does_not_start_ends_the_wait_for_the_others() -> None:
 
     async def start() -> None:
         with pytest.raises(RolloutError, match="the second node has no room"):
-            await asyncio.wait_for(engine.start(Path("model"), RolloutConfig(tp=2)), 60)
+            await asyncio.wait_for(engine.start(SERVED), 60)
         engine.kill()
 
     asyncio.run(start())

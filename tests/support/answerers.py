@@ -26,7 +26,8 @@ from mcore_rl.rollout.protocol import (
     Statistics,
     VersionSpan,
 )
-from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
+from mcore_rl.rollout.served import Served
+from mcore_rl.rollout.vllm.engine.engine_node import EngineNode
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
@@ -118,9 +119,8 @@ class ScriptedPart(Scripted):
     """The worker of one node of an engine; its start does nothing, and fails where the engine's name says so."""
 
     async def start(
-        self, directory: Path, config: Any, cores: Any, device_ids: Any, log: Path, awaits_weights: bool,
-        adapters: Any = None, node: EngineNode = ONE_NODE, pictures: bool = False,
-    ) -> McoreRLError | None:  # fmt: skip
+        self, served: Served, cores: Any, device_ids: Any, log: Path, node: EngineNode
+    ) -> McoreRLError | None:
         self.node = node
         if "fails" in self._name and node.node_rank == 1:
             return RolloutError("the second node has no room")

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.arrays import RoutesArray
+from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.controller.lifecycle import preparation, start_processes
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.programs import start
@@ -26,6 +27,7 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.reports.transformers_scorer import _Choices
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
+from mcore_rl.rollout.served import Served
 
 Recorded = list[tuple[list[int], Sample]]  # the tokens of the prompt, and the sample with its experts
 
@@ -68,9 +70,11 @@ def experts_reported(recorder: Recorder) -> Iterator[Recorded]:
                 recorded.append((list(request.prompt.tokens), sample))
                 yield sample
 
-    def unasked(directory: Path, rollout: Any, *args: Any, **options: Any) -> Any:
-        assert rollout.return_routed_experts, "the run asks its engines for experts"
-        return started(directory, replace(rollout, return_routed_experts=False), *args, **options)
+    def unasked(served: Served, *args: Any, **options: Any) -> Any:
+        assert isinstance(served.config, RolloutConfig)
+        assert served.config.return_routed_experts, "the run asks its engines for experts"
+        plain = replace(served.config, return_routed_experts=False)
+        return started(replace(served, config=plain), *args, **options)
 
     started = start_processes.start_engines
     with (

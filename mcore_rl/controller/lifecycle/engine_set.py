@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.fixed_engines import FixedEngines
 from mcore_rl.controller.lifecycle.judge_engines import JudgeEngines
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import RewardModel
@@ -102,18 +103,17 @@ class EngineSet:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run whose trainer died leaves to the next attempt."""
+    """What a run whose trainer died leaves to the next attempt.
+
+    scorers: engines that sleep and wake with those that draw.
+    """
 
     places: Places
     members: list[Member]
     reward_model: RewardModel | None
     judge: JudgeEngines | None
+    scorers: list[FixedEngines]
     watchdog: Watchdog
-
-    @property
-    def scorers(self) -> list[RewardModel | JudgeEngines]:
-        """Those that sleep and wake with the engines that draw."""
-        return [each for each in (self.reward_model, self.judge) if each is not None]
 
 
 class LivingEngines:

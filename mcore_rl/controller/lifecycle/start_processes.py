@@ -17,11 +17,11 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.elastic_engines import Starting
 from mcore_rl.controller.lifecycle.engine_set import Kept, LivingEngines, Member
-from mcore_rl.controller.lifecycle.judge_engines import ENGINES, PATH, JudgeEngines, start_judge
+from mcore_rl.controller.lifecycle.fixed_engines import JUDGE, REWARD_MODEL, TITLES, FixedEngines, scorers, start_fixed
+from mcore_rl.controller.lifecycle.judge_engines import PATH, JudgeEngines
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.model_checks import engine_adapters
 from mcore_rl.controller.lifecycle.preparation import Prepared, models_of
-from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand
 from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.step.reward_model import RewardModel
@@ -30,6 +30,7 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.planning.overheads import ProcessMemory
 from mcore_rl.planning.serving import serving
 from mcore_rl.planning.training import engine_lora
+from mcore_rl.rollout.served import Served
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import EngineBundles, Places, place
 from mcore_rl.runtime.seen_paths import demand_seen
@@ -73,8 +74,8 @@ class Start:
             note(f"{names}: alive, and kept while the trainer is started again")
             return await self._roles(living.kept.places, stack), living.kept
         trainer, policy = self.config.trainer, self.config.policy.name
-        scorers = {key: each.layout for key, each in self.config.scorers.items()}
-        places = await place(trainer, self.config.rollout.layout, self.platform, scorers)
+        layouts = {key: each.layout for key, each in self.config.scorers.items()}
+        places = await place(trainer, self.config.rollout.layout, self.platform, layouts)
         living.stack.callback(places.close)
         await demand_seen(models_of(self.config), places.nodes)
         colocated, watchdog = trainer.placement is Placement.colocated, Watchdog(trainer.watchdog, trainer.timeout_s)
@@ -98,23 +99,28 @@ class Start:
 
     async def _scorers(
         self, places: Places, shared: TrainGroup | None, stack: AsyncExitStack
-    ) -> tuple[RewardModel | None, JudgeEngines | None]:
-        """The reward model and the judge of ours, as far as the run has them.  shared: whose devices they have."""
-        prepared, reward_model, judge = self.prepared, None, None
-        if prepared.encoder is not None:
-            self.tracker.now("starting the reward model")
-            bundles = places.scorers["reward_model"]
-            reward_model = await start_reward_model(
-                self.config, prepared.encoder, bundles, self.platform, self._logs, shared, stack
+    ) -> tuple[RewardModel | None, JudgeEngines | None, list[FixedEngines]]:
+        """The reward model and the judge of ours, as far as the run has them, and the engines of both.
+
+        shared: whose devices they have.
+        """
+        config, prepared = self.config, self.prepared
+        engines = dict[str, FixedEngines]()
+        for key, served in scorers(config).items():
+            self.tracker.now(f"starting {TITLES[key]}")
+            engines[key] = await start_fixed(
+                served, places.scorers[key], self.platform, self._logs, stack, shared, config.trainer
             )
+        reward_model = judge = None
+        if prepared.encoder is not None:
+            transform = config.reward_model.transform
+            reward_model = RewardModel(prepared.encoder, engines[REWARD_MODEL], config.reward, transform)
+            stack.callback(reward_model.close)
         if prepared.judge_tokenizer is not None:
-            self.tracker.now("starting the judge")
             files = prepared.identity.contents[PATH]
-            judge = await start_judge(
-                self.config, prepared.judge_tokenizer, files, places.scorers[ENGINES], self.platform, self._logs,
-                shared, stack,
-            )  # fmt: skip
-        return reward_model, judge
+            judge = JudgeEngines(prepared.judge_tokenizer, engines[JUDGE], config.reward.judge, files)
+            stack.callback(judge.close)
+        return reward_model, judge, [*engines.values()]
 
     def newcomers(self, kept: Kept, living: LivingEngines) -> Starting:
         """How engines are started that join ``kept``."""
@@ -166,11 +172,17 @@ class Start:
         joins: Joining | None = None,
     ) -> list[EngineClient]:
         """``start_engines``, which draw for the policy."""
-        directory, rollout = Path(self.config.model_directory), self.config.served_rollout
+        policy = Served(
+            name="engine",
+            directory=Path(self.config.model_directory),
+            config=self.config.served_rollout,
+            follows_actor=True,
+            adapters=engine_adapters(self.config),
+            pictures=self.config.sees_pictures,
+        )
         return await start_engines(
-            directory, rollout, bundles, self.platform, self._logs, stack, trainers, awaits_weights=True,
-            adapters=engine_adapters(self.config), pictures=self.config.sees_pictures, watchdog=watchdog, joins=joins,
-        )  # fmt: skip
+            policy, bundles, self.platform, self._logs, stack, trainers, watchdog=watchdog, joins=joins
+        )
 
 
 async def _together(

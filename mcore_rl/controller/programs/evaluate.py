@@ -242,7 +242,7 @@ async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> Reward
     if not config.reward_model.enable:
         return None
     # torch, Ray and all, which nothing else here needs
-    from mcore_rl.controller.lifecycle.reward_engines import open_alone
+    from mcore_rl.controller.lifecycle.fixed_engines import open_alone
     from mcore_rl.controller.programs.generate import logs_beside
 
     return await open_alone(config, logs_beside(Path(config.path).expanduser().resolve()), stack)

@@ -46,6 +46,7 @@ from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.rollout.vllm.engine.admission import admit, demand_plain_weights
 from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
@@ -146,7 +147,8 @@ async def opened_pool(config: GenerateConfig, platform: Platform) -> AsyncIterat
         logs = logs_beside(Path(config.out))
         sees = config.data.sees_pictures
         bundles = places.rollout
-        engines = await start_engines(directory, rollout, bundles, platform, logs, stack, pictures=sees)
+        served = Served(name="engine", directory=directory, config=rollout, pictures=sees)
+        engines = await start_engines(served, bundles, platform, logs, stack)
         yield pool_of(engines, rollout)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +29,6 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.worker import grade
-from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.rollout.vllm.engine.admission import admit
 
 TOKENIZER = "reward_model.model.tokenizer_path"
@@ -70,12 +69,18 @@ class Encoder:
         return list(truncated(tokens, self.max_length, self.truncation)) if len(tokens) > self.max_length else tokens
 
 
+class Classifier(Protocol):
+    """Engines of a reward model, in a run or alone."""
+
+    async def classify(self, tokens: Sequence[int]) -> float | str:
+        """See ``EnginePool.classify``."""
+        ...
+
+
 class RewardModel:
     """Scores episodes with the engines of a reward model; its scores are like a grader's.  See docs/rewards.md."""
 
-    def __init__(
-        self, encoder: Encoder, engines: ClassifierPool, reward: RewardConfig, transform: RewardTransform
-    ) -> None:
+    def __init__(self, encoder: Encoder, engines: Classifier, reward: RewardConfig, transform: RewardTransform) -> None:
         self._encoder, self._engines, self._reward, self._transform = encoder, engines, reward, transform
         # One thread, so that no two threads use the tokenizer, and the event loop is not blocked.
         self._thread = ThreadPoolExecutor(1, "reward-model")
@@ -106,14 +111,6 @@ class RewardModel:
     def close(self) -> None:
         """Ends the thread that encodes; the caller that started the engines ends them."""
         self._thread.shutdown(cancel_futures=True)
-
-    async def sleep(self) -> None:
-        """See ``ClassifierPool.sleep``."""
-        await self._engines.sleep()
-
-    async def wake(self) -> None:
-        """See ``ClassifierPool.wake``."""
-        await self._engines.wake()
 
 
 def transformed(score: float, transform: RewardTransform) -> float:

@@ -163,7 +163,7 @@ async def kept_by(living: LivingEngines, log: list[str], placement: Placement = 
             living.stack.callback(log.append, "ended")
             places: Any = Nodes("n1", "n2")
             watchdog: Any = None
-            living.kept = Kept(places, [], None, None, watchdog)
+            living.kept = Kept(places, [], None, None, [], watchdog)
         yield
 
 

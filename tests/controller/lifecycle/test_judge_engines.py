@@ -14,7 +14,8 @@ import pytest
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.judge import JudgeConfig, JudgeEnginesConfig
-from mcore_rl.controller.lifecycle.judge_engines import JudgeEngines, JudgePool, prepare_judge
+from mcore_rl.controller.lifecycle.fixed_engines import FixedEngines
+from mcore_rl.controller.lifecycle.judge_engines import JudgeEngines, prepare_judge
 from mcore_rl.episodes import FinishReason
 from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError
 from mcore_rl.parallel.device import detect
@@ -60,9 +61,9 @@ class Engine:
 
 
 def judge(log: list[Any], *, dies: bool = False, limit: int = 3, seed: int = 5) -> JudgeEngines:
-    pool = JudgePool([Engine(log, dies=dies)], 8, limit)  # type: ignore[list-item]
+    engines = FixedEngines([Engine(log, dies=dies)], 8, limit)  # type: ignore[list-item]
     config = JudgeConfig(path="judge", max_tokens=24, seed=seed, engines=ENGINES)
-    return JudgeEngines(prompt_files.tokenizer(), pool, config, {"model.safetensors": "a sum"})
+    return JudgeEngines(prompt_files.tokenizer(), engines, config, {"model.safetensors": "a sum"})
 
 
 def test_an_engine_is_asked_greedily_with_the_seed_and_only_while_it_is_awake() -> None:
@@ -70,11 +71,11 @@ def test_an_engine_is_asked_greedily_with_the_seed_and_only_while_it_is_awake() 
         log = list[Any]()
         answers = judge(log)
         request = {**ASKED, **answers.asked_of}
-        await answers.sleep()
+        await answers._engines.sleep()
         asked = asyncio.create_task(answers.ask(request, 0))
         await asyncio.sleep(0.2)
         assert log == ["sleeps"] and not asked.done()
-        await answers.wake()
+        await answers._engines.wake()
         judgement = await asked
         assert (judgement.text, judgement.truncated, judgement.completion_tokens) == ("Score: 3", True, 3)
         _, woken, (_, sampling) = log
@@ -88,7 +89,7 @@ def test_an_engine_is_asked_greedily_with_the_seed_and_only_while_it_is_awake() 
 def test_other_files_or_another_seed_are_asked_anew() -> None:
     async def run() -> None:
         first, again, other = judge([]), judge([]), judge([], seed=6)
-        files = JudgeEngines(prompt_files.tokenizer(), first._pool, first._config, {"model.safetensors": "another"})
+        files = JudgeEngines(prompt_files.tokenizer(), first._engines, first._config, {"model.safetensors": "another"})
         assert first.asked_of == again.asked_of and other.asked_of != first.asked_of != files.asked_of
 
     asyncio.run(run())
@@ -118,7 +119,7 @@ def test_what_has_no_room_and_what_vllm_refuses_cost_their_response_alone(monkey
         async def refuse(*_: object) -> Sample:
             raise RolloutError("logits are not finite")
 
-        monkeypatch.setattr(JudgePool, "answer", refuse)
+        monkeypatch.setattr(FixedEngines, "sample", refuse)
         with pytest.raises(JudgeError, match="not finite"):
             await answers.ask({**ASKED, **answers.asked_of}, 0)
 

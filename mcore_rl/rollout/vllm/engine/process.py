@@ -140,7 +140,7 @@ class _Caller:
 
 
 class EngineProcess(RemoteEngine):
-    """A ``RolloutEngine``, ``Classifier`` or ``EnginePart`` in a process of its own; see the docs of these protocols.
+    """A ``RolloutEngine`` or ``EnginePart`` in a process of its own; see the docs of these protocols.
 
     ``start_engine`` makes it; it is a context manager.
     """

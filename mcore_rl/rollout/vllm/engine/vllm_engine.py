@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class VllmEngine:
-    """A ``RolloutEngine`` or a ``Classifier``, depending on its configuration; ``start`` makes it."""
+    """A ``RolloutEngine``; ``start`` makes it."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class VllmEngine:
                 self._files.close(names, is_finished=num_ended == len(tasks))
 
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """See ``Classifier.classify``."""
+        """See ``RolloutEngine.classify``."""
         return await self._alive(self._classify(texts), f"scoring {len(texts)} texts")
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.classifier_pool import ClassifierPool
+from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from tests.support import reward_models
 from tests.support.forked import start_engine
@@ -84,7 +84,7 @@ def test_texts_that_begin_alike_have_scores_of_their_own(started: Started) -> No
 
 def test_two_engines_give_what_one_gives_and_both_work(started: Started) -> None:
     async def run() -> list[float | str]:
-        pool = ClassifierPool(started.llama)
+        pool = EnginePool(started.llama, 8)
         await pool.sleep()
         await pool.wake()
         return await asyncio.gather(*map(pool.classify, TEXTS))
@@ -97,7 +97,7 @@ def test_two_engines_give_what_one_gives_and_both_work(started: Started) -> None
 
 def test_a_dead_engine_is_named_with_what_it_was_doing(started: Started) -> None:  # the last: it is gone then
     async def run() -> None:
-        pool = ClassifierPool([started.llama[1]])
+        pool = EnginePool([started.llama[1]], 8)
         started.llama[1]._process.kill()
         await pool.classify(TEXTS[-1])
 

@@ -22,11 +22,11 @@ from transformers import AutoTokenizer
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import WatchdogConfig
-from mcore_rl.controller.lifecycle import reward_engines
+from mcore_rl.controller.lifecycle import fixed_engines
+from mcore_rl.controller.lifecycle.fixed_engines import FixedEngines
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.start import open_run
 from mcore_rl.controller.run import Run
-from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.rollout.vllm.engine.process_group import is_helper
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.engine_watch import WORK
@@ -57,7 +57,9 @@ class Impatient(Watchdog):
 async def stop_an_engine(run: Run) -> None:
     """And ask for samples."""
     assert run.collector._reward_model is not None
-    engine = run.collector._reward_model._engines._engines[0]
+    engines = run.collector._reward_model._engines
+    assert isinstance(engines, FixedEngines)
+    engine = engines.engines[0]
     assert isinstance(engine, EngineClient)
     engine.hang_watch.watchdog = Impatient(WatchdogConfig())
     for each in holders_of(run.directory / "logs" / "reward-engine-0.log"):
@@ -122,16 +124,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Ran:
 
     with pytest.MonkeyPatch.context() as patched, nothing_left():
         for verb in ("sleep", "wake", "classify"):
-            patched.setattr(ClassifierPool, verb, noting(finished.phases, verb))
-        patched.setattr(reward_engines, "warn", finished.said.append)
+            patched.setattr(FixedEngines, verb, noting(finished.phases, verb))
+        patched.setattr(fixed_engines, "warn", finished.said.append)
         asyncio.run(observe())
     return finished
 
 
 def noting(phases: list[str], verb: str) -> Any:
-    real = getattr(ClassifierPool, verb)
+    real = getattr(FixedEngines, verb)
 
-    async def told(self: ClassifierPool, *args: Any) -> Any:
+    async def told(self: FixedEngines, *args: Any) -> Any:
         if phases[-1:] != [verb]:
             phases.append(verb)
         return await real(self, *args)
