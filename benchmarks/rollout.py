@@ -61,7 +61,7 @@ def offline(connection: Connection, directory: Path, rollout: RolloutConfig, rou
     from vllm import LLM
     from vllm.inputs.engine import tokens_input
 
-    from mcore_rl.rollout.vllm.engine.outputs import sampling_params
+    from mcore_rl.rollout.vllm.engine.vllm_engine import sampling_params
 
     platform = detect(rollout.device)
     llm = LLM(**engine_arguments(directory, rollout, admit(directory, rollout, platform), platform, None))

@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO
 
 from mcore_rl.processes import guard, program_guard
@@ -33,6 +34,24 @@ def start_guard(
         start_new_session=True,  # a signal to this program's process group must not end the guard
         env=without_secrets(),
     )
+
+
+@contextmanager
+def guard_beside(
+    *, grace_s: float, processes: Sequence[int] = (), folder: str | None = None, limit_s: float | None = None
+) -> Iterator[None]:
+    """Lets a guard end ``processes`` and remove ``folder`` on exit, or once this program has been killed.
+
+    limit_s: that the guard may take on exit.
+    """
+    reading, writing = os.pipe()
+    process = start_guard([reading], grace_s=grace_s, processes=processes, folder=folder)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        os.close(writing)
+        process.wait(limit_s)
 
 
 class GuardedProgram:

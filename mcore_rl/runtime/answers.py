@@ -38,6 +38,11 @@ class Whereabouts:
     pid: int
     node_id: str
 
+    @classmethod
+    def here(cls) -> Whereabouts:
+        """Those of this process."""
+        return cls(os.getpid(), ray.get_runtime_context().get_node_id())
+
 
 class Answering:
     """Base class of worker processes: runs calls by name, and returns an ``Answer`` to each.
@@ -70,7 +75,7 @@ class Answering:
 
     def whereabouts(self) -> Whereabouts:
         """The process id and node of this worker, to send it a signal."""
-        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
+        return Whereabouts.here()
 
     def call(self, message: bytes) -> Answer:
         """Runs the call in ``message``, which ``message_of`` made."""

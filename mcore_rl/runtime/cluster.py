@@ -35,7 +35,7 @@ from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import num_cores
 from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.processes.guarding import start_guard
+from mcore_rl.processes.guarding import guard_beside
 from mcore_rl.runtime.scratch import scratch
 from mcore_rl.secrets import secret_names
 from mcore_rl.tracking.messages import warn
@@ -236,7 +236,8 @@ def own_ray(before: set[psutil.Process], remedy: Callable[[], str]) -> Iterator[
     """
     with ExitStack() as stack:
         held = _held(children() - before, stack)
-        stack.enter_context(_guarded(held))
+        handles = [each.handle for each in held]
+        stack.enter_context(guard_beside(grace_s=GRACE_S, processes=handles, limit_s=GUARD_S))
         stack.callback(ray.shutdown)
         stack.enter_context(_watched([each for each in held if each.name in VITAL], held, remedy))
         yield
@@ -283,19 +284,6 @@ def _held(processes: Iterable[psutil.Process], stack: ExitStack) -> list[Held]:
             stack.callback(os.close, handle)
             held.append(Held(process.name(), process.pid, handle))
     return held
-
-
-@contextmanager
-def _guarded(held: Sequence[Held]) -> Iterator[None]:
-    """Ends all of ``held`` on exit, and also if this program is killed meanwhile."""
-    reading, writing = os.pipe()
-    guard = start_guard([reading], grace_s=GRACE_S, processes=[each.handle for each in held])
-    os.close(reading)
-    try:
-        yield
-    finally:
-        os.close(writing)
-        guard.wait(GUARD_S)
 
 
 def lost_of(vital: Sequence[Held], until: int) -> tuple[Held, str] | None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
@@ -42,7 +39,7 @@ class RolloutWorker:
 
     async def whereabouts(self) -> Whereabouts:
         """The process id and node of this actor."""
-        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
+        return Whereabouts.here()
 
     async def leader(self) -> int:
         """The process id of the engine that was started, which leads the process group of all its processes."""

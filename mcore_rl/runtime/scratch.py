@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.processes.guarding import start_guard
+from mcore_rl.processes.guarding import guard_beside
 
 PREFIX = "mcore-rl-"
 MAX_BASE = 20  # characters of the folder above: Ray's sockets are 85 further down
@@ -39,20 +39,16 @@ def scratch() -> Iterator[Path]:
         return
     base = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(base) <= MAX_BASE else "/tmp"))  # of mode 0700
-    reading, writing = os.pipe()
-    guard = start_guard([reading], grace_s=GRACE_S, folder=str(folder))
-    os.close(reading)
-    before = tempfile.tempdir
-    home = os.path.expanduser("~")  # HOME, or what the system says of the user; "~" if it says nothing
-    own = {"TMPDIR": str(folder), "HOME": home if os.path.isabs(home) else str(folder)}
-    try:
-        with inherited_environment(own):
-            tempfile.tempdir = None  # Python has read TMPDIR already
-            _open.append(folder)
-            yield folder
-    finally:
-        _open.clear()
-        tempfile.tempdir = before
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(writing)
-        guard.wait()
+    with guard_beside(grace_s=GRACE_S, folder=str(folder)):
+        before = tempfile.tempdir
+        home = os.path.expanduser("~")  # HOME, or what the system says of the user; "~" if it says nothing
+        own = {"TMPDIR": str(folder), "HOME": home if os.path.isabs(home) else str(folder)}
+        try:
+            with inherited_environment(own):
+                tempfile.tempdir = None  # Python has read TMPDIR already
+                _open.append(folder)
+                yield folder
+        finally:
+            _open.clear()
+            tempfile.tempdir = before
+            shutil.rmtree(folder, ignore_errors=True)

@@ -25,11 +25,11 @@ from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.vllm.engine.environment import core_shares, usable_cores
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from mcore_rl.runtime.placement import EngineBundles, Places
-from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
+from mcore_rl.runtime.worker_values import RoleSpec
 
 
 async def start_trainers(

@@ -20,11 +20,10 @@ from mcore_rl.config.role import Moves
 from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
-from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.runtime.worker_values import SequenceAdvantages, TrainResults
+from mcore_rl.runtime.worker_values import RoleSpec, SequenceAdvantages, TrainResults
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport

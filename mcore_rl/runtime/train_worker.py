@@ -41,9 +41,8 @@ from mcore_rl.parallel.phase import mark_phases
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.runtime.answers import Answering
-from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
-from mcore_rl.runtime.worker_values import SequenceAdvantages, TrainResults
+from mcore_rl.runtime.worker_values import RoleSpec, SequenceAdvantages, TrainResults
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport

@@ -28,9 +28,9 @@ from mcore_rl.config.role_table import TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.controller.step.teaching import assignments
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.runtime.role_spec import RoleSpec
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.runtime.train_worker import TrainWorker
+from mcore_rl.runtime.worker_values import RoleSpec
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.types import TAUGHT_BY, StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models

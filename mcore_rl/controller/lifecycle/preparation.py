@@ -68,8 +68,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.families.same_architecture import architecture_violations
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.prompt_pictures import PictureShelf
-from mcore_rl.rollout.vllm.engine.admission import admit
-from mcore_rl.rollout.vllm.engine.serving_checks import why_unrecorded
+from mcore_rl.rollout.vllm.engine.admission import admit, why_unrecorded
 from mcore_rl.runtime.placement import placement_violations
 from mcore_rl.tracking.run_directory import finished_step
 

@@ -17,9 +17,9 @@ from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.placement import Places
-from mcore_rl.runtime.role_spec import RoleSpec, TeacherSpec
 from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.worker_values import RoleSpec, TeacherSpec
 
 
 async def start_roles(

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,45 @@ MULTIMODAL_FORMAT = "mcore_rl_multimodal"
 MULTIMODAL_WORKER = "mcore_rl.rollout.vllm.receiver.multimodal_loader.MultimodalWorker"
 MAX_PICTURES = 999  # of a prompt: vLLM wants a number, and reads it only where it processes pictures itself
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the process of an engine needs to start it; see ``start_engine``.
+
+    model: the model in ``directory``, as ``admit`` returned it.
+    log: the file that has the process's output.
+    scratch: the folder of its sockets, which is removed when it ends.
+    node: which of the engine's nodes it is on.
+    """
+
+    name: str
+    directory: Path
+    config: ServingConfig
+    model: ModelConfig
+    platform: Platform
+    cores: tuple[int, ...]
+    extension: str | None
+    version: int
+    log: Path
+    scratch: Path
+    awaits_weights: bool
+    adapters: EngineAdapters | None
+    node: EngineNode
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """See ``engine_arguments``."""
+        return engine_arguments(
+            self.directory,
+            self.config,
+            self.model,
+            self.platform,
+            self.extension,
+            awaits_weights=self.awaits_weights,
+            adapters=self.adapters,
+            node=self.node,
+        )
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -239,7 +279,7 @@ def _of_adapters(adapters: EngineAdapters | None) -> dict[str, Any]:
 
 
 def _beside(ours: dict[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """``ours`` with what the user passes on, which ``serving_checks`` has admitted: none of it is ours."""
+    """``ours`` with what the user passes on, which ``admission`` has let in: none of it is ours."""
     assert not passed.keys() & ours.keys()
     return {**ours, **passed}
 

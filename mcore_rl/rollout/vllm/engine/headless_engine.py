@@ -7,7 +7,6 @@ is told nothing but to end: the engine's core calls its workers over vLLM's own 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -15,13 +14,8 @@ from vllm.utils.network_utils import get_tcp_uri
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from mcore_rl.config.lora import EngineAdapters
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import ServingConfig
-from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.vllm.engine import picture_models
-from mcore_rl.rollout.vllm.engine.engine_node import EngineNode
-from mcore_rl.rollout.vllm.engine.environment import engine_arguments
+from mcore_rl.rollout.vllm.engine.environment import Settings
 from mcore_rl.rollout.vllm.engine.liveness import Liveness, start_error, stop_s
 
 
@@ -37,40 +31,25 @@ class HeadlessEngine:
         return self._liveness.name
 
     @classmethod
-    async def start(
-        cls,
-        name: str,
-        directory: Path,
-        config: ServingConfig,
-        model: ModelConfig,
-        platform: Platform,
-        *,
-        extension: str | None,
-        version: int,
-        log: Path | None,
-        awaits_weights: bool,
-        adapters: EngineAdapters | None,
-        node: EngineNode,
-    ) -> HeadlessEngine:
-        """Starts the processes of ``node``; see ``VllmEngine.start``, which is called on the first node meanwhile.
+    async def start(cls, settings: Settings) -> HeadlessEngine:
+        """Starts the processes of ``settings.node``; see ``VllmEngine.start``, called on the first node meanwhile.
 
-        version: the engine knows it, and its workers do not.
+        Its workers know no version of weights; the engine does.
         """
-        arguments = engine_arguments(
-            directory, config, model, platform, extension,
-            awaits_weights=awaits_weights, adapters=adapters, node=node,
-        )  # fmt: skip
+        log = settings.log
+        stop = stop_s(settings.platform)
+        arguments = settings.arguments
         try:
-            picture_models.use(directory, pictures=model.vision is not None)
-            settings = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
-            if settings.parallel_config.node_rank_within_dp > 0:  # the first node of its replica has the core
-                executor = MultiprocExecutor(settings)
+            picture_models.use(settings.directory, pictures=settings.model.vision is not None)
+            config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
+            if config.parallel_config.node_rank_within_dp > 0:  # the first node of its replica has the core
+                executor = MultiprocExecutor(config)
                 workers = [worker.proc for worker in executor.workers]
-                return cls(Liveness(name, log, workers, lambda: executor.is_failed), executor, stop_s(platform))
-            manager = _replicas(settings)
-            return cls(Liveness(name, log, manager.processes, lambda: False), manager, stop_s(platform))
+                return cls(Liveness(settings.name, log, workers, lambda: executor.is_failed), executor, stop)
+            manager = _replicas(config)
+            return cls(Liveness(settings.name, log, manager.processes, lambda: False), manager, stop)
         except Exception as error:  # vLLM passes on any exception of its models, checks and processes
-            raise start_error(name, directory, log, error) from error
+            raise start_error(settings.name, settings.directory, log, error) from error
 
     async def watch(self) -> None:
         """See ``EnginePart.watch``."""

@@ -115,7 +115,7 @@ class _NoDummies(BaseDummyInputsBuilder[PatchesInfo]):  # type: ignore[misc]  # 
 
 
 class _NoProcessor(BaseMultiModalProcessor[PatchesInfo]):  # type: ignore[misc]  # untyped
-    """Processes nothing: requests bring patches (``outputs.engine_input``)."""
+    """Processes nothing: requests bring patches (``engine_input``)."""
 
     requires_tokenizer = False
 

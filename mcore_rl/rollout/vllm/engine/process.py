@@ -34,10 +34,10 @@ from mcore_rl.rollout.protocol import Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
 from mcore_rl.rollout.vllm.engine.admission import admit, demand_plain_weights
 from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.vllm.engine.environment import engine_environment, usable_cores
-from mcore_rl.rollout.vllm.engine.log import death, first_cause
+from mcore_rl.rollout.vllm.engine.environment import Settings, engine_environment, usable_cores
+from mcore_rl.rollout.vllm.engine.liveness import death, first_cause
 from mcore_rl.rollout.vllm.engine.process_group import end_group
-from mcore_rl.rollout.vllm.engine.server import START, Settings, serve
+from mcore_rl.rollout.vllm.engine.server import START, serve
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,21 +12,16 @@ import sys
 import threading
 import warnings
 from contextlib import aclosing
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from mcore_rl.config.lora import EngineAdapters
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
-from mcore_rl.parallel.device import Platform
 from mcore_rl.processes.guarding import start_guard
 from mcore_rl.rollout.protocol import RolloutEngine
 from mcore_rl.rollout.remote_engine import perform
-from mcore_rl.rollout.vllm.engine.engine_node import EngineNode
+from mcore_rl.rollout.vllm.engine.environment import Settings
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.vllm.engine.headless_engine import HeadlessEngine
@@ -36,30 +31,6 @@ if TYPE_CHECKING:
 
 START = 0  # the number of the call that every child answers unasked: its start
 GRACE_S = 3.0  # how long a regular shutdown of an engine may take
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the child needs to start its engine; see ``start_engine``.
-
-    model: the model in ``directory``, as ``admit`` returned it.
-    scratch: the folder of its sockets, which is removed when it ends.
-    node: which of the engine's nodes it is on.
-    """
-
-    name: str
-    directory: Path
-    config: ServingConfig
-    model: ModelConfig
-    platform: Platform
-    cores: tuple[int, ...]
-    extension: str | None
-    version: int
-    log: Path
-    scratch: Path
-    awaits_weights: bool
-    adapters: EngineAdapters | None
-    node: EngineNode
 
 
 def serve(settings: Settings, connection: Connection) -> None:
@@ -120,19 +91,7 @@ class _Server:
 
             self._send(START, "phase", f"loading {settings.directory}")
             started = VllmEngine if settings.node.node_rank == 0 else HeadlessEngine
-            return await started.start(
-                settings.name,
-                settings.directory,
-                settings.config,
-                settings.model,
-                settings.platform,
-                extension=settings.extension,
-                version=settings.version,
-                log=settings.log,
-                awaits_weights=settings.awaits_weights,
-                adapters=settings.adapters,
-                node=settings.node,
-            )
+            return await started.start(settings)
         except Exception as error:  # noqa: BLE001  raised in the parent
             self._send(START, "error", _portable(settings.name, error))
             return None

@@ -11,35 +11,51 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+import torch
+from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs.engine import tokens_input
+from vllm.inputs.engine import mm_input, tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.outputs import RequestOutput
 from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from mcore_rl.config.lora import EngineAdapters
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import ServingConfig
-from mcore_rl.episodes import FinishReason
+from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError, WeightsIncompleteError
-from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import (
+    EngineMemory,
+    Pause,
+    PromptPicture,
+    Request,
+    Sample,
+    Sampling,
+    Statistics,
+    demand_numbers,
+    seed_of,
+)
+from mcore_rl.rollout.routes import continued
 from mcore_rl.rollout.vllm.engine import picture_models
 from mcore_rl.rollout.vllm.engine.borders import mended
-from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.vllm.engine.environment import engine_arguments, picture_folder
+from mcore_rl.rollout.vllm.engine.environment import Settings, picture_folder
 from mcore_rl.rollout.vllm.engine.liveness import Liveness, start_error, stop_s
-from mcore_rl.rollout.vllm.engine.meter import Meter
-from mcore_rl.rollout.vllm.engine.outputs import engine_input, picture_item, sample_of, sampling_params
-from mcore_rl.rollout.vllm.engine.patch_files import PatchFiles
+from mcore_rl.rollout.vllm.engine.patch_files import PatchFiles, name_of, named
 from mcore_rl.rollout.vllm.engine.request_checks import Limits, demand_requests, limits_of
 
 P = ParamSpec("P")
@@ -75,54 +91,34 @@ class VllmEngine:
         return self._limits.name
 
     @classmethod
-    async def start(
-        cls,
-        name: str,
-        directory: Path,
-        config: ServingConfig,
-        model: ModelConfig,
-        platform: Platform,
-        *,
-        extension: str | None = None,
-        version: int = 0,
-        log: Path | None = None,
-        awaits_weights: bool = False,
-        adapters: EngineAdapters | None = None,
-        node: EngineNode = ONE_NODE,
-    ) -> VllmEngine:
-        """Loads ``directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
+    async def start(cls, settings: Settings) -> VllmEngine:
+        """Loads ``settings.directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
 
         This process must have been started with ``engine_environment``.
-
-        Args:
-            model: the model in ``directory``, as ``admit`` returned it.
-            log: the file that has this process's output, to find the cause of a death there; None if there is none.
-            name, directory, config, extension, version, awaits_weights, adapters, node: see ``start_engine``.
-
         Raises RolloutError with the first cause if vLLM does not start.
         """
-        arguments = engine_arguments(
-            directory, config, model, platform, extension,
-            awaits_weights=awaits_weights, adapters=adapters, node=node,
-        )  # fmt: skip
+        directory = settings.directory
+        model = settings.model
+        arguments = settings.arguments
         try:
             picture_models.use(directory, pictures=model.vision is not None)
-            settings = AsyncEngineArgs(**arguments).create_engine_config()
+            vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
             # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only
             # imported: a fork of it spares a second import of vLLM, 5 s.
-            forks = not platform.is_accelerator and config.tp == 1
-            executor = picture_models.executor_of(settings)
+            forks = not settings.platform.is_accelerator and settings.config.tp == 1
+            executor = picture_models.executor_of(vllm_config)
             with inherited_environment({"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if forks else {}):
-                llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
-            await llm.update_weight_version(str(version))
+                llm = AsyncLLM(vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
+            await llm.update_weight_version(str(settings.version))
         except Exception as error:  # vLLM passes on any exception of its models, checks and processes
-            raise start_error(name, directory, log, error) from error
+            raise start_error(settings.name, directory, settings.log, error) from error
         (meter,) = llm.logger_manager.stat_loggers
-        refusal = "it was started without weights" if awaits_weights else ""
-        limits = limits_of(name, directory, config, model)
-        folder = None if model.vision is None or node.nnodes > 1 else picture_folder()
-        return cls(llm, meter, limits, log, stop_s(platform), refusal, _lora_request(adapters), folder)
+        refusal = "it was started without weights" if settings.awaits_weights else ""
+        limits = limits_of(settings.name, directory, settings.config, model)
+        folder = None if model.vision is None or settings.node.nnodes > 1 else picture_folder()
+        lora = _lora_request(settings.adapters)
+        return cls(llm, meter, limits, settings.log, stop_s(settings.platform), refusal, lora, folder)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -290,3 +286,155 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
+    """One of vLLM's stat loggers, for all ranks of an engine.
+
+    It is a subclass of PrometheusStatLogger in name only: vLLM would add a real one, which costs more than this
+    counting, unless the list has one (StatLoggerManager in vllm/v1/metrics/loggers.py, 0.32).
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:  # not super's: no Prometheus
+        self._running: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
+        self._usage: dict[int, float] = {}
+        self._prompt = self._cached = self._generated = self._preemptions = 0
+        self._busy_s, self._seen_s = 0.0, time.monotonic()
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Adds the scheduler's report of one step."""
+        now = time.monotonic()
+        if any(self._running.values()):
+            self._busy_s += now - self._seen_s
+        self._seen_s = now
+        if scheduler_stats is not None:
+            self._running[engine_idx] = scheduler_stats.num_running_reqs
+            self._waiting[engine_idx] = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self._usage[engine_idx] = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            tokens = iteration_stats.prompt_token_stats
+            self._prompt += tokens.total
+            self._cached += tokens.local_cache_hit
+            self._generated += iteration_stats.num_generation_tokens
+            self._preemptions += iteration_stats.num_preempted_reqs
+
+    def statistics(self) -> Statistics:
+        """The counts so far, and the state after the last step."""
+        return Statistics(
+            running=sum(self._running.values()),
+            waiting=sum(self._waiting.values()),
+            kv_cache_usage=max(self._usage.values(), default=0.0),
+            prompt_tokens=self._prompt,
+            cached_tokens=self._cached,
+            generated_tokens=self._generated,
+            preemptions=self._preemptions,
+            busy_s=self._busy_s,
+        )
+
+    def log(self) -> None:
+        """Does nothing: callers use ``statistics`` instead."""
+
+    def log_engine_initialized(self) -> None:
+        """Does nothing: the start is not counted."""
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Does nothing: sleep is not counted."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Does nothing: no such limit is set."""
+
+
+def picture_item(picture: PromptPicture, *, by_name: bool) -> MultiModalKwargsItem:
+    """The picture as the models of ``picture_models`` take it.  by_name: its patches are in a file of ``patch_files``.
+
+    No patch is copied here.
+    """
+    grid = picture.placed.grid
+    patches = named(picture) if by_name else torch.from_numpy(picture.read())
+    rows = torch.tensor([len(patches)])
+    fields: Mapping[str, tuple[MultiModalFieldConfig, torch.Tensor]] = {
+        "pixel_values": (MultiModalFieldConfig.flat_from_sizes("image", rows, keep_on_cpu=by_name), patches),
+        "image_grid_thw": (
+            MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            torch.tensor([[grid.t, grid.h, grid.w]]),
+        ),
+    }
+    return MultiModalKwargsItem({name: kind.build_elems(name, data)[0] for name, (kind, data) in fields.items()})
+
+
+def engine_input(request: Request, items: Mapping[int, MultiModalKwargsItem]) -> Any:
+    """vLLM's input of one sample, already processed: the tokens, and where each picture is among them.
+
+    items: ``picture_item`` of each picture of the prompt, by the picture's identity.
+    """
+    pictures = request.prompt.pictures
+    if not pictures:
+        return tokens_input(request.tokens)
+    placed = [picture.placed for picture in pictures]
+    return mm_input(
+        request.tokens,
+        {"image": [items[id(picture)] for picture in pictures]},
+        {"image": [name_of(each.image.sha256, each.grid.h, each.grid.w) for each in placed]},
+        {"image": [PlaceholderRange(offset=each.first, length=each.grid.tokens) for each in placed]},
+    )
+
+
+def sampling_params(request: Request, sampling: Sampling, *, detokenize: bool) -> SamplingParams:
+    """vLLM's parameters of one sample."""
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=-1 if greedy else sampling.top_k,
+        seed=None if greedy else seed_of(request, sampling),
+        max_tokens=sampling.max_tokens - request.num_done,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,  # of the drawn token only
+        flat_logprobs=True,  # four lists instead of one dictionary per token
+        detokenize=detokenize,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sample_of(request: Request, output: RequestOutput) -> Sample:
+    """The whole response to ``request``, from vLLM's last and only ``output``.
+
+    It begins with the tokens of ``request.so_far``.  RolloutError: a log-prob is not finite, or vLLM ended the sample
+    with an error.
+    """
+    (completion,) = output.outputs
+    if completion.finish_reason not in FinishReason.__members__:
+        raise RolloutError(f"prompt {request.prompt.id}: vLLM ended the sample with {completion.finish_reason}")
+    tokens = np.asarray(completion.token_ids, dtype=np.int32)
+    flat = [] if completion.logprobs is None else completion.logprobs.logprobs
+    assert len(flat) == len(tokens), f"{len(flat)} log-probs of {len(tokens)} tokens"
+    logprobs = np.asarray(flat, dtype=np.float32)
+    done, so_far = request.num_done, request.so_far
+    demand_numbers(request, done, logprobs)
+    # vLLM's spans count from the first token that it generated for this request.
+    spans = [
+        VersionSpan(version=int(span.version), start=done + span.start, end=done + span.end)
+        for span in completion.weight_versions or []
+    ]
+    return Sample(
+        prompt_id=request.prompt.id,
+        index=request.index,
+        tokens=tokens if so_far is None else np.concatenate([so_far.tokens, tokens]),
+        logprobs=logprobs if so_far is None else np.concatenate([so_far.logprobs, logprobs]),
+        versions=(*(() if so_far is None else so_far.versions), *spans),
+        finish=FinishReason(completion.finish_reason),
+        stop=completion.stop_reason,
+        text=completion.text if so_far is None else so_far.text + completion.text,
+        cached_tokens=output.num_cached_tokens or 0,
+        experts=continued(request, completion.routed_experts),
+    )

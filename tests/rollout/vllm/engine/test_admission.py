@@ -16,9 +16,8 @@ from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.errors import CheckpointError, ConfigError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import Prompt, Sampling, requests_of
-from mcore_rl.rollout.vllm.engine.admission import admit
+from mcore_rl.rollout.vllm.engine.admission import admit, engine_violations
 from mcore_rl.rollout.vllm.engine.request_checks import Limits, demand_requests
-from mcore_rl.rollout.vllm.engine.serving_checks import engine_violations
 from tests.support import models, rollouts
 
 CPU = detect(Device.cpu)

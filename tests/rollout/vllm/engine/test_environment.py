@@ -16,6 +16,7 @@ from mcore_rl.config.vllm_fields import OURS_ON_CPU
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.vllm.engine import engine_node
+from mcore_rl.rollout.vllm.engine.admission import engine_violations
 from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.vllm.engine.environment import (
     MULTIMODAL_FORMAT,
@@ -27,7 +28,6 @@ from mcore_rl.rollout.vllm.engine.environment import (
     engine_environment,
     has_tokenizer,
 )
-from mcore_rl.rollout.vllm.engine.serving_checks import engine_violations
 from tests.support import models, reward_models, text_parts
 
 CPU = detect(Device.cpu)

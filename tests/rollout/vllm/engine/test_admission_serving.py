@@ -11,7 +11,7 @@ from mcore_rl.config.model import MoeConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.vllm.engine.serving_checks import engine_violations, quantization_violations
+from mcore_rl.rollout.vllm.engine.admission import engine_violations, quantization_violations
 from tests.support import models
 from tests.support.fp8_on_cpu import PLUGIN
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.rollout.vllm.engine.log import death, first_cause
+from mcore_rl.rollout.vllm.engine.liveness import death, first_cause
 
 WORKER = (
     "(EngineCore pid=31) ERROR 11-21 13:27:40 [multiproc_executor.py:315] Worker proc VllmWorker-1 died unexpectedly "
