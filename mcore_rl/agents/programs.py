@@ -2,7 +2,7 @@
 
 The program is a process of its own, which begins anew for each episode, or a service that runs already.  It has the
 environment without the run's secrets, the gateway's URL and a key of its own; the row is JSON on its standard input.
-However it ends, what it started ends with it (``program_guard``).
+However it ends, what it started ends with it (``processes.guard``).
 
 Invariant: a program that fails, hangs, forks or prints without end costs its own episode, and no other.
 """

@@ -1,4 +1,4 @@
-"""Starts guards: beside a program (``mcore_rl.processes.guard``) and around one (``program_guard``)."""
+"""Starts guards (``mcore_rl.processes.guard``), beside a program and around one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-from mcore_rl.processes import guard, program_guard
+from mcore_rl.processes import guard
 from mcore_rl.secrets import without_secrets
 
 END_S = 10.0  # for a guard to kill what is below it
@@ -25,10 +25,10 @@ def start_guard(
     processes: Sequence[int] = (),
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a guard with the arguments of ``guard.main``; it has copies of all descriptors among them."""
+    """Starts a guard with the arguments of ``guard.beside``; it has copies of all descriptors among them."""
     told = {"ends": [*ends], "grace_s": grace_s, "group": group, "processes": [*processes], "folder": folder}
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, json.dumps(told)],
+        [sys.executable, "-I", "-S", guard.__file__, "beside", json.dumps(told)],
         stdin=subprocess.DEVNULL,
         pass_fds=[*ends, *processes],
         start_new_session=True,  # a signal to this program's process group must not end the guard
@@ -121,4 +121,4 @@ class GuardedProgram:
 
 def guarded(command: Sequence[str], alive: int) -> list[str]:
     """The command line of a guard around ``command``.  alive: the read end of a pipe; they end when it closes."""
-    return [sys.executable, "-I", "-S", program_guard.__file__, str(alive), *command]
+    return [sys.executable, "-I", "-S", guard.__file__, "around", str(alive), *command]
