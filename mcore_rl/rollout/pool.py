@@ -121,7 +121,8 @@ class PrefixHits:
 
     def take(self) -> dict[str, float]:
         """The metric of what was drawn since the last call; {} if nothing was."""
-        tokens, cached = self._tokens, self._cached
+        tokens = self._tokens
+        cached = self._cached
         self._tokens = self._cached = 0
         return {"rollout/prefix_hit_share": cached / tokens} if tokens else {}
 
@@ -320,7 +321,8 @@ class EnginePool:
         finished: asyncio.Queue[Sample | Exception],
     ) -> list[Request]:
         """Generates the samples of ``group`` on the engine that ``_take`` chose; returns what is to be sent again."""
-        unfinished, again = {request.key: request for request in group}, list[Request]()
+        unfinished = {request.key: request for request in group}
+        again = list[Request]()
         try:
             async for sample in load.engine.generate(group, sampling):
                 request = unfinished.pop((sample.prompt_id, sample.index))
@@ -392,7 +394,8 @@ class EnginePool:
         tokens = {load: load.tokens for load in self._with_room(1)}
         if not tokens:
             return None
-        first, patience = self._waiters[0], PATIENCE * len(self._loads)
+        first = self._waiters[0]
+        patience = PATIENCE * len(self._loads)
         overtaking = patience if first.num_overtaken < patience else 1
         for waiter in islice(self._waiters, overtaking):
             if not waiter.load.done() and (home := self._home(waiter, tokens)) is not None:
@@ -403,7 +406,8 @@ class EnginePool:
 
     def _home(self, waiter: _Waiter, tokens: Mapping[EngineLoad, float]) -> EngineLoad | None:
         """The engine that has the prefix, if it has room and is not too busy.  tokens: of each with room for one."""
-        request, count = waiter.group[0], len(waiter.group)
+        request = waiter.group[0]
+        count = len(waiter.group)
         home = self._homes.of(request)
         if home is None or home not in tokens or not self._has_room(home, count):
             return None

@@ -35,7 +35,8 @@ def checked_routes(sample: Sample, num_prompt_tokens: int, model: ModelConfig) -
     """
     assert model.moe is not None, "a dense model has no routers"
     who = f"prompt {sample.prompt_id}, sample {sample.index}"
-    routes, moe = sample.experts, model.moe
+    routes = sample.experts
+    moe = model.moe
     if routes is None:
         raise RolloutError(f"{who}: the engine reported no experts. {REMEDY}")
     shape = (num_prompt_tokens + len(sample.tokens) - 1, model.num_layers, moe.top_k)

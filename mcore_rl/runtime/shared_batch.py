@@ -70,7 +70,8 @@ class SharedBatch:
         stems: Sequence[Stem] = (),
     ) -> None:
         self.stems = tuple(stems)
-        self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
+        self.lengths_S = tuple(lengths_S)
+        self.assignment = [list(each) for each in assignment]
         self.pairs_S = pairs_S
         self.images_S = images_S
         self.patches = dict(patches or {})

@@ -52,7 +52,8 @@ async def start_trainers(
         .remote(rank, world_size, files[rank])
         for rank, place in enumerate(places.train)
     ]
-    layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog, trainer.timeout_s)
+    layout = Layout.of(spec.parallel, world_size)
+    watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
     group = TrainGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog)
     try:
         await group.join(store, spec, trainer.timeout_s)
@@ -107,7 +108,8 @@ async def start_engines(
     ids = None if trainers is None or not platform.is_accelerator else await trainers.device_ids()
     nodes = len(bundles[0])  # of every engine
     cores = None if platform.is_accelerator else core_shares(usable_cores(), nodes * (joins.beside + len(bundles)))
-    devices, own = served.config.layout.engine_size // nodes, platform.is_accelerator and trainers is None
+    devices = served.config.layout.engine_size // nodes
+    own = platform.is_accelerator and trainers is None
 
     def part(engine: int, node: int) -> PartSpec:
         """The part of an engine on one of its nodes."""

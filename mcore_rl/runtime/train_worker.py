@@ -77,7 +77,8 @@ class TrainWorker(Answering):
         """Joins the process groups of ``spec``'s layout; every worker of the role must call it."""
         from mcore_rl.parallel.groups import init_groups
 
-        self.spec, self.platform = spec, detect(spec.engine.device)
+        self.spec = spec
+        self.platform = detect(spec.engine.device)
         set_device(self.platform, LOCAL)
         join_group(store, f"world of {spec.role}", self.platform, self.rank, self.world_size, timeout_s)
         layout = Layout.of(spec.parallel, self.world_size)
@@ -198,7 +199,8 @@ class TrainWorker(Answering):
         """
         overlaps = self.spec.engine.overlaps_offload(accelerator=self.platform.is_accelerator)
         self.engine.memory.onload(behind=[OffloadPart.optimizer] if overlaps else [])
-        results, scores = [], list[OwnScores]()
+        results = []
+        scores = list[OwnScores]()
         for number, (batch, given_S, counts) in enumerate(zip(given.batches, given.payload, denominators, strict=True)):
             result = self.engine.train_step(
                 finish(batch, given_S, numbers),
@@ -213,7 +215,8 @@ class TrainWorker(Answering):
             if result.scores is not None and self._leads:
                 scores.append(own_scores(batch, result.scores))
             results.append(replace(result, scores=None))
-        own, device = asdict(memory(self.platform)), self.groups.device
+        own = asdict(memory(self.platform))
+        device = self.groups.device
         self.rest()
         of_ranks = torch.empty(self.world_size, len(own), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(of_ranks, torch.tensor([list(own.values())], device=device))
@@ -311,7 +314,8 @@ class TrainWorker(Answering):
 
         dtype: of vLLM's weights.  form: in which engines get adapters, if there are any.  quantization: of the engines.
         """
-        family, model = self.table.family, self.table.model
+        family = self.table.family
+        model = self.table.model
         if self._publisher is not None:  # engines joined or left
             self._publisher.close()
         self._publisher = Publisher(

@@ -59,9 +59,13 @@ class WorkerGroup(Generic[W]):
         watchdog: Watchdog,
     ) -> None:
         assert len(workers) == layout.world_size == len(hosts) == len(logs)
-        self.role, self.layout = role, layout
-        self._workers, self.hosts, self._logs = list(workers), list(hosts), list(logs)
-        self._watchdog, self._whereabouts = watchdog, list[Whereabouts]()
+        self.role = role
+        self.layout = layout
+        self._workers = list(workers)
+        self.hosts = list(hosts)
+        self._logs = list(logs)
+        self._watchdog = watchdog
+        self._whereabouts = list[Whereabouts]()
         self._under_way: list[object] = []  # pending calls, in the order in which workers answer them
         self._coordinates = [layout.coords(rank).dp for rank in range(layout.world_size)]
         # For each data-parallel coordinate, the rank that answers for all of its peers.
@@ -78,7 +82,8 @@ class WorkerGroup(Generic[W]):
 
     async def all(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Every worker's result of ``method``, in the order of the ranks."""
-        name, message = method.__name__, message_of(method, args, kwargs)
+        name = method.__name__
+        message = message_of(method, args, kwargs)
         return await self._collect(name, [worker.call.remote(message) for worker in self._workers])
 
     def put(self, shards: Sequence[Shard]) -> list[ShardRef]:
@@ -102,7 +107,9 @@ class WorkerGroup(Generic[W]):
         Returns, for each coordinate, (the value that its leader returned; a reference to the leader's output shard).
         """
         assert len(inputs) == self.layout.dp, f"{len(inputs)} inputs for dp={self.layout.dp}"
-        name, message, calls = method.__name__, message_of(method, args, kwargs), []
+        name = method.__name__
+        message = message_of(method, args, kwargs)
+        calls = []
         for rank, (worker, coordinate) in enumerate(zip(self._workers, self._coordinates, strict=True)):
             refs = inputs[coordinate]
             patches = refs.patches if self.layout.coords(rank).pp == 0 else []  # others have no vision tower
@@ -137,8 +144,11 @@ class WorkerGroup(Generic[W]):
         """
         ranks = range(len(calls)) if ranks is None else ranks
         rank_of = dict(zip(calls, ranks, strict=True))
-        waiting, until, begin = list(calls), float("inf"), time.monotonic()
-        limit_s, turn = self._watchdog.limit_s(method), object()
+        waiting = list(calls)
+        until = float("inf")
+        begin = time.monotonic()
+        limit_s = self._watchdog.limit_s(method)
+        turn = object()
         self._under_way.append(turn)
         answers: dict[int, Answer] = {}
         try:

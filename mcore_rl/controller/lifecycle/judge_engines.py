@@ -103,7 +103,8 @@ class JudgeEngines:
         said = [dict(message) for message in messages]
         text = str(self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
         tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        length, room = self._config.engines.max_length, self._config.engines.max_length - self._config.max_tokens
+        length = self._config.engines.max_length
+        room = self._config.engines.max_length - self._config.max_tokens
         if len(tokens) > room:
             beside = f"beside reward.judge.max_tokens={self._config.max_tokens}"
             problem = f"the rubric with what it judges has {len(tokens)} tokens, and {JUDGE}.max_length={length}"
@@ -121,7 +122,9 @@ def prepare_judge(config: JudgeConfig, platform: Platform) -> PreTrainedTokenize
     Raises ConfigError with every violation: of its files, of engines that cannot run it, of its chat template.
     """
     assert config.path is not None
-    directory, violations, tokenizer = Path(config.path), list[Violation](), None
+    directory = Path(config.path)
+    violations = list[Violation]()
+    tokenizer = None
     try:
         admit(directory, config.engines.served(config.max_tokens), platform)
     except ConfigError as error:
@@ -150,7 +153,9 @@ def _of_judge(violation: Violation, config: JudgeConfig) -> Violation:
         problem = violation.problem.partition(" exceeds ")[2]
         remedy = f"Lower {JUDGE}.max_length, and max_tokens if need be"
         return Violation(f"{JUDGE}.max_length", config.engines.max_length, f"exceeds {problem}", remedy)
-    key, problem, remedy = violation.key, violation.problem, violation.remedy
+    key = violation.key
+    problem = violation.problem
+    remedy = violation.remedy
     for theirs, ours in KEYS.items():
         key, problem, remedy = (text.replace(theirs, ours) for text in (key, problem, remedy))
     return Violation(key, violation.value, problem, remedy)

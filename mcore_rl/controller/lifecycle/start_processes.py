@@ -73,12 +73,14 @@ class Start:
             names = ", ".join(member.name for member in living.kept.members)
             note(f"{names}: alive, and kept while the trainer is started again")
             return await self._roles(living.kept.places, stack), living.kept
-        trainer, policy = self.config.trainer, self.config.policy.name
+        trainer = self.config.trainer
+        policy = self.config.policy.name
         layouts = {key: each.layout for key, each in self.config.scorers.items()}
         places = await place(trainer, self.config.rollout.layout, self.platform, layouts)
         living.stack.callback(places.close)
         await demand_seen(models_of(self.config), places.nodes)
-        colocated, watchdog = trainer.placement is Placement.colocated, Watchdog(trainer.watchdog, trainer.timeout_s)
+        colocated = trainer.placement is Placement.colocated
+        watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         if colocated and self.platform.is_accelerator:  # engines measure what the trainer left free of a device
             self.tracker.now("starting the trainer")
             groups = await self._roles(places, stack)
@@ -104,7 +106,8 @@ class Start:
 
         shared: whose devices they have.
         """
-        config, prepared = self.config, self.prepared
+        config = self.config
+        prepared = self.prepared
         engines = dict[str, FixedEngines]()
         for key, served in scorers(config).items():
             self.tracker.now(f"starting {TITLES[key]}")
@@ -124,7 +127,8 @@ class Start:
 
     def newcomers(self, kept: Kept, living: LivingEngines) -> Starting:
         """How engines are started that join ``kept``."""
-        config, platform = self.config, self.platform
+        config = self.config
+        platform = self.platform
 
         async def start(joins: Joining, bundles: EngineBundles) -> Member:
             (client,) = await self._start_engines([bundles], kept.watchdog, living.stack, joins=joins)

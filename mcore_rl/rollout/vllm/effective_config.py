@@ -67,7 +67,8 @@ def effective_config(model: Any) -> EffectiveConfig:
 
 
 def _ends(model: Any) -> dict[str, Value]:
-    decoder, head = model.model, model._modules.get("lm_head")
+    decoder = model.model
+    head = model._modules.get("lm_head")
     scale = decoder._buffers.get("normalizer")  # gemma2.py
     cap = model.logits_processor.soft_cap
     return {
@@ -101,7 +102,8 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> dict[str, Value]:
-    own, cap = vars(attention), vars(core.impl).get("logits_soft_cap")
+    own = vars(attention)
+    cap = vars(core.impl).get("logits_soft_cap")
     rotary = attention._modules["rotary_emb"]
     if rotary not in rotations:
         rotations[rotary] = frequencies_of(*_cosines_and_sines(rotary).chunk(2, dim=-1))
@@ -122,7 +124,8 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
 
 def _fields_of_transformers(attention: Any, core: Any, decoder: Any) -> dict[str, Value]:
     """Read the fields of attention where vLLM has no class of its own for the model: modules are transformers'."""
-    own, rotary = vars(attention), decoder.rotary_emb
+    own = vars(attention)
+    rotary = decoder.rotary_emb
     rotates = own.get("use_rope", True)  # smollm3
     frequencies = rotary.inv_freq.double().cpu().tolist() if rotates else []
     fields = rotary_fields(frequencies, rotary.attention_scaling, core.impl.scale, own["head_dim"])
@@ -139,7 +142,8 @@ def _cosines_and_sines(rotary: Any) -> Tensor:
     """The rows by position that ``rotary`` looks up; longrope has two sets of them, and uses one (forward)."""
     rows: Tensor
     if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
-        rows, trained = rotary.long_short_cos_sin_cache, rotary.original_max_position_embeddings
+        rows = rotary.long_short_cos_sin_cache
+        trained = rotary.original_max_position_embeddings
         return rows[trained:] if rotary.use_long_rope else rows[:trained]
     rows = rotary.cos_sin_cache
     return rows

@@ -208,7 +208,8 @@ class _Peers:
     """Stands in for a ProcessGroup while models are built, which only ask for its rank and size."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.ranks, self.index = list(ranks), list(ranks).index(rank)
+        self.ranks = list(ranks)
+        self.index = list(ranks).index(rank)
 
     def rank(self) -> int:
         return self.index
@@ -229,7 +230,9 @@ def standing_as(rank: int, layout: VllmLayout) -> Iterator[None]:
 
     def group(ranks: Sequence[int]) -> Any:
         coordinator = object.__new__(parallel_state.GroupCoordinator)  # its own __init__ would wait for the peers
-        coordinator.rank, coordinator.ranks, coordinator.world_size = rank, list(ranks), len(ranks)
+        coordinator.rank = rank
+        coordinator.ranks = list(ranks)
+        coordinator.world_size = len(ranks)
         coordinator.rank_in_group = coordinator.ranks.index(rank)
         coordinator.device_group = coordinator.cpu_group = _Peers(ranks, rank)
         coordinator.device = torch.device("cpu")
@@ -358,7 +361,8 @@ def _placed_adapters(
         )  # fmt: skip
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER)
-    slot, placed = manager.lora_index_to_id.index(ADAPTER), {}
+    slot = manager.lora_index_to_id.index(ADAPTER)
+    placed = {}
     for name, layer in manager.modules.items():
         for source, (a, b) in enumerate(zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)):
             for which, held in (("lora_A", a[slot, 0, :rank]), ("lora_B", b[slot, 0, :, :rank])):

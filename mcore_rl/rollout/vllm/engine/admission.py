@@ -50,7 +50,8 @@ CPU_KERNELS = "fp8_on_cpu"
 GIB = 2**30
 CPU_HEADS = (64, 128)  # widths that l2norm_fwd has in vLLM's CPU build; chunk_gated_delta_rule_cpu wants one for both
 PATH = "reward_model.model.path"
-LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+LANGUAGE = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
 REWARD = "Qwen2ForRewardModel"  # Qwen2.5-Math-RM's: its head has two layers (qwen2_rm.py in vLLM 0.32)
 DEFAULT_LABELS = 2  # transformers' default, if config.json does not say
 
@@ -150,7 +151,8 @@ def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platf
     """Why vLLM cannot run ``model`` in ``config``'s layout on ``platform``."""
     violations = rollout_violations(model, config.layout)
     if not platform.is_accelerator:
-        problem, remedy = "the engine sets it itself on a CPU", "Leave it out"
+        problem = "the engine sets it itself on a CPU"
+        remedy = "Leave it out"
         ours = [(name, value) for name, value in config.engine.items() if name in OURS_ON_CPU]
         violations += [Violation(f"rollout.engine.{name}", value, problem, remedy) for name, value in ours]
     if config.ep > 1 and not platform.is_accelerator:
@@ -310,7 +312,8 @@ def _head_violations(directory: Path, architecture: str, hidden_size: int) -> li
 
 def _context_violations(model: ModelConfig, config: RewardModelConfig) -> list[Violation]:
     limit = min(model.max_position_embeddings, yarn_reach(model) or model.max_position_embeddings)
-    length, violations = config.max_model_len, []
+    length = config.max_model_len
+    violations = []
     if length > limit:
         problem = f"exceeds the {limit} tokens that the reward model reads"
         remedy = f"Write up to {limit}, with reward_model.truncation=left where conversations are longer"

@@ -25,14 +25,16 @@ def mended(request: Request, sample: Sample, stop: Sequence[str], decode: Decode
     """
     if not request.num_done:
         return sample
-    context, tokens = list(request.prompt.tokens[-CONTEXT:]), sample.tokens.tolist()
+    context = list(request.prompt.tokens[-CONTEXT:])
+    tokens = sample.tokens.tolist()
     skipped = len(decode(context))
 
     def text(count: int) -> str:
         return decode(context + tokens[:count])[skipped:]
 
     before = text(request.num_done)
-    border, longest = len(before.rstrip(UNREADABLE)), max(map(len, stop), default=0)
+    border = len(before.rstrip(UNREADABLE))
+    longest = max(map(len, stop), default=0)
     for count in range(request.num_done + 1, len(tokens) + 1 if longest else 0):
         now = text(count)
         if (ends := _first(now, border, stop)) is not None:

@@ -23,7 +23,9 @@ class HeadlessEngine:
     """An ``EnginePart``; ``start`` makes it."""
 
     def __init__(self, liveness: Liveness, processes: MultiprocExecutor | CoreEngineProcManager, stop_s: float) -> None:
-        self._liveness, self._processes, self._stop_s = liveness, processes, stop_s
+        self._liveness = liveness
+        self._processes = processes
+        self._stop_s = stop_s
 
     @property
     def name(self) -> str:

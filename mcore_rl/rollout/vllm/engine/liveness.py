@@ -47,7 +47,8 @@ SETTLE_S = 0.5  # after a death, for what the processes still write
 CAUSE_S = 5.0  # after a death, for vLLM to write what it died of: on a busy machine it comes late
 # Between SIGTERM and SIGKILL to vLLM's processes.  On accelerators they release the device's memory meanwhile; on the
 # CPU they would only shut their interpreters down, which takes longer.
-STOP_S, STOP_ON_CPU_S = 5.0, 0.0
+STOP_S = 5.0
+STOP_ON_CPU_S = 0.0
 
 
 class Liveness:
@@ -65,7 +66,10 @@ class Liveness:
     def __init__(
         self, name: str, log: Path | None, cores: Sequence[BaseProcess], has_failed: Callable[[], bool]
     ) -> None:
-        self.name, self._log, self._cores, self._has_failed = name, log, list(cores), has_failed
+        self.name = name
+        self._log = log
+        self._cores = list(cores)
+        self._has_failed = has_failed
         self._below = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
         self._mapped = shared_memory_of(self._below)
         self._death = asyncio.create_task(self._wait_for_death())

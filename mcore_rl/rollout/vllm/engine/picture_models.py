@@ -164,7 +164,8 @@ def input_norm(vision: VisionConfig) -> Any:
 
 def pixel_numbers(vision: VisionConfig) -> dict[str, Tensor]:
     """What these buffers hold: [3] each, by which a byte is multiplied, and what is added to the product."""
-    mean, std = torch.tensor(vision.pixel_mean), torch.tensor(vision.pixel_std)
+    mean = torch.tensor(vision.pixel_mean)
+    std = torch.tensor(vision.pixel_std)
     return {"weight": RESCALE / std, "bias": -mean / std}
 
 

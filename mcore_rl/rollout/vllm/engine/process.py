@@ -149,8 +149,11 @@ class EngineProcess(RemoteEngine):
         self, name: str, process: ChildProcess, connection: Connection, settings: Settings, *, temporary: bool
     ) -> None:
         super().__init__(name)
-        self._process, self._connection = process, connection
-        self._log, self._scratch, self._temporary = settings.log, settings.scratch, temporary
+        self._process = process
+        self._connection = connection
+        self._log = settings.log
+        self._scratch = settings.scratch
+        self._temporary = temporary
         self._doing = "starting"
         self.leader = 0  # the process id that the child gives as its own; 0: it has not yet
         self._started: Future[None] = Future()
@@ -223,7 +226,8 @@ class EngineProcess(RemoteEngine):
         self, doing: str, verb: str, args: tuple[object, ...], options: dict[str, Any]
     ) -> AsyncGenerator[Any]:
         """Calls ``verb`` in the child; yields its answer part by part, until the child says that it is complete."""
-        call, caller = next(self._count), _Caller(doing, asyncio.get_running_loop(), asyncio.Queue())
+        call = next(self._count)
+        caller = _Caller(doing, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             self._callers[call] = caller
         answered = False

@@ -80,7 +80,8 @@ def _picture_problem(prompt: Prompt, tower: VisionConfig | None) -> str | None:
         return "has pictures, and the engine's model reads text. Start it with pictures=True"
     width = CHANNELS * tower.temporal_patch_size * tower.patch_size**2
     for place, picture in enumerate(prompt.pictures):
-        patches, grid = picture.read(), picture.placed.grid
+        patches = picture.read()
+        grid = picture.placed.grid
         if patches.shape != (grid.patches, width) or patches.dtype != np.uint8 or grid.merge != tower.merge_size:
             has = f"{patches.dtype} of {patches.shape} for {grid}"
             remedy = "Make them by mcore_rl.data.media.pixels, with the sizes of its tower"

@@ -76,13 +76,17 @@ class VllmEngine:
         lora: LoRARequest | None = None,
         pictures: Path | None = None,
     ) -> None:
-        self._llm, self._meter, self._limits, self._stop_s = llm, meter, limits, stop_s
+        self._llm = llm
+        self._meter = meter
+        self._limits = limits
+        self._stop_s = stop_s
         cores = llm.engine_core.resources.engine_manager.processes
         self._liveness = Liveness(limits.name, log, cores, lambda: llm.errored)
         self._alive = self._liveness.alive
         self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
         self._count = itertools.count()
-        self._refusal, self._lora = refusal, lora
+        self._refusal = refusal
+        self._lora = lora
         self._files = None if pictures is None else PatchFiles(pictures)
 
     @property
@@ -300,7 +304,8 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
         self._waiting: dict[int, int] = {}
         self._usage: dict[int, float] = {}
         self._prompt = self._cached = self._generated = self._preemptions = 0
-        self._busy_s, self._seen_s = 0.0, time.monotonic()
+        self._busy_s = 0.0
+        self._seen_s = time.monotonic()
 
     def record(
         self,
@@ -419,7 +424,8 @@ def sample_of(request: Request, output: RequestOutput) -> Sample:
     flat = [] if completion.logprobs is None else completion.logprobs.logprobs
     assert len(flat) == len(tokens), f"{len(flat)} log-probs of {len(tokens)} tokens"
     logprobs = np.asarray(flat, dtype=np.float32)
-    done, so_far = request.num_done, request.so_far
+    done = request.num_done
+    so_far = request.so_far
     demand_numbers(request, done, logprobs)
     # vLLM's spans count from the first token that it generated for this request.
     spans = [

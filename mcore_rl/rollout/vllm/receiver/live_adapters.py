@@ -31,7 +31,8 @@ class LiveAdapters:
     """
 
     def __init__(self, manager: Any, table: RolloutAdapterTable, rank: int) -> None:
-        self.table, self.stored = table, {tensor.name: tensor for tensor in table.tensors(rank)}
+        self.table = table
+        self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         slot = _own_slot(manager, table.adapter, table.lora.rank)
         self.places: dict[str, Tensor] = {}
         problems = []
@@ -91,7 +92,8 @@ def _memory(layer: Any, which: str, source: int, slot: int) -> Tensor | None:
 def _problem(held: Tensor | None, shape: tuple[int, ...], which: str) -> str | None:
     if held is None:
         return "vLLM has no memory for it"
-    (rows, columns), (held_rows, held_columns) = shape, held.shape
+    rows, columns = shape
+    held_rows, held_columns = held.shape
     fits = (
         (held_rows >= rows, held_columns == columns)
         if which == "lora_A"

@@ -105,7 +105,10 @@ class LiveWeights:
         rank: int,
         quantization: Quantization = Quantization.none,
     ) -> None:
-        self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
+        self.model = model
+        self.vllm_config = vllm_config
+        self.table = table
+        self.rank = rank
         self.quantization = quantization
         self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         self._modules = {_plain(name): module for name, module in model.named_modules()}
@@ -210,7 +213,8 @@ class LiveWeights:
     def elements(self, name: str) -> int:
         """Elements of a stored tensor, without padding."""
         stored = self.stored[name]
-        whole, dim = self.table.shape(stored), stored.rule.dim + stored.rule.stacked
+        whole = self.table.shape(stored)
+        dim = stored.rule.dim + stored.rule.stacked
         return self.table.shard(stored).held * prod(whole[:dim] + whole[dim + 1 :])
 
     @torch.no_grad()
@@ -266,7 +270,8 @@ class LiveWeights:
                 block = self.blocks.lend(size)
                 self._lent.setdefault(module, []).append(block)
                 tensor = block[:size].view(meta.dtype).as_strided(meta.shape, meta.stride())
-            tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
+            tensor.__class__ = meta.__class__
+            tensor.__dict__ = dict(meta.__dict__)
             setattr(module, name, tensor)
 
     def _zero_padding(self, module: nn.Module) -> None:
@@ -309,7 +314,9 @@ class LiveWeights:
         self._forget()
 
     def _forget(self) -> None:
-        self._left, self._begun, self._lent = {}, set(), {}
+        self._left = {}
+        self._begun = set()
+        self._lent = {}
         if not self.on_cpu:  # free scarce device memory; on the CPU keep it, because new memory is slow
             self.blocks = Blocks(self.blocks.device)
 

@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 # malloc.h of glibc, and the final values of its own adjustment (malloc.c, 2.36: DEFAULT_MMAP_MAX,
 # DEFAULT_MMAP_THRESHOLD_MAX and twice that).
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
 DEFAULTS = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 
 
@@ -53,7 +55,9 @@ def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Gene
     (csrc/cpu/dnnl_helper.cpp, ``ClassMatmulCacheKey``), and the layout that oneDNN packs a weight into depends on that
     number, so a layer that is packed under another one computes with its elements at the wrong places.
     """
-    ready, changed, stopped = deque[T](), Condition(), False
+    ready = deque[T]()
+    changed = Condition()
+    stopped = False
 
     def make() -> None:
         for item in items:
