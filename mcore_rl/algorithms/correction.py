@@ -122,10 +122,13 @@ def _weights(
     log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(weights of tokens [M], bool [M]: outside of the bounds, the sums over units of ``CorrectionSums`` by name)."""
-    present_S, of_responses = counts_S > 0, LEVELS[config.level]
-    units_S, log_ratio_U = counts_S, log_ratio_M
+    present_S = counts_S > 0
+    of_responses = LEVELS[config.level]
+    units_S = counts_S
+    log_ratio_U = log_ratio_M
     if of_responses is not None:
-        units_S, log_ratio_U = present_S.long(), of_responses(log_ratio_M, counts_S)[present_S]
+        units_S = present_S.long()
+        log_ratio_U = of_responses(log_ratio_M, counts_S)[present_S]
     ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside_U = ~ratio_U.isnan()
     if config.mode is not CorrectionMode.truncate:
@@ -143,10 +146,12 @@ def _weights(
         "weights_S": sequence_sums(weight_U, units_S),
         "weighed_S": sequence_sums(weighed_U, units_S),
     }
-    weight_M, inside_M = weight_U, inside_U
+    weight_M = weight_U
+    inside_M = inside_U
     if of_responses is not None:
         lengths = counts_S[present_S].tolist()
-        weight_M, inside_M = at_tokens(weight_U, lengths), at_tokens(inside_U, lengths)
+        weight_M = at_tokens(weight_U, lengths)
+        inside_M = at_tokens(inside_U, lengths)
     return weight_M, ~inside_M, of_units
 
 
@@ -178,19 +183,13 @@ LEVELS: dict[CorrectionLevel, ResponseReduction | None] = {
     CorrectionLevel.sequence: sequence_sums,
     CorrectionLevel.geometric: _mean,
 }
-# (the estimate of a token, how a response reduces those of its tokens); None: each token is judged by itself.
-REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
-    Rejection.token_k1: (_k1, None),
-    Rejection.token_k2: (_k2, None),
-    Rejection.token_k3: (_k3, None),
-    Rejection.seq_sum_k1: (_k1, sequence_sums),
-    Rejection.seq_sum_k2: (_k2, sequence_sums),
-    Rejection.seq_sum_k3: (_k3, sequence_sums),
-    Rejection.seq_mean_k1: (_k1, _mean),
-    Rejection.seq_mean_k2: (_k2, _mean),
-    Rejection.seq_mean_k3: (_k3, _mean),
-    Rejection.seq_max_k2: (_k2, _largest),
-    Rejection.seq_max_k3: (_k3, _largest),
+ESTIMATES: dict[str, TokenEstimate] = {"k1": _k1, "k2": _k2, "k3": _k3}
+# How a response reduces the estimates of its tokens; None: each token is judged by itself.
+REDUCTIONS: dict[str, ResponseReduction | None] = {
+    "token": None,
+    "seq_sum": sequence_sums,
+    "seq_mean": _mean,
+    "seq_max": _largest,
 }
 
 
@@ -198,8 +197,9 @@ def _rejected(log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionCo
     """Bool [M]: the tokens that ``config.reject`` rejects."""
     if config.reject is Rejection.none:
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
-    estimate, reduce = REJECTIONS[config.reject]
-    x = estimate(log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    reduction, _, estimate = config.reject.value.rpartition("_")
+    reduce = REDUCTIONS[reduction]
+    x = ESTIMATES[estimate](log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     x = x if reduce is None else reduce(x, counts_S)
     assert config.reject_upper is not None, "a rejection needs its bound"
     kept = x <= config.reject_upper
@@ -227,7 +227,8 @@ def mean_weight(sums: CorrectionSums, config: RolloutCorrectionConfig) -> float:
     It is the mean of the weights after truncation, over tokens or responses as ``level`` has it.  Weights that ``zero``
     set to 0 count; tokens that ``mask`` removed do not.  Rejection does not affect it, as in verl.
     """
-    total, count = float(sums.weights_S.sum()), float(sums.weighed_S.sum())
+    total = float(sums.weights_S.sum())
+    count = float(sums.weighed_S.sum())
     return total / count if config.batch_normalize and total > 0 else 1.0
 
 
@@ -244,8 +245,10 @@ def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig, *,
     With ``weighs`` ``rollout/truncated_share``, the share of these ratios above ``upper``.  With ``weighs`` or a
     rejection ``rollout/masked_share``, the share of trained tokens that are not in the loss.
     """
-    count, units = max(float(sums.counts_S.sum()), 1.0), max(float(sums.units_S.sum()), 1.0)
-    total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
+    count = max(float(sums.counts_S.sum()), 1.0)
+    units = max(float(sums.units_S.sum()), 1.0)
+    total = float(sums.ratios_S.sum())
+    squares = float(sums.squares_S.sum())
     metrics = {
         "rollout/logprob_diff_mean": float(sums.differences_S.sum()) / count,
         "rollout/logprob_diff_max": float(sums.highest_S.max()),

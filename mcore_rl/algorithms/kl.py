@@ -18,7 +18,8 @@ from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty, KlU
 
 KlEstimate = Callable[[Tensor, Tensor], Tensor]  # (log-probs, reference log-probs) -> nats, elementwise
 MAX_LOG_RATIO = 10.0  # up to a ratio of 22026, k3 is exact
-VERL_MAX_LOG_RATIO, VERL_MAX_K3 = 20.0, 10.0
+VERL_MAX_LOG_RATIO = 20.0
+VERL_MAX_K3 = 10.0
 MAX_ADAPTIVE_ERROR = 0.2  # arXiv:1909.08593, section 2.2
 
 
@@ -67,6 +68,7 @@ def straight_through(value: KlEstimate) -> KlEstimate:
     return estimate
 
 
+# Without ``full``, which is no estimate from one token.
 PENALTIES: dict[KlPenalty, KlEstimate] = {
     KlPenalty.k1: kl_k1,
     KlPenalty.k2: kl_k2,
@@ -75,11 +77,6 @@ PENALTIES: dict[KlPenalty, KlEstimate] = {
     KlPenalty.k1_plus: straight_through(kl_k1),
     KlPenalty.k3_plus: straight_through(kl_k3),
 }
-
-
-def penalty(kind: KlPenalty) -> KlEstimate:
-    """The estimate called ``kind``.  KeyError for ``full``, which is not an estimate from one token."""
-    return PENALTIES[kind]
 
 
 class KlController:

@@ -7,7 +7,7 @@ to the controller (``SequenceStats``), which computes everything that spans sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.advantages.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
-from mcore_rl.algorithms.kl import kl_k1, penalty
+from mcore_rl.algorithms.kl import PENALTIES, kl_k1
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.config.stages import TOKEN_REWARDS
@@ -46,15 +46,8 @@ class Outcomes(SentAsArrays):
     def of(self, members: Sequence[int]) -> Outcomes:
         """The outcomes of the responses at the places ``members``, in this order."""
         chosen = list(members)
-        greedy_S = None if self.greedy_S is None else self.greedy_S[chosen]
-        parts_SK = None if self.parts_SK is None else self.parts_SK[chosen]
-        return Outcomes(
-            scores_S=self.scores_S[chosen],
-            truncated_S=self.truncated_S[chosen],
-            greedy_S=greedy_S,
-            parts_SK=parts_SK,
-            compared_S=None if self.compared_S is None else self.compared_S[chosen],
-        )
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Outcomes(**{name: value[chosen] for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +115,11 @@ def compute_advantages(
     assert batch.rollout_logprobs_T is not None
     bypassed_T = batch.rollout_logprobs_T if algorithm.off_policy is OffPolicy.bypass else None
     old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
-    kl_T, process_T = None, batch.turn_rewards_T
+    kl_T = None
+    process_T = batch.turn_rewards_T
     if algorithm.use_kl_in_reward:
         assert old_T is not None and batch.ref_logprobs_T is not None, "the KL in the reward needs both"
-        kl_T = penalty(algorithm.kl_penalty)(old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
+        kl_T = PENALTIES[algorithm.kl_penalty](old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
     if (rewards_T := batch.extra_T.get(TOKEN_REWARDS)) is not None:
@@ -140,9 +134,11 @@ def compute_advantages(
         greedy_S=outcomes.greedy_S,
     )
     raw = token_advantages(inputs, algorithm)
-    trained, counts_S = inputs.trained, inputs.counts_S
+    trained = inputs.trained
+    counts_S = inputs.counts_S
     if counted_T is not inputs.mask_T:
-        trained, counts_S = Trained(counted_T), sequence_counts(counted_T, batch.lengths_S)
+        trained = Trained(counted_T)
+        counts_S = sequence_counts(counted_T, batch.lengths_S)
     correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
@@ -181,8 +177,8 @@ def estimate_tokens(
 ) -> dict[str, Any]:
     """``compute_advantages`` as ranks run it: fields of tokens, their names, and ``stats`` for the controller."""
     of_tokens, stats = compute_advantages(batch, outcomes, algorithm, kl_coef)
-    fields = {name: x_T for name, x_T in vars(of_tokens).items() if x_T is not None}
-    return {**fields, "fields": tuple(fields), "stats": stats}
+    made = {name: x_T for name, x_T in vars(of_tokens).items() if x_T is not None}
+    return {**made, "fields": tuple(made), "stats": stats}
 
 
 def _counted(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig) -> Tensor:
@@ -203,7 +199,9 @@ def _to_teacher(batch: TrainBatch, old_T: Tensor | None) -> Tensor:
 
 def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) -> Correction | None:
     """None without the trainer's log-probs."""
-    old_T, drawn_T, config = batch.old_logprobs_T, batch.rollout_logprobs_T, algorithm.rollout_correction
+    old_T = batch.old_logprobs_T
+    drawn_T = batch.rollout_logprobs_T
+    config = algorithm.rollout_correction
     if old_T is None or drawn_T is None:
         return None
     drawn = drawn_tokens(trained, drawn_T)

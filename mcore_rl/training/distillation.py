@@ -27,7 +27,8 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.training.divergence import divergence, num_local_columns
+from mcore_rl.training.divergence import divergence
+from mcore_rl.training.logprobs import num_local_columns
 from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.model import DTYPES, padded_vocab_size
 from mcore_rl.types import TAUGHT_BY, TrainBatch
@@ -63,19 +64,35 @@ class Teacher:
         ``groups``.  Raises CheckpointError if the rows cannot be read, or are no numbers.
         """
         _, model = model_of(read_config(directories[0]))
-        dtype = DTYPES[precision]
-        rows = tuple(_rows(directory, model, dtype, policy, groups, platform) for directory in directories)
-        return cls(rows, model.output_soft_cap, numbers)
+        name = (EMBEDDING_TENSOR if model.tie_output else OUTPUT_TENSOR).name
+        own = own_columns(policy, groups)
+        shape = (len(own), model.hidden_size)
+        rows = []
+        for directory in directories:
+            rows_VH = pinned_empty_like(platform, torch.empty(shape, dtype=DTYPES[precision], device="meta"))
+            if own:
+                with open_weights(directory) as checkpoint:
+                    checkpoint.read_into(name, TensorSlice((own.start, 0), shape), rows_VH)
+            check = NanCheck()
+            check.see(name, rows_VH)
+            if problems := check.problems():
+                raise CheckpointError(str(directory), problems)
+            rows.append(rows_VH)
+        return cls(tuple(rows), model.output_soft_cap, numbers)
 
     def for_step(
         self, batch: TrainBatch, microbatches: Sequence[Microbatch], config: DistillConfig, device: torch.device
     ) -> DistillationStep:
         """What one optimizer step on ``batch`` needs of the teachers; the output rows go to ``device``."""
-        hidden_MH, scored_T = batch.teacher_hidden_MH, batch.teacher_scored_T
+        hidden_MH = batch.teacher_hidden_MH
+        scored_T = batch.teacher_scored_T
         assert hidden_MH is not None and scored_T is not None, "the teacher has not scored this batch"
         place_T = torch.where(scored_T, scored_T.cumsum(0) - 1, -1)
         teacher_T = self._teachers_of(batch).repeat_interleave(torch.tensor(batch.lengths_S))
-        mask_T, places, states, counts = batch.mask_T.cpu(), [], [], []
+        mask_T = batch.mask_T.cpu()
+        places = []
+        states = []
+        counts = []
         for microbatch in microbatches:
             targets_N = microbatch.targets_N.cpu()
             rows_M = ((targets_N >= 0) & mask_T[targets_N.clamp(min=0)]).nonzero().squeeze(1)
@@ -101,31 +118,10 @@ class Teacher:
 
 def own_columns(policy: ModelConfig, groups: ProcessGroups) -> range:
     """The columns of the policy's vocabulary that this tensor rank has, without padding."""
-    tp, rank = groups.layout.tp, groups.coords.tp
+    tp = groups.layout.tp
+    rank = groups.coords.tp
     columns = padded_vocab_size(policy.vocab_size, tp) // tp
     return range(rank * columns, rank * columns + num_local_columns(policy.vocab_size, columns, rank))
-
-
-def _rows(
-    directory: Path,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    policy: ModelConfig,
-    groups: ProcessGroups,
-    platform: Platform,
-) -> Tensor:
-    """``Teacher.rows`` of one, whose model is ``model``."""
-    own = own_columns(policy, groups)
-    name = (EMBEDDING_TENSOR if model.tie_output else OUTPUT_TENSOR).name
-    shape, check = (len(own), model.hidden_size), NanCheck()
-    rows_VH = pinned_empty_like(platform, torch.empty(shape, dtype=dtype, device="meta"))
-    if own:
-        with open_weights(directory) as checkpoint:
-            checkpoint.read_into(name, TensorSlice((own.start, 0), shape), rows_VH)
-    check.see(name, rows_VH)
-    if problems := check.problems():
-        raise CheckpointError(str(directory), problems)
-    return rows_VH
 
 
 @dataclass(frozen=True)

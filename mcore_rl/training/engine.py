@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, pinned_empty_like
-from mcore_rl.parallel.groups import ProcessGroups
+from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.parallel.weight_gradient import take_apexs_place
@@ -49,7 +49,6 @@ from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
-from mcore_rl.training.loss_inputs import loss_inputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
@@ -103,14 +102,21 @@ class Engine:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
         if model.vision is not None and config.microbatch_sequences is not None:
-            problem, remedy = "leaves sequences with pictures unpacked", "Write microbatch_tokens"
+            problem = "leaves sequences with pictures unpacked"
+            remedy = "Write microbatch_tokens"
             violations.append(Violation("microbatch_sequences", config.microbatch_sequences, problem, remedy))
         fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
         violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
-        self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
-        self.head, self.layer_spec = head, layer_spec
-        self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
+        self.role = role
+        self.model = model
+        self.config = config
+        self.groups = groups
+        self.platform = platform
+        self.head = head
+        self.layer_spec = layer_spec
+        self.dtype = DTYPES[config.precision]
+        self.fills_microbatches = fusions.tp_comm_overlap
         transformer_engine = layer_spec is LayerSpec.transformer_engine
         not_shared = why_not_shared(config, model, parallel, transformer_engine=transformer_engine)
         self.shares_prompts = not_shared is None
@@ -213,7 +219,8 @@ class Engine:
         with phase("score", role=self.role), torch.no_grad():
             microbatches = self._microbatches(batch)
             self._forward(batch, microbatches, keep, snapshot, record_routing=record_routing)
-            scored, routing_TLK = out.over_ranks(), None
+            scored = out.over_ranks()
+            routing_TLK = None
             if record_routing and self.routing is not None:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
         return replace(scored, routing_TLK=routing_TLK)
@@ -256,12 +263,14 @@ class Engine:
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*OffloadPart, arriving=[OffloadPart.optimizer])
-        batch, sums = batch.to(self.groups.device), RunningSums(self.groups)
+        batch = batch.to(self.groups.device)
+        sums = RunningSums(self.groups)
         out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups) if with_scores else None
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
             # One view for all terms of the loss: autograd adds up gradients of one tensor in place, not those of two.
-            index, logits_NV = microbatch.index, output.view(-1, output.shape[-1])
+            index = microbatch.index
+            logits_NV = output.view(-1, output.shape[-1])
             inputs = self._loss_inputs(batch, microbatch, logits_NV, temperature, with_entropy or with_scores)
             if out is not None:
                 inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
@@ -296,7 +305,8 @@ class Engine:
             scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 self.memory.require(OffloadPart.optimizer)
-                lr, stepped = self.optimizer.lr, self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
+                lr = self.optimizer.lr
+                stepped = self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
@@ -359,7 +369,8 @@ class Engine:
             on_output(microbatch, output)
             return torch.zeros((), device=self.groups.device)
 
-        with torch.no_grad(), self._weights(snapshot):
+        weights = nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
+        with torch.no_grad(), weights:
             for model in self.models:
                 model.eval()
             if self.routing is not None:
@@ -390,9 +401,6 @@ class Engine:
         with phase("reference"):
             self._forward(batch, microbatches, keep, snapshot, replay=False)
         return kept
-
-    def _weights(self, snapshot: str | None) -> AbstractContextManager[None]:
-        return nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
 
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         if batch.images_S is not None:
@@ -440,6 +448,7 @@ class Engine:
     def _loss_inputs(
         self, batch: TrainBatch, microbatch: Microbatch, output_NV: Tensor, temperature: float, with_entropy: bool
     ) -> LossInputs:
+        """What this forward pass made of the microbatch's rows, and the batch's fields at the tokens they predict."""
         nothing_N = microbatch.targets_N == NOWHERE
         logprobs_N = entropy_N = values_N = None
         if self.head is Head.value:
@@ -448,6 +457,26 @@ class Engine:
             logprobs_N, entropy_N = self._logprobs(microbatch, output_NV, temperature, with_entropy)
             logprobs_N = logprobs_N.masked_fill(nothing_N, 0)
             entropy_N = None if entropy_N is None else entropy_N.masked_fill(nothing_N, 0)
-        return loss_inputs(
-            batch, microbatch, self.groups, logprobs_N=logprobs_N, entropy_N=entropy_N, values_N=values_N
+        at_targets = microbatch.at_targets
+        mask_N = at_targets(batch.mask_T)
+        assert mask_N is not None
+        return LossInputs(
+            mask_N=mask_N,
+            sequence_N=microbatch.sequence_N,
+            num_sequences=len(microbatch.lengths),
+            sum_over_context=lambda x: sum_over(x, self.groups.cp),
+            logprobs_N=logprobs_N,
+            entropy_N=entropy_N,
+            values_N=values_N,
+            old_logprobs_N=at_targets(batch.old_logprobs_T),
+            ref_logprobs_N=at_targets(batch.ref_logprobs_T),
+            rollout_logprobs_N=at_targets(batch.rollout_logprobs_T),
+            advantages_N=at_targets(batch.advantages_T),
+            returns_N=at_targets(batch.returns_T),
+            old_values_N=at_targets(batch.old_values_T),
+            weights_N=at_targets(batch.weights_T),
+            selection_N=at_targets(batch.selection_T),
+            extra_N=microbatch.extra_at_targets(batch.extra_T),
+            extra_S=microbatch.extra_of_sequences(batch.extra_S),
+            pairs_P2=microbatch.pairs(batch.pairs_S),
         )

@@ -143,14 +143,17 @@ class Offload:
 
         behind: parts that only begin to leave.  They count as away, and the next ``offload`` frees their memory.
         """
-        begin, wanted = time.perf_counter(), set(parts)
+        begin = time.perf_counter()
+        wanted = set(parts)
         going = {part: self._going(part) for part in OffloadPart if part in wanted and part not in self._away}
         self._away |= going
         self._start_leaving([away for part, held in going.items() if part not in behind for away in held])
         self._release_all()
         empty_cache(self._platform)  # waits for all copies: before those that nobody is to wait for
         self._start_leaving([away for part, held in going.items() if part in behind for away in held])
-        return Moved({part: sum(away.num_bytes for away in held) for part, held in going.items()}, _since(begin))
+        return Moved(
+            {part: sum(away.num_bytes for away in held) for part, held in going.items()}, time.perf_counter() - begin
+        )
 
     def onload(
         self, parts: Iterable[OffloadPart] = tuple(OffloadPart), *, behind: Container[OffloadPart] = ()
@@ -159,7 +162,9 @@ class Offload:
 
         behind: parts that only begin to come.  They have their device memory; ``require`` them before they are used.
         """
-        begin, wanted, moved = time.perf_counter(), set(parts), {}
+        begin = time.perf_counter()
+        wanted = set(parts)
+        moved = {}
         for part in OffloadPart:  # what is needed first comes first
             if part in wanted:
                 coming = self._away.pop(part, [])
@@ -168,7 +173,7 @@ class Offload:
         for part in wanted & self._arriving.keys():
             if part not in behind:
                 self._arriving.pop(part).wait()
-        return Moved(moved, _since(begin))
+        return Moved(moved, time.perf_counter() - begin)
 
     def _storages(self, part: OffloadPart) -> list[torch.UntypedStorage]:
         storages = [tensor.untyped_storage() for tensor in self._tensors(part)]
@@ -242,7 +247,3 @@ class Offload:
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """The memory of ``storage``, as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
-
-
-def _since(begin: float) -> float:
-    return time.perf_counter() - begin

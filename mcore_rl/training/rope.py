@@ -73,10 +73,13 @@ def _yarn(rope: RopeConfig, powers: Tensor, base: float, dim: int) -> Tensor:
         waves = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (dim * math.log(waves)) / (2 * math.log(base))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by 0
     kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
@@ -114,6 +117,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         new.dtype = dtype
         new.padded_lengths = ()
         new.first_positions = ()
+        new.positions_3N = None
         return new
 
     def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
@@ -122,11 +126,13 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
         self.padded_lengths = (length,) if packed is None else packed.padded_lengths
         self.first_positions = () if packed is None else packed.first_positions
+        self.positions_3N = None if packed is None else packed.positions_3N
         return length
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Cosines, then sines, [rows of this context rank, 1, 1, 2 * frequencies]; Megatron's arguments."""
-        cp, device = self.cp_group, self.inv_freq.device
+        cp = self.cp_group
+        device = self.inv_freq.device
         positions = row_positions(self.padded_lengths, cp.size(), cp.rank(), device, self.first_positions)
         angles = torch.outer(positions, self.inv_freq)
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)[:, None, None]
@@ -148,14 +154,6 @@ class AxesRotaryEmbedding(PackedRotaryEmbedding):
                 for place in range(axis, min(3 * mrope.sections[axis], len(axes)), 3):
                     axes[place] = axis
         self.axis_F = torch.tensor(axes, device=self.inv_freq.device)
-        self.positions_3N: Tensor | None = None
-
-    def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
-        """See ``PackedRotaryEmbedding``; notes their positions, too."""
-        length = super().get_rotary_seq_len(*args, **options)
-        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
-        self.positions_3N = None if packed is None else packed.positions_3N
-        return length
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Cosines, then sines, as ``PackedRotaryEmbedding`` gives them."""
@@ -189,7 +187,8 @@ class ScaledKeyPart(torch.nn.Module):
 
     def __init__(self, config: object, hidden_size: int, eps: float, scale: float, rotary_dim: int) -> None:
         super().__init__()
-        self.scale, self.rotary_dim = scale, rotary_dim
+        self.scale = scale
+        self.rotary_dim = rotary_dim
 
     def forward(self, key: Tensor) -> Tensor:
         """key: [..., head_dim]; the result has its shape and dtype."""
