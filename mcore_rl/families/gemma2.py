@@ -7,7 +7,6 @@ the weights need no conversion.
 from __future__ import annotations
 
 from mcore_rl.config.model import Activation, ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import (
     ATTENTION,
     DENSE_MLP,
@@ -16,6 +15,9 @@ from mcore_rl.families.blocks import (
     HF_LAYER,
     INPUT_NORM,
     LAYER,
+    NORMS,
+    Tables,
+    norm,
     pre_mlp_norm,
 )
 from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
@@ -77,28 +79,18 @@ def read_softmax_scale(fields: Fields) -> float:
     return float(max(scalar, 1e-9) ** -0.5)
 
 
-WEIGHTS = (
-    *ENDS,
-    INPUT_NORM,
-    *pre_mlp_norm(HF_LAYER + "pre_feedforward_layernorm.weight"),
-    *SANDWICH,
-    *GROUPED_ATTENTION,
-    *DENSE_MLP,
+_PRE_MLP = "pre_feedforward_layernorm"
+_NORMS = Tables(
+    (INPUT_NORM, *pre_mlp_norm(f"{HF_LAYER}{_PRE_MLP}.weight"), *SANDWICH),
+    (*NORMS.rollout, norm(_PRE_MLP), norm("post_feedforward_layernorm")),
 )
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    rollout.norm("pre_feedforward_layernorm"),
-    rollout.norm("post_feedforward_layernorm"),
-    *rollout.GROUPED_ATTENTION,
-    *rollout.DENSE_MLP,
-)
+TABLES = ENDS + _NORMS + GROUPED_ATTENTION + DENSE_MLP
 
 FAMILY = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from mcore_rl.config.model import Activation, ModelConfig, RopeConfig
 from mcore_rl.families import gemma2
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import QK_NORM
 from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
 from mcore_rl.families.family import Family
@@ -68,7 +67,8 @@ def _read_ropes(fields: Fields, longest: int) -> tuple[float, RopeConfig, float]
         base, rope, _ = read_rope(fields, DEFAULTS.rope_theta, longest, kinds=_GLOBAL_KINDS)
         return base, rope, local
     fields.demand("rope_scaling", None, because="stands beside another rope_parameters")
-    base, rope = fields.take("rope_theta", float, DEFAULTS.rope_theta), RopeConfig()
+    base = fields.take("rope_theta", float, DEFAULTS.rope_theta)
+    rope = RopeConfig()
     for name, top in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
         inner = both.inside(name)
         if inner is None:
@@ -84,14 +84,13 @@ def _read_ropes(fields: Fields, longest: int) -> tuple[float, RopeConfig, float]
     return base, rope, local
 
 
-WEIGHTS = (*gemma2.WEIGHTS, *QK_NORM)
-ROLLOUT = (*gemma2.ROLLOUT, *rollout.QK_NORM)
+TABLES = gemma2.TABLES + QK_NORM
 
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
     model_type="gemma3_text",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, NORMS, QK_NORM
 from mcore_rl.families.decoder import Defaults, read_decoder, window_some_layers
 from mcore_rl.families.family import Family
@@ -30,20 +29,13 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *QK_NORM, *DENSE_MLP)
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *rollout.QK_NORM,
-    *rollout.DENSE_MLP,
-)
+TABLES = ENDS + NORMS + GROUPED_ATTENTION + QK_NORM + DENSE_MLP
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )
