@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
-from mcore_rl.checkpoints.open_files import OpenFiles
 from mcore_rl.checkpoints.safetensors import (
+    OpenFiles,
     TensorInfo,
     TensorSpec,
     encode_header,
