@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoints.convert import HF, open_hf, open_megatron
-from mcore_rl.checkpoints.distcp import METADATA, DcpTensor, DistributedCheckpoint
+from mcore_rl.checkpoints.distcp import METADATA, DistributedCheckpoint
 from mcore_rl.checkpoints.megatron_checkpoint import StoredKeys
-from mcore_rl.checkpoints.safetensors import TensorInfo
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
@@ -126,7 +126,7 @@ def _stacked(keys: StoredKeys) -> str:
     return "all layers in one tensor each (homogeneous)" if keys.stacked else "a tensor for each layer"
 
 
-def _sizes(tensors: Collection[DcpTensor | TensorInfo]) -> dict[str, Any]:
+def _sizes(tensors: Collection[TensorSpec]) -> dict[str, Any]:
     """The fields of ``Contents`` that count ``tensors``."""
     dtypes = Counter[str]()
     for tensor in tensors:

@@ -183,7 +183,7 @@ class MergedWeights:
         out.copy_(merged.add_(change, alpha=self._scale))
 
     def damage(self, progress: Callable[[int, int], None]) -> list[str]:
-        """Nothing says how the files were; ``progress`` is told that they were seen."""
+        """Find none: nothing says how the files were.  progress: called once, as if all were read."""
         progress(1, 1)
         return []
 

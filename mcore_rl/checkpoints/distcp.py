@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_rl.checkpoints.new_directory import NewDirectory
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, OpenFiles, TensorInfo, assert_part, read_slice
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, OpenFiles, TensorInfo, TensorSpec, assert_part, read_slice
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides
 from mcore_rl.weights.views import view_of
@@ -64,18 +64,10 @@ class DcpChunk:
 
 
 @dataclass(frozen=True)
-class DcpTensor:
+class DcpTensor(TensorSpec):
     """A tensor of the checkpoint under its key, and its chunks, which cover it."""
 
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     chunks: tuple[DcpChunk, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class DistributedCheckpoint(OpenFiles):
@@ -153,14 +145,14 @@ class DistributedCheckpoint(OpenFiles):
 
     def _chunks_of(self, tensor: DcpTensor, region: TensorSlice) -> Iterator[DcpChunk]:
         """The chunks that overlap ``region``, looked up by the leading dimensions in which chunks have length 1."""
-        if tensor.key not in self._chunk_index:
+        if tensor.name not in self._chunk_index:
             sizes = zip(*(chunk.region.shape for chunk in tensor.chunks), strict=True)
             depth = len(list(takewhile(lambda sizes: set(sizes) == {1}, sizes)))
             by_lead: dict[tuple[int, ...], list[DcpChunk]] = defaultdict(list)
             for chunk in tensor.chunks:
                 by_lead[chunk.region.start[:depth]].append(chunk)
-            self._chunk_index[tensor.key] = depth, by_lead
-        depth, by_lead = self._chunk_index[tensor.key]
+            self._chunk_index[tensor.name] = depth, by_lead
+        depth, by_lead = self._chunk_index[tensor.name]
         one = all(size == 1 for size in region.shape[:depth])
         near = by_lead[region.start[:depth]] if one else tensor.chunks
         yield from (chunk for chunk in near if chunk.region.overlaps(region))
@@ -169,7 +161,7 @@ class DistributedCheckpoint(OpenFiles):
         record = self._record(tensor, chunk)
         file = self.descriptor(chunk.file)
         if record.strides == row_major_strides(chunk.region.shape):
-            info = TensorInfo(tensor.key, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
+            info = TensorInfo(tensor.name, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
             read_slice(file, info, part, out)
         else:  # torch.save keeps strides; nothing that Megatron saves is known to have others, but it may
             archive = io.BytesIO(os.pread(file, chunk.length, chunk.begin))
@@ -181,12 +173,12 @@ class DistributedCheckpoint(OpenFiles):
                 record = _find_record(self.descriptor(chunk.file), chunk)
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
                 problem = f"{chunk.file.name}: holds no tensor at bytes {chunk.begin} to {chunk.begin + chunk.length}"
-                problem += f", where {tensor.key} should be ({error}). {_AGAIN}"
+                problem += f", where {tensor.name} should be ({error}). {_AGAIN}"
                 raise CheckpointError(str(self.directory), [problem]) from error
             size = prod(chunk.region.shape) * tensor.dtype.itemsize
             if record.dtype != tensor.dtype or record.shape != chunk.region.shape or record.end - record.begin < size:
                 expected = f"{tensor.dtype} {chunk.region.shape}"
-                problem = f"{chunk.file.name}: {tensor.key} at {chunk.region.start}: expected {expected}, found"
+                problem = f"{chunk.file.name}: {tensor.name} at {chunk.region.start}: expected {expected}, found"
                 problem += f" {record.dtype} {record.shape} in {record.end - record.begin} bytes. {_AGAIN}"
                 raise CheckpointError(str(self.directory), [problem])
             self._records[chunk] = record

@@ -53,7 +53,7 @@ def part_in(directory: Path) -> TextPart | None:
 
 
 def spelling_of(names: Iterable[str], part: TextPart) -> NamesInFiles:
-    """That of the files that hold ``names``: of which they have the rest, and the text in most."""
+    """The spelling by which files with ``names`` have the rest, and most tensors of the text."""
     names = list(names)
 
     def known(spelling: NamesInFiles) -> tuple[bool, int]:

@@ -111,6 +111,11 @@ def demand_plain_heads(fields: Fields, model: ModelConfig) -> None:
     fields.demand("head_dim", width, None, because=f"is not {width}, as vLLM 0.32 takes it to be")
 
 
+def demand_untied(fields: Fields) -> None:
+    """Refuse an output projection that is the embedding, in a family whose models in vLLM 0.32 have none such."""
+    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+
+
 def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) -> None:
     """Apply ``sliding_window`` to every layer, unless it is null (Mistral, Mixtral).  default: if it is missing."""
     window = fields.optional("sliding_window", int, default)
@@ -130,6 +135,12 @@ def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -
     elif layers and len(layers) < model.num_layers:
         problem = f"puts a window into layers {layers} only, and vLLM 0.32 has it in every layer of this family or none"
         fields.refuse("use_sliding_window", problem, "Choose a checkpoint with windows in all layers, or in none")
+
+
+def window_last_layers(fields: Fields, model: ModelConfig) -> None:
+    """``window_some_layers`` from ``max_window_layers`` on (Qwen2, Qwen3)."""
+    full = fields.take("max_window_layers", int, 28)
+    window_some_layers(fields, model, [layer for layer in range(model.num_layers) if layer >= full])
 
 
 def read_layer_types(fields: Fields, model: ModelConfig, default: list[int], other: str = SLIDING) -> list[int]:

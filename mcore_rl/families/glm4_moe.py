@@ -19,7 +19,7 @@ from mcore_rl.families.blocks import (
     experts,
     shared_experts,
 )
-from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, read_decoder
+from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, demand_untied, read_decoder
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rules import Axis
@@ -54,7 +54,7 @@ def read(fields: Fields) -> ModelConfig:
     model = read_decoder(fields, DEFAULTS, partial_rotary_factor=PARTIAL_ROTARY_FACTOR)
     if fields.values.get("head_dim") is None:
         fields.refuse("head_dim", "is missing, and vLLM 0.32 does not compute it", "Write the width of a head")
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     model.qkv_bias = fields.take("attention_bias", bool, False)
     model.qk_norm = fields.take("use_qk_norm", bool, False)
     dense = min(fields.take("first_k_dense_replace", int, 1), model.num_layers)

@@ -21,7 +21,7 @@ from mcore_rl.families.blocks import (
     experts,
     of_vllm,
 )
-from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
+from mcore_rl.families.decoder import Defaults, demand_untied, read_layer_types, read_sizes, set_window
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import YARN_KINDS, read_rope, read_yarn
@@ -64,7 +64,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.demand("swiglu_limit", LIMIT, because="clamps elsewhere, which vLLM 0.32 does not read")
     fields.demand("attention_bias", True, because="leaves out biases, and vLLM 0.32 has them")
     fields.demand("rms_norm_eps", 1e-5, because="is not 1e-5, which vLLM 0.32 has written in")
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     alternating = list(range(0, model.num_layers, 2))
     layers = read_layer_types(fields, model, alternating)
     if layers != alternating:

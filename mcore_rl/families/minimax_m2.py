@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig, MoeConfig, RouterScore
 from mcore_rl.families.blocks import ENDS, GROUPED_ATTENTION, HF_LAYER, JOINT_QK_NORM, NORMS, experts, router_bias
-from mcore_rl.families.decoder import Defaults, read_decoder
+from mcore_rl.families.decoder import Defaults, demand_untied, read_decoder
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 
@@ -37,7 +37,7 @@ def read(fields: Fields) -> ModelConfig:
         fields.refuse("partial_rotary_factor", f"stands beside rotary_dim={rotated}", "Keep one of the two")
     fields.demand("scoring_func", "sigmoid", because="scores experts by another function in vLLM alone")
     fields.demand("use_routing_bias", True, because="leaves out the bias of experts in vLLM alone")
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     fields.demand("router_jitter_noise", 0, because="makes training multiply the router's input by noise")
     if set(fields.listed("attn_type_list", int) or [FULL]) != {FULL}:
         fields.refuse("attn_type_list", "gives layers linear attention", f"Choose a checkpoint with {FULL} alone")

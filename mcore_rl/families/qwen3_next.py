@@ -27,7 +27,7 @@ from mcore_rl.families.blocks import (
     experts,
     of_vllm,
 )
-from mcore_rl.families.decoder import LINEAR, Defaults, read_decoder, read_dense_layers, read_layer_types
+from mcore_rl.families.decoder import LINEAR, Defaults, demand_untied, read_decoder, read_dense_layers, read_layer_types
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import Reader
@@ -63,7 +63,7 @@ INTERVAL = 4  # likewise
 def read(fields: Fields) -> ModelConfig:
     """Reads the fields of ``Qwen3NextConfig``."""
     model = read_hybrid(fields, DEFAULTS)
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     model.moe = qwen2_moe.read_experts(fields, EXPERTS)
     model.moe.norm_topk_prob = fields.take("norm_topk_prob", bool, True)
     model.moe.dense_layers = read_dense_layers(fields, model.num_layers)

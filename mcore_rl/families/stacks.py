@@ -31,7 +31,7 @@ class Stack:
     transposed: bool = False
 
     def shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """Of the stored tensor."""
+        """The shape of the stored tensor."""
         outputs, *inputs = self.holds[0].shape(model)
         slab = (len(self.holds) * outputs, *inputs)
         return (num_experts(model), *(reversed(slab) if self.transposed else slab))

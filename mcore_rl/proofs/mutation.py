@@ -328,7 +328,7 @@ def training_layouts(config: Mapping[str, Any]) -> list[str]:
 
 
 def rollout_layouts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The rollout layouts in which they are judged."""
+    """The rollout layouts in which tables of a small model of ``config`` are judged."""
     return (*ROLLOUT, *(ROLLOUT_EXPERTS if has_experts(config) else ()))
 
 
@@ -453,7 +453,7 @@ class MutantJudge:
         )
 
     def _unjudged(self, mutant: Mutant) -> Judged:
-        """Of a rule that no model of the cases has: unchanged, if the family refuses the models that would have it."""
+        """Judge a rule that no model of the cases has: unchanged, if the family refuses the models that would."""
         named = [rule for rule in getattr(mutant.family, mutant.table) if rule.name == mutant.rule]
         nobody = next(rule for rule in named if not any(rule.only(case.model) for case in self._cases))
         for wanted, changes in ((tied, TIES), (untied, NO_TIES)):
@@ -571,7 +571,7 @@ class FamilyScore:
         return Counter(each.why for each in self.judged if each.verdict is MutantVerdict.unchanged)
 
     def as_json(self) -> dict[str, Any]:
-        """As ``json.dump`` can write it, with every mutant that did not fail."""
+        """A dictionary that ``json.dump`` can write, with every mutant that did not fail."""
         kept = [each for each in self.judged if each.verdict is not MutantVerdict.failed]
         return {
             "family": self.family,

@@ -190,7 +190,7 @@ def _applied(subject: ProofSubject) -> tuple[str, list[str]]:
 
 
 def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
-    """Of one engine: the other replicas of the rollout load the same."""
+    """Compare one engine; the other replicas of the rollout load the same."""
     assert subject.rollout is not None
     layout = subject.rollout
     if layout.engine_size > MAX_LOADED:  # experts over all replicas: over fewer of them

@@ -142,7 +142,7 @@ def linears(table: Table) -> list[str]:
 
 
 def all_linear(table: Table) -> list[str]:
-    """Those of them that ``all-linear`` means: as in PEFT, all but the output projection."""
+    """The layers that ``all-linear`` means: as in PEFT, all but the output projection."""
     return [name for name in linears(table) if name != HEAD]
 
 

@@ -112,7 +112,7 @@ class RolloutTable:
         )
 
     def layers(self, rule: Rule) -> list[int | None]:
-        """See ``Rule.layers_of``."""
+        """The layers that have a tensor of ``rule``; see ``Rule.layers_of``."""
         return rule.layers_of(self.model)
 
     def tensors(self, rank: int) -> Iterator[RolloutTensor]:

@@ -221,8 +221,8 @@ class Rounds:
             used = 0
             for group in together:
                 begin = aligned(used)
-                parts += [replace(part, begin=begin + part.begin) for part in group.parts]
-                used = begin + group.num_bytes
+                parts += [replace(part, begin=begin + part.begin) for part in group.block.parts]
+                used = begin + group.block.num_bytes
             messages.append(Message(landing, rollout_rank, tuple(parts), used))
         return messages
 
@@ -232,26 +232,17 @@ class Rounds:
         held = dict[tuple[int, int], dict[tuple[int, ...], int]]()  # (round, rollout rank) -> places in its message
         for group in self._groups((self.sender == member) | (self.landing == member)):
             here = rounds.setdefault(group.number, Round(group.number))
+            block = group.block
             begin = 0
-            if group.receiver == member:
-                begin = aligned(here.lands.get(group.rollout_rank, 0))
-                here.lands[group.rollout_rank] = begin + group.num_bytes
-                places = held.setdefault((group.number, group.rollout_rank), {})
+            if block.receiver == member:
+                begin = aligned(here.lands.get(block.rollout_rank, 0))
+                here.lands[block.rollout_rank] = begin + block.num_bytes
+                places = held.setdefault((group.number, block.rollout_rank), {})
                 places.update({key: begin + at for key, at in zip(group.keys, group.begins, strict=True)})
             copied_from: tuple[int, ...] = ()
-            if group.relay != DIRECT and group.sender == member:
-                copied_from = group.places_in(held[group.number, group.relay])
-            block = Block(
-                group.sender,
-                group.receiver,
-                group.rollout_rank,
-                begin,
-                group.num_bytes,
-                group.parts,
-                group.relay,
-                copied_from,
-            )
-            here.legs[group.relay != DIRECT].append(block)
+            if block.relay != DIRECT and block.sender == member:
+                copied_from = group.places_in(held[group.number, block.relay])
+            here.legs[block.relay != DIRECT].append(replace(block, begin=begin, copied_from=copied_from))
         return [rounds[number] for number in sorted(rounds)]
 
     def _groups(self, mask: NDArray[np.bool_]) -> Iterator[_Group]:
@@ -291,32 +282,27 @@ class Rounds:
                 parts.append(part)
                 used += size
         keys = np.stack([plan.source[rows], plan.contents[plan.geometry[rows]], self.window[pieces]], axis=1).tolist()
-        landing = int(self.sites.landing[target])
-        return _Group(number, sender, landing, target, relay, used, tuple(parts), begins, [tuple(key) for key in keys])
+        block = Block(sender, int(self.sites.landing[target]), target, 0, used, tuple(parts), relay)
+        return _Group(number, block, begins, [tuple(key) for key in keys])
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A block before it is known where in its message it begins.
+    """A ``block`` of round ``number``, before it is known where in its message it begins.
 
     begins, keys: of each piece, where it begins in the block, and what it is, whoever wants it.
     """
 
     number: int
-    sender: int
-    receiver: int
-    rollout_rank: int
-    relay: int
-    num_bytes: int
-    parts: tuple[MessagePart, ...]
+    block: Block
     begins: list[int]
     keys: list[tuple[int, ...]]
 
     def places_in(self, places: Mapping[tuple[int, ...], int]) -> tuple[int, ...]:
         """Where each part begins in a message with its pieces at ``places``."""
         shifts = [places[key] - begin for key, begin in zip(self.keys, self.begins, strict=True)]
-        piece = [bisect_right(self.begins, part.begin) - 1 for part in self.parts]
-        return tuple(shifts[index] + part.begin for index, part in zip(piece, self.parts, strict=True))
+        piece = [bisect_right(self.begins, part.begin) - 1 for part in self.block.parts]
+        return tuple(shifts[index] + part.begin for index, part in zip(piece, self.block.parts, strict=True))
 
 
 def rounds_id(rounds: Rounds) -> str:
