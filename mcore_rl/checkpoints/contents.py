@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.checkpoints.convert import HF, open_hf, open_megatron
 from mcore_rl.checkpoints.distcp import METADATA, DistributedCheckpoint
+from mcore_rl.checkpoints.megatron_checkpoint import StoredKeys
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stacked import stored_tensors
-from mcore_rl.checkpoints.stored_keys import StoredKeys
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG
@@ -65,9 +67,7 @@ def inspect(directory: Path, config: Path | None = None) -> Contents:
         num_layers=source.table.model.num_layers,
         num_experts=_num_experts(source.table),
         num_parameters=sum(prod(spec.shape) for spec in source.tensors.values()),
-        dtypes=_by_dtype((str(tensor.dtype), tensor.num_bytes) for tensor in stored),
-        num_bytes=sum(tensor.num_bytes for tensor in stored),
-        num_tensors=len(stored),
+        **_sizes(stored),
         num_files=len(source.stored.files),
         num_others=len(source.stored.tensors) - len(stored) + len(source.stored.others),
         notes=tuple(notes),
@@ -85,9 +85,7 @@ def _hugging_face(directory: Path) -> Contents:
         num_layers=table.model.num_layers,
         num_experts=_num_experts(table),
         num_parameters=sum(prod(info.shape) for info in infos),
-        dtypes=_by_dtype((str(info.dtype), info.num_bytes) for info in infos),
-        num_bytes=sum(info.num_bytes for info in infos),
-        num_tensors=len(infos),
+        **_sizes(infos),
         num_files=len({info.file for info in infos}),
         num_others=len(checkpoint.stored) - len(infos),
         notes=("output projection tied to the embedding",) if table.model.tie_output else (),
@@ -113,9 +111,7 @@ def _unknown_megatron(directory: Path) -> Contents:
             num_layers=layers,
             num_experts=experts,
             num_parameters=sum(prod(tensor.shape) for tensor in held.values()),
-            dtypes=_by_dtype((str(tensor.dtype), tensor.num_bytes) for tensor in held.values()),
-            num_bytes=sum(tensor.num_bytes for tensor in held.values()),
-            num_tensors=len(held),
+            **_sizes(held.values()),
             num_files=len(stored.files),
             num_others=len(stored.tensors) - len(held) + len(stored.others),
             notes=(_stacked(keys), f"no {HF}/{CONFIG} says what model it is: --config DIR holds it against one"),
@@ -130,8 +126,9 @@ def _stacked(keys: StoredKeys) -> str:
     return "all layers in one tensor each (homogeneous)" if keys.stacked else "a tensor for each layer"
 
 
-def _by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    counts = Counter[str]()
-    for dtype, num_bytes in sizes:
-        counts[dtype.removeprefix("torch.")] += num_bytes
-    return dict(counts.most_common())
+def _sizes(tensors: Collection[TensorSpec]) -> dict[str, Any]:
+    """The fields of ``Contents`` that count ``tensors``."""
+    dtypes = Counter[str]()
+    for tensor in tensors:
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
+    return {"dtypes": dict(dtypes.most_common()), "num_bytes": dtypes.total(), "num_tensors": len(tensors)}

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.distcp import DistributedCheckpoint
-from mcore_rl.checkpoints.distcp_writer import ARCHIVE_BYTES, DistcpWriter
+from mcore_rl.checkpoints.distcp import ARCHIVE_BYTES, DistcpWriter, DistributedCheckpoint
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
@@ -33,11 +32,10 @@ from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from mcore_rl.checkpoints.peft import changed_base, lora_of, open_adapters, read_adapter_config, write_peft
 from mcore_rl.checkpoints.published import FP8, open_weights
-from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, state_file
+from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, StoredState, state_file
 from mcore_rl.checkpoints.rest import keep_rest, open_files, rest_beside, weights_have_tower, writer_of
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes, windows_of
 from mcore_rl.checkpoints.stacked import num_stored, unstacked
-from mcore_rl.checkpoints.stored_state import StoredState
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
@@ -47,7 +45,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
-from mcore_rl.weights.adapter_table import PEFT, AdapterTable
+from mcore_rl.weights.adapter_table import AdapterTable, adapter_name
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
@@ -136,7 +134,9 @@ class MergedWeights:
 
         Raises CheckpointError with every adapter that has no partner, or not of a shape that fits the model's tensor.
         """
-        self.table, self._base, self._scale = table, base, scale
+        self.table = table
+        self._base = base
+        self._scale = scale
         self.sidecar_directory = sidecar_directory or base.directory
         self.base_directory = base.directory
         self._pairs = {
@@ -174,7 +174,8 @@ class MergedWeights:
         if name not in self._pairs:
             self._base.read_into(name, region, out)
             return
-        (rows, columns), (height, width) = region.start, region.shape
+        rows, columns = region.start
+        height, width = region.shape
         a, b = self._pairs[name]
         merged = torch.empty(region.shape, dtype=torch.float32)
         self._base.read_into(name, region, merged)
@@ -182,7 +183,7 @@ class MergedWeights:
         out.copy_(merged.add_(change, alpha=self._scale))
 
     def damage(self, progress: Callable[[int, int], None]) -> list[str]:
-        """Nothing says how the files were; ``progress`` is told that they were seen."""
+        """Find none: nothing says how the files were.  progress: called once, as if all were read."""
         progress(1, 1)
         return []
 
@@ -192,7 +193,7 @@ class MergedWeights:
 
 
 def _half(weight: str, which: str) -> str:
-    return f"{PEFT}{weight.removesuffix('.weight')}.lora_{which}.weight"
+    return adapter_name(weight.removesuffix(".weight"), which)
 
 
 @dataclass(frozen=True)
@@ -493,7 +494,8 @@ def _verify(
     """
     problems = [f"tensor {name} was written and is not of the model" for name in declared.keys() - specs.keys()]
     total = sum(spec.num_bytes for spec in specs.values())
-    memory, check = _memory(), NanCheck()
+    memory = _memory()
+    check = NanCheck()
     for name, spec in specs.items():
         held = declared.get(name)
         if held is None or (held.dtype, held.shape) != (spec.dtype, spec.shape):

@@ -1,4 +1,4 @@
-"""The files of a torch distributed checkpoint (DCP), megatron-core's ``torch_dist``: reading regions of its tensors.
+"""The files of a torch distributed checkpoint (DCP), megatron-core's ``torch_dist``: reading regions, and writing.
 
 ``.metadata`` is a pickle that lists the dtype, shape and chunks of every tensor, and the file and bytes of every chunk;
 the bytes are what ``torch.save`` writes of the chunk, a zip archive with the elements uncompressed in one record
@@ -7,11 +7,17 @@ safetensors: from its bytes, straight into the destination.  Torch's own reader 
 
 Pickles can run code.  Here they cannot: the unpickler finds only the classes that such a file needs, and puts an empty
 stand-in for everything of Megatron's own.
+
+``DistcpWriter`` writes what megatron-core's loader expects, from one process: the files are those of torch's own
+``FileSystemWriter``, and ``common.pt`` and ``metadata.json``, which megatron-core adds
+(megatron/core/dist_checkpointing/strategies/common.py and core.py, 0.16.1).  One chunk is in memory at a time, where
+both of those writers take the whole state dict.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import zipfile
@@ -22,14 +28,22 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from mcore_rl.checkpoints.open_files import OpenFiles
-from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, assert_part, read_slice
+from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, OpenFiles, TensorInfo, TensorSpec, assert_part, read_slice
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides
 from mcore_rl.weights.views import view_of
@@ -50,18 +64,10 @@ class DcpChunk:
 
 
 @dataclass(frozen=True)
-class DcpTensor:
+class DcpTensor(TensorSpec):
     """A tensor of the checkpoint under its key, and its chunks, which cover it."""
 
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     chunks: tuple[DcpChunk, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class DistributedCheckpoint(OpenFiles):
@@ -139,14 +145,14 @@ class DistributedCheckpoint(OpenFiles):
 
     def _chunks_of(self, tensor: DcpTensor, region: TensorSlice) -> Iterator[DcpChunk]:
         """The chunks that overlap ``region``, looked up by the leading dimensions in which chunks have length 1."""
-        if tensor.key not in self._chunk_index:
+        if tensor.name not in self._chunk_index:
             sizes = zip(*(chunk.region.shape for chunk in tensor.chunks), strict=True)
             depth = len(list(takewhile(lambda sizes: set(sizes) == {1}, sizes)))
             by_lead: dict[tuple[int, ...], list[DcpChunk]] = defaultdict(list)
             for chunk in tensor.chunks:
                 by_lead[chunk.region.start[:depth]].append(chunk)
-            self._chunk_index[tensor.key] = depth, by_lead
-        depth, by_lead = self._chunk_index[tensor.key]
+            self._chunk_index[tensor.name] = depth, by_lead
+        depth, by_lead = self._chunk_index[tensor.name]
         one = all(size == 1 for size in region.shape[:depth])
         near = by_lead[region.start[:depth]] if one else tensor.chunks
         yield from (chunk for chunk in near if chunk.region.overlaps(region))
@@ -155,7 +161,7 @@ class DistributedCheckpoint(OpenFiles):
         record = self._record(tensor, chunk)
         file = self.descriptor(chunk.file)
         if record.strides == row_major_strides(chunk.region.shape):
-            info = TensorInfo(tensor.key, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
+            info = TensorInfo(tensor.name, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
             read_slice(file, info, part, out)
         else:  # torch.save keeps strides; nothing that Megatron saves is known to have others, but it may
             archive = io.BytesIO(os.pread(file, chunk.length, chunk.begin))
@@ -167,12 +173,12 @@ class DistributedCheckpoint(OpenFiles):
                 record = _find_record(self.descriptor(chunk.file), chunk)
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
                 problem = f"{chunk.file.name}: holds no tensor at bytes {chunk.begin} to {chunk.begin + chunk.length}"
-                problem += f", where {tensor.key} should be ({error}). {_AGAIN}"
+                problem += f", where {tensor.name} should be ({error}). {_AGAIN}"
                 raise CheckpointError(str(self.directory), [problem]) from error
             size = prod(chunk.region.shape) * tensor.dtype.itemsize
             if record.dtype != tensor.dtype or record.shape != chunk.region.shape or record.end - record.begin < size:
                 expected = f"{tensor.dtype} {chunk.region.shape}"
-                problem = f"{chunk.file.name}: {tensor.key} at {chunk.region.start}: expected {expected}, found"
+                problem = f"{chunk.file.name}: {tensor.name} at {chunk.region.start}: expected {expected}, found"
                 problem += f" {record.dtype} {record.shape} in {record.end - record.begin} bytes. {_AGAIN}"
                 raise CheckpointError(str(self.directory), [problem])
             self._records[chunk] = record
@@ -368,3 +374,91 @@ class _Section(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+FILE_BYTES = 5_000_000_000  # the writer begins a new file from this length on
+ARCHIVE_BYTES = 4096  # upper bound of a chunk's archive overhead
+CONTENT = {"content_metadata": {"non_homogeneous_layers": True}}
+
+
+class DistcpWriter:
+    """Writes chunks into ``directory.incomplete``; ``finish`` writes the metadata."""
+
+    def __init__(self, directory: NewDirectory) -> None:
+        self.directory = directory
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._file: IO[bytes] | None = None
+        self._num_files = 0
+
+    def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Announce the tensor ``key``; every declared tensor must be written before ``finish``."""
+        assert key not in self._tensors, f"{key} is declared twice"
+        self._tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+
+    def write(self, key: str, region: TensorSlice, tensor: Tensor) -> None:
+        """Write the contiguous CPU ``tensor``, which is ``region`` of the tensor declared under ``key``.
+
+        CheckpointError: the disk is full or fails.
+        """
+        declared = self._tensors[key]
+        assert tensor.dtype == declared.properties.dtype and region.fits(declared.size), (
+            f"{key}: {region} {tensor.dtype}"
+        )
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, "torch.save writes all of it"
+        with self.directory.disk_errors(self.directory.incomplete):
+            file = self._open()
+            begin = file.tell()
+            _save(tensor.view(region.shape), file)
+            place = _StorageInfo(self._name, begin, file.tell() - begin)
+        offsets = torch.Size(region.start)
+        index = len(declared.chunks)
+        declared.chunks.append(ChunkStorageMetadata(offsets, torch.Size(region.shape)))
+        self._places[MetadataIndex(key, offsets, index)] = place
+
+    def finish(self) -> None:
+        """Close the last file and write the metadata.  The directory keeps its temporary name."""
+        for key, declared in self._tensors.items():
+            held = sum(prod(chunk.sizes) for chunk in declared.chunks)
+            assert held == prod(declared.size), f"{key}: {held} of {prod(declared.size)} elements were written"
+        self.close()
+        here = self.directory.incomplete
+        metadata = Metadata(
+            dict(self._tensors), planner_data={}, storage_data=self._places, storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )  # fmt: skip
+        backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        backends |= {"common_backend": "torch", "common_backend_version": 1}
+        with self.directory.disk_errors(here / METADATA):
+            (here / METADATA).write_bytes(pickle.dumps(metadata))
+            torch.save(CONTENT, here / "common.pt")
+            (here / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file that is being written."""
+        if self._file is not None:
+            with self.directory.disk_errors(self.directory.incomplete / self._name):
+                self._file.close()
+            self._file = None
+
+    @property
+    def _name(self) -> str:
+        return f"__0_{self._num_files - 1}.distcp"  # rank and file, as torch names them
+
+    def _open(self) -> IO[bytes]:
+        if self._file is not None and self._file.tell() >= FILE_BYTES:
+            self.close()
+        if self._file is None:
+            self._num_files += 1
+            self._file = (self.directory.incomplete / self._name).open("xb")
+        return self._file
+
+
+def _save(tensor: Tensor, file: IO[bytes]) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:  # torch's archive writer says only that it is not where it should be
+        cause = error.__context__
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from None

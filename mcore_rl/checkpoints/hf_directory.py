@@ -15,8 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.open_files import OpenFiles
-from mcore_rl.checkpoints.safetensors import TensorInfo, read_header, read_slice
+from mcore_rl.checkpoints.safetensors import OpenFiles, TensorInfo, read_header, read_slice
 from mcore_rl.errors import CheckpointError
 from mcore_rl.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice

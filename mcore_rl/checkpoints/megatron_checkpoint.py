@@ -1,38 +1,127 @@
 """Megatron checkpoints on disk, read and written by the table: which stored tensor holds which Hugging Face tensors.
 
 The tensor under a checkpoint's key is the table's tensor at tp=pp=ep=1: gate and up one after the other, the experts of
-a layer stacked, the vocabulary with or without padding.  A checkpoint saved in any layout and any dialect
-(``stored_keys``) reads as Hugging Face tensors, region by region; any layout can load what is written here.
+a layer stacked, the vocabulary with or without padding.  A checkpoint saved in any layout and any dialect reads as
+Hugging Face tensors, region by region; any layout can load what is written here.
+
+Megatron-core writes a layer's tensors under ``decoder.layers.{l}.`` or, where all layers are alike, those of all layers
+under ``decoder.layers.`` with the layer as the first dimension ("homogeneous"; transformer/transformer_block.py,
+``sharded_state_dict``).  Experts are stacked under ``mlp.experts.experts.``, or stand one by one below it.  Norms that
+Transformer Engine fuses are named after the projection behind them, by local layers too.  Some tools put ``model.`` or
+``module.`` before all of it.  A key is parsed into a stem, which is the name of a ``Rule``, and the layer and expert in
+it; a layer or expert that is not in the key is an index into the tensor's first dimensions.
 
 Nothing here imports Megatron; tests/training/test_checkpoint.py compares it with Megatron's own modules.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.distcp import DistributedCheckpoint
-from mcore_rl.checkpoints.distcp_writer import DistcpWriter
+from mcore_rl.checkpoints.distcp import DistcpWriter, DistributedCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
-from mcore_rl.checkpoints.stored_keys import StoredKeys, TensorLocation, is_adapter
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.blocks import LAYER
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import Axis, megatron_vocab, split
+from mcore_rl.families.rules import Axis, megatron_vocab, num_experts, split
+from mcore_rl.weights.names import canonical
 from mcore_rl.weights.table import LocalTensor, Piece, Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
+
+_PREFIX = re.compile(r"^(?:model\.|module\.)+")
+_LAYER = re.compile(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc[12]\.(?:weight|bias))$")
+_NAMED_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
+# What a training run saves beside the model.
+_NOT_THE_MODEL = re.compile(
+    r"^(?:chained_\d+\.)?optimizer\.|^opt_param_scheduler|^rng_state|^rerun_state|^mtp\.|_extra_state(?:/|$)"
+)
+_ADAPTER = re.compile(r"\.adapters?\.|\.lora_[AB]\.")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A parsed key.  stem: name of a rule.  layer, expert: None if the key names none (it has none, or holds all)."""
+
+    stem: str
+    layer: int | None
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a tensor is stored: under ``key``, at index ``lead`` of the first dimensions."""
+
+    key: str
+    lead: tuple[int, ...]
+
+
+def parse(key: str) -> Name | None:
+    """The parsed ``key``; None if it holds no weight of the model."""
+    key = _PREFIX.sub("", key)
+    if _NOT_THE_MODEL.search(key):
+        return None
+    match = _LAYER.match(key)
+    if match is None:
+        stem = canonical(key)
+        return None if stem is None else Name(stem, None, None)
+    layer, rest = match.groups()
+    named = canonical(LAYER + rest)
+    if named is None:
+        return None
+    rest = named.removeprefix(LAYER)
+    expert = _EXPERT.match(rest) or _NAMED_EXPERT.match(rest)
+    if expert is not None:
+        rest = f"mlp.experts.local_experts.{{e}}.{expert.group(2)}"
+    number = expert.group(1) if expert is not None else None
+    return Name(LAYER + rest, None if layer is None else int(layer), None if number is None else int(number))
+
+
+def is_adapter(key: str) -> bool:
+    """Whether ``key`` holds a part of an adapter (LoRA), which is trained beside frozen weights."""
+    return _ADAPTER.search(key) is not None
+
+
+class StoredKeys:
+    """The parsed keys of one checkpoint."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.names = {key: name for key in keys if (name := parse(key)) is not None}
+        self._keys = {name: key for key, name in self.names.items()}
+
+    @property
+    def stacked(self) -> bool:
+        """Whether layers are the first dimension of tensors, not parts of keys."""
+        return any(name.stem.startswith(LAYER) and name.layer is None for name in self._keys)
+
+    @property
+    def num_layers_named(self) -> int:
+        """Number of layers named in keys; 0 if layers are stacked."""
+        return 1 + max((name.layer for name in self._keys if name.layer is not None), default=-1)
+
+    def find(self, stem: str, layer: int | None, expert: int | None) -> TensorLocation | None:
+        """The location of rule ``stem``'s tensor for ``layer`` and ``expert`` (None: it has none); None if absent."""
+        for by_layer in (layer, None) if layer is not None else (None,):
+            for by_expert in (expert, None) if expert is not None else (None,):
+                key = self._keys.get(Name(stem, by_layer, by_expert))
+                if key is not None:
+                    lead = (layer if by_layer is None else None, expert if by_expert is None else None)
+                    return TensorLocation(key, tuple(index for index in lead if index is not None))
+        return None
+
 
 CHUNK_BYTES = 64 << 20  # Megatron reads whole chunks, whatever it needs of them
 # Megatron-LM pads the vocabulary to a multiple of 128 (make_vocab_size_divisible_by) times tp; more is another one.
@@ -101,11 +190,6 @@ class MegatronCheckpoint:
             }
         )
 
-    @classmethod
-    def open(cls, directory: Path | str, family: Family, model: ModelConfig) -> MegatronCheckpoint:
-        """The weights of ``model`` in ``directory``; CheckpointError as this class and ``DistributedCheckpoint``."""
-        return cls(DistributedCheckpoint.open(directory), family, model)
-
     @property
     def used_keys(self) -> tuple[str, ...]:
         """The keys that hold weights of the model."""
@@ -145,13 +229,11 @@ class MegatronCheckpoint:
     def _shape_problems(self, local: LocalTensor, place: TensorLocation) -> Iterator[str]:
         tensor = self.stored.tensors[place.key]
         expected = self.table.shape(local)
-        moe = self.table.model.moe
         lead = list[int]()
         if local.layer is not None and self.keys.names[place.key].layer is None:
             lead.append(self.table.model.num_layers)
         if local.expert is not None and self.keys.names[place.key].expert is None:
-            assert moe is not None
-            lead.append(moe.num_experts)
+            lead.append(num_experts(self.table.model))
         wanted = (*lead, *expected)
         padded = local.rule.layout is megatron_vocab and tensor.shape[1:] == wanted[1:]
         if tensor.shape != wanted and not (padded and 0 <= tensor.shape[0] - wanted[0] < MAX_PADDING):
@@ -218,7 +300,8 @@ def chunks_of(
     for begin in range(0, shape[rule.dim], step):
         start = [0] * len(shape)
         size = list(shape)
-        start[rule.dim], size[rule.dim] = begin, min(step, shape[rule.dim] - begin)
+        start[rule.dim] = begin
+        size[rule.dim] = min(step, shape[rule.dim] - begin)
         for part in windows(TensorSlice.whole(size), row_major_strides(size), max(1, CHUNK_BYTES // itemsize)):
             yield TensorSlice(tuple(a + b for a, b in zip(start, part.start, strict=True)), part.shape)
 

@@ -1,6 +1,6 @@
 """Adapters in PEFT's directories: ``adapter_config.json`` and ``adapter_model.safetensors``, out and in.
 
-``peft_tensors.py`` says how PEFT has the adapters of experts, ``peft_checkpoint.py`` reads what it saved.
+``peft_checkpoint.py`` says how PEFT has the adapters of experts, and reads what it saved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.export import export_stream
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.checkpoints.peft_checkpoint import PeftCheckpoint
-from mcore_rl.checkpoints.peft_tensors import in_whole, of_text, peft_tensors, target_fields, targets_in_whole
+from mcore_rl.checkpoints.peft_checkpoint import (
+    PeftCheckpoint,
+    in_whole,
+    of_text,
+    peft_tensors,
+    target_fields,
+    targets_in_whole,
+)
 from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.checkpoints.safetensors import read_header
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig

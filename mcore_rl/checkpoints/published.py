@@ -62,7 +62,7 @@ def open_weights(directory: Path, *, pictures: bool = False) -> HfCheckpoint:
 
 
 def _other_pixels(directory: Path) -> Iterator[str]:
-    """Numbers by which the checkpoint's own processor normalises pixels, and its family's towers do not."""
+    """A line for each number by which the checkpoint's processor normalises pixels otherwise than its tower here."""
     path = directory / PROCESSOR
     vision = model_of(read_config(directory), pictures=True)[1].vision
     assert vision is not None, "model_of refuses a model without a tower"

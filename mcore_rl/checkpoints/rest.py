@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
-from mcore_rl.checkpoints.open_files import OpenFiles
 from mcore_rl.checkpoints.safetensors import (
+    OpenFiles,
     TensorInfo,
     TensorSpec,
     encode_header,
@@ -53,7 +53,7 @@ def part_in(directory: Path) -> TextPart | None:
 
 
 def spelling_of(names: Iterable[str], part: TextPart) -> NamesInFiles:
-    """That of the files that hold ``names``: of which they have the rest, and the text in most."""
+    """The spelling by which files with ``names`` have the rest, and most tensors of the text."""
     names = list(names)
 
     def known(spelling: NamesInFiles) -> tuple[bool, int]:

@@ -94,9 +94,11 @@ def find_checkpoint(name: str, folder: Path) -> KnownCheckpoint:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        names, problem = [checkpoint.name for checkpoint in matches], "is the beginning of several names"
+        names = [checkpoint.name for checkpoint in matches]
+        problem = "is the beginning of several names"
     else:
-        names, problem = get_close_matches(wanted, known, n=5, cutoff=0.3) or list(known), "is no known checkpoint"
+        names = get_close_matches(wanted, known, n=5, cutoff=0.3) or list(known)
+        problem = "is no known checkpoint"
     raise ConfigError([Violation("model", name, problem, f"Write one of {', '.join(names)}")])
 
 
@@ -140,10 +142,12 @@ def _preset(place: str, values: dict[str, Any]) -> Preset:
     layers = values.pop("pipeline_layers", None) if isinstance(values, dict) else None
     _check_keys(place, values, _PRESET_KEYS)
     if layers is not None and not (isinstance(layers, list) and all(type(count) is int for count in layers)):
-        problem, remedy = "is no list of integers", "Write the layers of each stage"
+        problem = "is no list of integers"
+        remedy = "Write the layers of each stage"
         raise ConfigError([Violation(f"{place}: pipeline_layers", layers, problem, remedy)])
     try:
-        training, rollout = parse_layout(values["training"]), parse_rollout_layout(values["rollout"])
+        training = parse_layout(values["training"])
+        rollout = parse_rollout_layout(values["rollout"])
     except ConfigError as error:
         raise ConfigError(
             [replace(violation, key=f"{place}: {violation.key}") for violation in error.violations]

@@ -62,7 +62,8 @@ class ConfigChanges:
         """
         if not self:
             return dict(config)
-        family, text = family_of(config), text_config(config)
+        family = family_of(config)
+        text = text_config(config)
         overrides = {name: merged(text.get(name), value) for name, value in self.overrides.items()}
         changed = with_text(config, overrides, self.ignored)
         refuse_if_any([*self._wrong_ignored(text, family), *self._wrong_overrides(text, text_config(changed), family)])
@@ -103,12 +104,14 @@ class ConfigChanges:
         for name in self.ignored:
             if name not in config:
                 near = get_close_matches(name, config, n=3)
-                problem, remedy = "config.json has no such field", f"Leave it out{_or(near)}"
+                problem = "config.json has no such field"
+                remedy = f"Leave it out{_or(near)}"
             elif name in IDENTITY or name in taken:
                 problem = "the family reads this field, and would read its default"
                 remedy = f"Write the value that you mean: {self.override_key}.{name}=VALUE"
             elif name in self.overrides:
-                problem, remedy = f"{self.override_key} changes it", "Write one of the two"
+                problem = f"{self.override_key} changes it"
+                remedy = "Write one of the two"
             else:
                 continue
             yield Violation(self.ignore_key, name, problem, remedy)
@@ -120,7 +123,8 @@ class ConfigChanges:
         readers = taken | (readers_of(family) or frozenset())
         for name, value in self.overrides.items():
             if name in IDENTITY:
-                problem, remedy = "says which weights these are", "Name the checkpoint of the model that you mean"
+                problem = "says which weights these are"
+                remedy = "Name the checkpoint of the model that you mean"
             elif name not in readers:
                 near = get_close_matches(name, taken, n=3)
                 problem = f"neither this package nor transformers' or vLLM's code of {family.model_type} reads it"
@@ -171,11 +175,13 @@ def changes_asked(arguments: argparse.Namespace) -> ConfigChanges:
 
     Raises ConfigError where one is not FIELD=VALUE.
     """
-    overrides, violations = dict[str, Any](), list[Violation]()
+    overrides = dict[str, Any]()
+    violations = list[Violation]()
     for written in arguments.config_override:
         name, sign, value = written.partition("=")
         if not (name and sign):
-            problem, remedy = "is not FIELD=VALUE", "Write rope_theta=1e6, say"
+            problem = "is not FIELD=VALUE"
+            remedy = "Write rope_theta=1e6, say"
             violations.append(Violation("--config-override", written, problem, remedy))
         try:
             overrides[name] = read_json(value)

@@ -11,7 +11,8 @@ from mcore_rl.families.rope import Reader, read_partial_rotary_factor, read_rope
 
 # Fields with the number of layers of multi-token prediction, which are no part of the policy: neither read nor written.
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-SLIDING, LINEAR = "sliding_attention", "linear_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 # Other names under which vLLM looks for the longest sequence; it takes the least of those that are there.
 OTHER_LENGTHS = (
     "n_positions",
@@ -57,7 +58,8 @@ def read_decoder(
     ``read_rope``.
     """
     model = read_sizes(fields, defaults)
-    heads, hidden = model.num_attention_heads, model.hidden_size
+    heads = model.num_attention_heads
+    hidden = model.hidden_size
     head_dim = fields.optional("head_dim", int, defaults.head_dim)
     if head_dim is None and heads >= 1:
         if hidden % heads:
@@ -103,6 +105,17 @@ def _or(value: int | None, other: int) -> int:
     return other if value is None else value
 
 
+def demand_plain_heads(fields: Fields, model: ModelConfig) -> None:
+    """Refuse heads of another width than vLLM 0.32 takes those of the family to have."""
+    width = model.hidden_size // max(model.num_attention_heads, 1)
+    fields.demand("head_dim", width, None, because=f"is not {width}, as vLLM 0.32 takes it to be")
+
+
+def demand_untied(fields: Fields) -> None:
+    """Refuse an output projection that is the embedding, in a family whose models in vLLM 0.32 have none such."""
+    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+
+
 def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) -> None:
     """Apply ``sliding_window`` to every layer, unless it is null (Mistral, Mixtral).  default: if it is missing."""
     window = fields.optional("sliding_window", int, default)
@@ -124,6 +137,12 @@ def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -
         fields.refuse("use_sliding_window", problem, "Choose a checkpoint with windows in all layers, or in none")
 
 
+def window_last_layers(fields: Fields, model: ModelConfig) -> None:
+    """``window_some_layers`` from ``max_window_layers`` on (Qwen2, Qwen3)."""
+    full = fields.take("max_window_layers", int, 28)
+    window_some_layers(fields, model, [layer for layer in range(model.num_layers) if layer >= full])
+
+
 def read_layer_types(fields: Fields, model: ModelConfig, default: list[int], other: str = SLIDING) -> list[int]:
     """The layers (from 0) that ``layer_types`` calls ``other`` instead of ``FULL``; ``default`` if it is missing."""
     types = fields.listed("layer_types", str)
@@ -139,7 +158,8 @@ def read_layer_types(fields: Fields, model: ModelConfig, default: list[int], oth
 def set_window(model: ModelConfig, window: int | None, layers: list[int]) -> None:
     """Set a window of ``window`` tokens in ``layers``; do nothing if either is missing."""
     if window is not None and layers:
-        model.sliding_window, model.sliding_layers = window, layers
+        model.sliding_window = window
+        model.sliding_layers = layers
 
 
 def read_dense_layers(fields: Fields, num_layers: int) -> list[int]:

@@ -12,7 +12,6 @@ from mcore_rl.families.blocks import ROUTER_BIAS
 from mcore_rl.families.decoder import Defaults
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rollout_blocks import ROUTER_BIAS as ROLLOUT_ROUTER_BIAS
 from mcore_rl.families.rules import Rule
 
 DEFAULTS = Defaults(
@@ -23,7 +22,8 @@ DEFAULTS = Defaults(
     num_attention_heads=32,
     max_position_embeddings=2048,
 )
-GREEDY, GROUPED = "greedy", "group_limited_greedy"
+GREEDY = "greedy"
+GROUPED = "group_limited_greedy"
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -42,7 +42,8 @@ def _read_experts(fields: Fields, num_layers: int) -> MoeConfig:
             fields.sound = False
             fields.refuse(name, "is missing, and transformers' class has no default", "Write the checkpoint's own")
     method = fields.take("topk_method", str, GREEDY)
-    num_groups, top_k_groups = fields.optional("n_group", int) or 1, fields.optional("topk_group", int) or 1
+    num_groups = fields.optional("n_group", int) or 1
+    top_k_groups = fields.optional("topk_group", int) or 1
     if method not in (GREEDY, GROUPED):
         fields.refuse(
             "topk_method", "chooses experts in another way", f"Choose a checkpoint with {GREEDY} or {GROUPED}"
@@ -67,8 +68,8 @@ def _read_experts(fields: Fields, num_layers: int) -> MoeConfig:
     return moe
 
 
-def _without(rules: tuple[Rule, ...], bias: Rule) -> tuple[Rule, ...]:
-    return tuple(rule for rule in rules if rule is not bias)
+def _without_bias(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules if rule not in ROUTER_BIAS.weights + ROUTER_BIAS.rollout)
 
 
 FAMILY = Family(
@@ -76,7 +77,7 @@ FAMILY = Family(
     architectures=("DeepseekV2ForCausalLM",),
     model_type="deepseek_v2",
     read=read,
-    weights=_without(deepseek_v3.WEIGHTS, ROUTER_BIAS),
-    rollout=_without(deepseek_v3.ROLLOUT, ROLLOUT_ROUTER_BIAS),
-    rollout_without_latent=_without(deepseek_v3.ROLLOUT_WITHOUT_LATENT, ROLLOUT_ROUTER_BIAS),
+    weights=_without_bias(deepseek_v3.TABLES.weights),
+    rollout=_without_bias(deepseek_v3.TABLES.rollout),
+    rollout_without_latent=_without_bias(deepseek_v3.ROLLOUT_WITHOUT_LATENT),
 )

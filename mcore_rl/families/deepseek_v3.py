@@ -5,8 +5,9 @@ The multi-token prediction layers behind the last layer are left out: they are n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig, RouterScore
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import (
     ATTENTION,
     DENSE_MLP,
@@ -14,15 +15,17 @@ from mcore_rl.families.blocks import (
     HF_ATTENTION,
     HF_MLP,
     ROUTER_BIAS,
-    SHARED_EXPERTS,
     UNFUSED_NORMS,
+    Tables,
     experts,
+    of_vllm,
+    shared_experts,
 )
 from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, read_sizes
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import LATENT_KINDS, read_rope
-from mcore_rl.families.rules import Axis, Layers, Rule, hf, split
+from mcore_rl.families.rules import Axis, Rule, hf, split
 
 
 def _query_latent(model: ModelConfig) -> bool:
@@ -33,35 +36,57 @@ def _query_at_once(model: ModelConfig) -> bool:
     return not _query_latent(model)
 
 
-QUERY = hf(HF_ATTENTION + "q_proj.weight", "query", "hidden")
-QUERY_DOWN = hf(HF_ATTENTION + "q_a_proj.weight", "query_latent", "hidden")
-QUERY_NORM = hf(HF_ATTENTION + "q_a_layernorm.weight", "query_latent")
-QUERY_UP = hf(HF_ATTENTION + "q_b_proj.weight", "query", "query_latent")
-LATENT_DOWN = hf(HF_ATTENTION + "kv_a_proj_with_mqa.weight", "latent_and_rope", "hidden")
-LATENT_NORM = hf(HF_ATTENTION + "kv_a_layernorm.weight", "latent")
-LATENT_UP = hf(HF_ATTENTION + "kv_b_proj.weight", "key_and_value", "latent")
-OUTPUT = hf(HF_ATTENTION + "o_proj.weight", "hidden", "value")
-
-LATENT_ATTENTION = (
-    Rule(ATTENTION + "linear_q_proj.weight", (QUERY,), split, axis=Axis.tensor, only=_query_at_once),
-    Rule(ATTENTION + "linear_q_down_proj.weight", (QUERY_DOWN,), only=_query_latent),
-    Rule(
-        ATTENTION + "q_layernorm.weight",
-        (QUERY_NORM,),
-        only=_query_latent,
-        checkpoint=ATTENTION + "linear_q_up_proj.layer_norm_weight",
-    ),
-    Rule(ATTENTION + "linear_q_up_proj.weight", (QUERY_UP,), split, axis=Axis.tensor, only=_query_latent),
-    Rule(ATTENTION + "linear_kv_down_proj.weight", (LATENT_DOWN,)),
-    Rule(
-        ATTENTION + "kv_layernorm.weight",
-        (LATENT_NORM,),
-        checkpoint=ATTENTION + "linear_kv_up_proj.layer_norm_weight",
-    ),
-    Rule(ATTENTION + "linear_kv_up_proj.weight", (LATENT_UP,), split, axis=Axis.tensor),
-    Rule(ATTENTION + "linear_proj.weight", (OUTPUT,), split, dim=1, axis=Axis.tensor),
+_QUERY = Rule(
+    ATTENTION + "linear_q_proj.weight",
+    (hf(HF_ATTENTION + "q_proj.weight", "query", "hidden"),),
+    split,
+    axis=Axis.tensor,
+    only=_query_at_once,
 )
-
+_QUERY_DOWN = Rule(
+    ATTENTION + "linear_q_down_proj.weight",
+    (hf(HF_ATTENTION + "q_a_proj.weight", "query_latent", "hidden"),),
+    only=_query_latent,
+)
+_QUERY_NORM = Rule(
+    ATTENTION + "q_layernorm.weight",
+    (hf(HF_ATTENTION + "q_a_layernorm.weight", "query_latent"),),
+    only=_query_latent,
+    checkpoint=ATTENTION + "linear_q_up_proj.layer_norm_weight",
+)
+_QUERY_UP = Rule(
+    ATTENTION + "linear_q_up_proj.weight",
+    (hf(HF_ATTENTION + "q_b_proj.weight", "query", "query_latent"),),
+    split,
+    axis=Axis.tensor,
+    only=_query_latent,
+)
+_LATENT_DOWN = Rule(
+    ATTENTION + "linear_kv_down_proj.weight",
+    (hf(HF_ATTENTION + "kv_a_proj_with_mqa.weight", "latent_and_rope", "hidden"),),
+)
+_LATENT_NORM = Rule(
+    ATTENTION + "kv_layernorm.weight",
+    (hf(HF_ATTENTION + "kv_a_layernorm.weight", "latent"),),
+    checkpoint=ATTENTION + "linear_kv_up_proj.layer_norm_weight",
+)
+_LATENT_UP = Rule(
+    ATTENTION + "linear_kv_up_proj.weight",
+    (hf(HF_ATTENTION + "kv_b_proj.weight", "key_and_value", "latent"),),
+    split,
+    axis=Axis.tensor,
+)
+_OUTPUT = Rule(
+    ATTENTION + "linear_proj.weight",
+    (hf(HF_ATTENTION + "o_proj.weight", "hidden", "value"),),
+    split,
+    dim=1,
+    axis=Axis.tensor,
+)
+LATENT_ATTENTION = Tables(
+    (_QUERY, _QUERY_DOWN, _QUERY_NORM, _QUERY_UP, _LATENT_DOWN, _LATENT_NORM, _LATENT_UP, _OUTPUT),
+    tuple(map(of_vllm, (_QUERY_NORM, _QUERY_UP, _QUERY, _LATENT_NORM, _LATENT_UP, _OUTPUT))),
+)
 DEFAULTS = Defaults(
     vocab_size=129280,
     hidden_size=7168,
@@ -103,7 +128,8 @@ def read_latent_attention(fields: Fields, defaults: Defaults, latents: MlaConfig
         model.num_query_groups = model.num_attention_heads
     fields.demand("rope_interleave", True, because="pairs rotated dimensions in a way that vLLM 0.32 does not")
     model.mla = _read_latents(fields, latents)
-    width, rotated = model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim
+    width = model.mla.qk_nope_head_dim
+    rotated = model.mla.qk_rope_head_dim
     model.head_dim = width + rotated
     fields.demand("head_dim", rotated, None, because="contradicts qk_rope_head_dim")
     fields.demand("qk_head_dim", model.head_dim, because="contradicts qk_nope_head_dim and qk_rope_head_dim")
@@ -129,10 +155,15 @@ def read_experts(fields: Fields, defaults: MoeConfig, dense_layers: list[int]) -
     fields.demand("scoring_func", "sigmoid", because="scores experts by another function")
     fields.demand("topk_method", "noaux_tc", because="chooses experts in another way")
     fields.demand("moe_layer_freq", 1, because="leaves later layers without experts")
-    experts = "num_local_experts" if "num_local_experts" in fields.values else "n_routed_experts"
+    name = "num_local_experts" if "num_local_experts" in fields.values else "n_routed_experts"
+    return read_biased_experts(fields, name, defaults, dense_layers)
+
+
+def read_biased_experts(fields: Fields, name: str, defaults: MoeConfig, dense_layers: list[int]) -> MoeConfig:
+    """``read_experts``, of which nothing says how they are chosen.  name: of the number of experts."""
     width = fields.take("moe_intermediate_size", int, defaults.ffn_hidden_size)
     moe = MoeConfig(
-        num_experts=fields.take(experts, int, defaults.num_experts),
+        num_experts=fields.take(name, int, defaults.num_experts),
         top_k=fields.take("num_experts_per_tok", int, defaults.top_k),
         ffn_hidden_size=width,
         norm_topk_prob=fields.take("norm_topk_prob", bool, True),
@@ -149,40 +180,22 @@ def read_experts(fields: Fields, defaults: MoeConfig, dense_layers: list[int]) -
     return moe
 
 
-WEIGHTS = (
-    *ENDS,
-    *UNFUSED_NORMS,
-    *LATENT_ATTENTION,
-    *DENSE_MLP,
-    *experts(HF_MLP),
-    ROUTER_BIAS,
-    *SHARED_EXPERTS,
-)
-_ROLLOUT_ATTENTION = (
-    Rule(QUERY_NORM.name, (QUERY_NORM,), only=_query_latent),
-    Rule(QUERY_UP.name, (QUERY_UP,), split, axis=Axis.tensor, only=_query_latent),
-    Rule(QUERY.name, (QUERY,), split, axis=Axis.tensor, only=_query_at_once),
-    rollout.same(LATENT_NORM),
-    Rule(LATENT_UP.name, (LATENT_UP,), split, axis=Axis.tensor),
-    Rule(OUTPUT.name, (OUTPUT,), split, dim=1, axis=Axis.tensor),
+_TABLES = (
+    ENDS
+    + UNFUSED_NORMS
+    + LATENT_ATTENTION
+    + DENSE_MLP
+    + experts(HF_MLP)
+    + ROUTER_BIAS
+    + shared_experts(Axis.shared_expert)
 )
 # vLLM's latent attention fuses the two down projections, whole on every rank (DeepSeekV2FusedQkvAProjLinear).
 _FUSED = (
-    Rule(HF_ATTENTION + "fused_qkv_a_proj.weight", (QUERY_DOWN, LATENT_DOWN), only=_query_latent),
-    Rule(LATENT_DOWN.name, (LATENT_DOWN,), only=_query_at_once),
+    Rule(HF_ATTENTION + "fused_qkv_a_proj.weight", _QUERY_DOWN.hf + _LATENT_DOWN.hf, only=_query_latent),
+    replace(of_vllm(_LATENT_DOWN), only=_query_at_once),
 )
-_APART = (Rule(QUERY_DOWN.name, (QUERY_DOWN,), only=_query_latent), rollout.same(LATENT_DOWN))
-_ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *_ROLLOUT_ATTENTION,
-    *rollout.DENSE_MLP,
-    *rollout.experts(HF_MLP),
-    rollout.ROUTER_BIAS,
-    *rollout.gated_mlp(HF_MLP + "shared_experts.", "shared_ffn", Layers.experts, Axis.shared_expert),
-)
-ROLLOUT = (*_ROLLOUT, *_FUSED)
-ROLLOUT_WITHOUT_LATENT = (*_ROLLOUT, *_APART)
+TABLES = _TABLES + Tables((), _FUSED)
+ROLLOUT_WITHOUT_LATENT = (*_TABLES.rollout, of_vllm(_QUERY_DOWN), of_vllm(_LATENT_DOWN))
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -190,8 +203,8 @@ FAMILY = Family(
     model_type="deepseek_v3",
     other_model_types=("kimi_k2",),
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
     rollout_without_latent=ROLLOUT_WITHOUT_LATENT,
     extra_layers=True,
 )

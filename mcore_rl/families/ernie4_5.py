@@ -36,6 +36,6 @@ FAMILY = Family(
     architectures=("Ernie4_5ForCausalLM",),
     model_type="ernie4_5",
     read=read,
-    weights=llama.WEIGHTS,
-    rollout=llama.ROLLOUT,
+    weights=llama.TABLES.weights,
+    rollout=llama.TABLES.rollout,
 )

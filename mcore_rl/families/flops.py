@@ -142,13 +142,16 @@ def _linear_parameters(model: ModelConfig) -> int:
     """Projections and convolution of linear attention."""
     linear = model.linear_attention
     assert linear is not None
-    keys, values = linear.key_dim, linear.value_dim
+    keys = linear.key_dim
+    values = linear.value_dim
     projected = 2 * keys + 2 * values + 2 * linear.num_value_heads
     return model.hidden_size * (projected + values) + linear.conv_kernel_dim * (2 * keys + values)
 
 
 def _attention_parameters(model: ModelConfig) -> int:
-    hidden, heads, mla = model.hidden_size, model.num_attention_heads, model.mla
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    mla = model.mla
     query = heads * model.head_dim
     if mla is None:
         projected = query * (2 if model.attention_output_gate else 1) + 2 * model.num_query_groups * model.head_dim

@@ -7,7 +7,6 @@ the weights need no conversion.
 from __future__ import annotations
 
 from mcore_rl.config.model import Activation, ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import (
     ATTENTION,
     DENSE_MLP,
@@ -16,6 +15,9 @@ from mcore_rl.families.blocks import (
     HF_LAYER,
     INPUT_NORM,
     LAYER,
+    NORMS,
+    Tables,
+    norm,
     pre_mlp_norm,
 )
 from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
@@ -46,6 +48,8 @@ DEFAULTS = Defaults(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
+ACTIVATION = "gelu_pytorch_tanh"
+OTHER_GATE = "gates the MLP by another function"
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -53,52 +57,42 @@ def read(fields: Fields) -> ModelConfig:
     model = read_sizes(fields, DEFAULTS)
     model.head_dim = fields.take("head_dim", int, 256)
     model.rotary_base, model.rope, _ = read_rope(fields, DEFAULTS.rope_theta, model.max_position_embeddings)
-    for name in ("hidden_activation", "hidden_act"):  # the first decides, and older files repeat it in the second
-        fields.demand(name, "gelu_pytorch_tanh", because="gates the MLP by another function")
-    fields.demand("tie_word_embeddings", True, because="gives the output a projection of its own")
-    fields.demand("use_bidirectional_attention", False, None, because="lets tokens see those behind them")
+    read_sandwich(fields, model)
+    fields.demand("hidden_act", ACTIVATION, because=OTHER_GATE)  # older files repeat hidden_activation in it
     layers = read_layer_types(fields, model, list(range(0, model.num_layers, 2)))
     window = fields.take("sliding_window", int, 4096)
     set_window(model, window, layers)
-    model.activation = Activation.gelu_tanh
-    model.softmax_scale = read_softmax_scale(fields)
     model.attention_soft_cap = fields.optional("attn_logit_softcapping", float, 50.0)
     model.output_soft_cap = fields.optional("final_logit_softcapping", float, 30.0)
-    model.zero_centered_norm = model.sandwich_norm = True
-    model.embedding_scale = model.hidden_size**0.5
     return model
 
 
-def read_softmax_scale(fields: Fields) -> float:
-    """The factor on scores, from ``query_pre_attn_scalar``."""
+def read_sandwich(fields: Fields, model: ModelConfig) -> None:
+    """What Gemma 2 and 3 share: the gate, norms around blocks, scaled and tied embeddings, the factor on scores."""
+    fields.demand("hidden_activation", ACTIVATION, because=OTHER_GATE)
+    fields.demand("tie_word_embeddings", True, because="gives the output a projection of its own")
+    fields.demand("use_bidirectional_attention", False, None, because="lets tokens see those behind them")
+    model.activation = Activation.gelu_tanh
+    model.zero_centered_norm = model.sandwich_norm = True
+    model.embedding_scale = model.hidden_size**0.5
     scalar = fields.take("query_pre_attn_scalar", float, 256.0)
     if scalar <= 0:
         fields.refuse("query_pre_attn_scalar", "scores are divided by its root", "Write a positive number")
-    return float(max(scalar, 1e-9) ** -0.5)
+    model.softmax_scale = float(max(scalar, 1e-9) ** -0.5)
 
 
-WEIGHTS = (
-    *ENDS,
-    INPUT_NORM,
-    *pre_mlp_norm(HF_LAYER + "pre_feedforward_layernorm.weight"),
-    *SANDWICH,
-    *GROUPED_ATTENTION,
-    *DENSE_MLP,
+_PRE_MLP = "pre_feedforward_layernorm"
+_NORMS = Tables(
+    (INPUT_NORM, *pre_mlp_norm(f"{HF_LAYER}{_PRE_MLP}.weight"), *SANDWICH),
+    (*NORMS.rollout, norm(_PRE_MLP), norm("post_feedforward_layernorm")),
 )
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    rollout.norm("pre_feedforward_layernorm"),
-    rollout.norm("post_feedforward_layernorm"),
-    *rollout.GROUPED_ATTENTION,
-    *rollout.DENSE_MLP,
-)
+TABLES = ENDS + _NORMS + GROUPED_ATTENTION + DENSE_MLP
 
 FAMILY = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -5,9 +5,8 @@ Five layers with a window stand for each without one, and rotate by another base
 
 from __future__ import annotations
 
-from mcore_rl.config.model import Activation, ModelConfig, RopeConfig
+from mcore_rl.config.model import ModelConfig, RopeConfig
 from mcore_rl.families import gemma2
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import QK_NORM
 from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
 from mcore_rl.families.family import Family
@@ -38,9 +37,7 @@ def read(fields: Fields) -> ModelConfig:
         problem = f"num_attention_heads={model.num_attention_heads} does not divide it, which transformers demands"
         fields.refuse("hidden_size", problem, "Restore the checkpoint's own config.json")
     model.rotary_base, model.rope, model.local_rotary_base = _read_ropes(fields, model.max_position_embeddings)
-    fields.demand("hidden_activation", "gelu_pytorch_tanh", because="gates the MLP by another function")
-    fields.demand("tie_word_embeddings", True, because="gives the output a projection of its own")
-    fields.demand("use_bidirectional_attention", False, None, because="lets tokens see those behind them")
+    gemma2.read_sandwich(fields, model)
     fields.demand(
         "attn_logit_softcapping", None, because="caps scores, which transformers and vLLM 0.32 do not read here"
     )
@@ -52,11 +49,8 @@ def read(fields: Fields) -> ModelConfig:
     set_window(model, fields.take("sliding_window", int, 4096), read_layer_types(fields, model, sliding))
     if not model.sliding_layers:
         model.local_rotary_base = None
-    model.activation = Activation.gelu_tanh
-    model.softmax_scale = gemma2.read_softmax_scale(fields)
     model.output_soft_cap = fields.optional("final_logit_softcapping", float)
-    model.qk_norm = model.zero_centered_norm = model.sandwich_norm = True
-    model.embedding_scale = model.hidden_size**0.5
+    model.qk_norm = True
     return model
 
 
@@ -68,7 +62,8 @@ def _read_ropes(fields: Fields, longest: int) -> tuple[float, RopeConfig, float]
         base, rope, _ = read_rope(fields, DEFAULTS.rope_theta, longest, kinds=_GLOBAL_KINDS)
         return base, rope, local
     fields.demand("rope_scaling", None, because="stands beside another rope_parameters")
-    base, rope = fields.take("rope_theta", float, DEFAULTS.rope_theta), RopeConfig()
+    base = fields.take("rope_theta", float, DEFAULTS.rope_theta)
+    rope = RopeConfig()
     for name, top in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
         inner = both.inside(name)
         if inner is None:
@@ -84,14 +79,13 @@ def _read_ropes(fields: Fields, longest: int) -> tuple[float, RopeConfig, float]
     return base, rope, local
 
 
-WEIGHTS = (*gemma2.WEIGHTS, *QK_NORM)
-ROLLOUT = (*gemma2.ROLLOUT, *rollout.QK_NORM)
+TABLES = gemma2.TABLES + QK_NORM
 
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
     model_type="gemma3_text",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -5,10 +5,8 @@ The multi-token prediction layers behind the last layer are left out: they are n
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mcore_rl.config.model import ModelConfig, MoeConfig, RouterScore
-from mcore_rl.families import rollout_blocks as rollout
+from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.families import deepseek_v3
 from mcore_rl.families.blocks import (
     DENSE_MLP,
     ENDS,
@@ -18,13 +16,13 @@ from mcore_rl.families.blocks import (
     QK_NORM,
     QKV_BIAS,
     ROUTER_BIAS,
-    SHARED_EXPERTS,
     experts,
+    shared_experts,
 )
-from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, read_decoder
+from mcore_rl.families.decoder import PREDICTION_LAYERS, Defaults, demand_untied, read_decoder
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rules import Axis, Layers, Rule
+from mcore_rl.families.rules import Axis
 
 
 def _qkv_bias(model: ModelConfig) -> bool:
@@ -33,14 +31,6 @@ def _qkv_bias(model: ModelConfig) -> bool:
 
 def _qk_norm(model: ModelConfig) -> bool:
     return model.qk_norm
-
-
-def _optional(biases: tuple[Rule, ...], norms: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Only GLM-4.5 has norms over query and key heads, GLM-4.5-Air has not."""
-    return (
-        *(replace(rule, only=_qkv_bias) for rule in biases),
-        *(replace(rule, only=_qk_norm) for rule in norms),
-    )
 
 
 # The class computes head_dim where it is missing, and vLLM does not: checkpoints write it.
@@ -55,6 +45,7 @@ DEFAULTS = Defaults(
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
 )
+EXPERTS = MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=1408)
 PARTIAL_ROTARY_FACTOR = 0.5  # the class's default
 
 
@@ -63,48 +54,25 @@ def read(fields: Fields) -> ModelConfig:
     model = read_decoder(fields, DEFAULTS, partial_rotary_factor=PARTIAL_ROTARY_FACTOR)
     if fields.values.get("head_dim") is None:
         fields.refuse("head_dim", "is missing, and vLLM 0.32 does not compute it", "Write the width of a head")
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     model.qkv_bias = fields.take("attention_bias", bool, False)
     model.qk_norm = fields.take("use_qk_norm", bool, False)
-    width = fields.take("moe_intermediate_size", int, 1408)
-    model.moe = MoeConfig(
-        num_experts=fields.take("n_routed_experts", int, 128),
-        top_k=fields.take("num_experts_per_tok", int, 8),
-        ffn_hidden_size=width,
-        norm_topk_prob=fields.take("norm_topk_prob", bool, True),
-        dense_layers=list(range(min(fields.take("first_k_dense_replace", int, 1), model.num_layers))),
-        shared_ffn_hidden_size=width * fields.take("n_shared_experts", int, 1),
-        score=RouterScore.sigmoid,
-        expert_bias=True,
-        num_groups=fields.take("n_group", int, 1),
-        top_k_groups=fields.take("topk_group", int, 1),
-        routed_scaling_factor=fields.take("routed_scaling_factor", float, 1.0),
-    )
-    if model.moe.shared_ffn_hidden_size < 1:
-        fields.refuse("n_shared_experts", "this family has shared experts", "Write 1 or more")
+    dense = min(fields.take("first_k_dense_replace", int, 1), model.num_layers)
+    model.moe = deepseek_v3.read_biased_experts(fields, "n_routed_experts", EXPERTS, list(range(dense)))
     fields.ignore(*PREDICTION_LAYERS)
     return model
 
 
-WEIGHTS = (
-    *ENDS,
-    *NORMS,
-    *GROUPED_ATTENTION,
-    *_optional(QKV_BIAS, QK_NORM),
-    *DENSE_MLP,
-    *experts(HF_MLP),
-    ROUTER_BIAS,
-    *SHARED_EXPERTS,
-)
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *_optional(rollout.QKV_BIAS, rollout.QK_NORM),
-    *rollout.DENSE_MLP,
-    *rollout.experts(HF_MLP, router_dtype="float32"),
-    rollout.ROUTER_BIAS,
-    *rollout.gated_mlp(HF_MLP + "shared_experts.", "shared_ffn", Layers.experts, Axis.tensor),
+TABLES = (
+    ENDS
+    + NORMS
+    + GROUPED_ATTENTION
+    + QKV_BIAS.replaced(only=_qkv_bias)
+    + QK_NORM.replaced(only=_qk_norm)  # which GLM-4.5 has, and GLM-4.5-Air has not
+    + DENSE_MLP
+    + experts(HF_MLP, router_dtype="float32")
+    + ROUTER_BIAS
+    + shared_experts(Axis.tensor)
 )
 
 FAMILY = Family(
@@ -112,7 +80,7 @@ FAMILY = Family(
     architectures=("Glm4MoeForCausalLM",),
     model_type="glm4_moe",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
     extra_layers=True,
 )

@@ -26,7 +26,8 @@ DEFAULTS = Defaults(
 )
 LATENTS = MlaConfig(q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
 EXPERTS = MoeConfig(num_experts=64, top_k=4, ffn_hidden_size=1536, routed_scaling_factor=1.8)
-DENSE, SPARSE = "dense", "sparse"
+DENSE = "dense"
+SPARSE = "sparse"
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -67,8 +68,8 @@ FAMILY = Family(
     architectures=("Glm4MoeLiteForCausalLM",),
     model_type="glm4_moe_lite",
     read=read,
-    weights=deepseek_v3.WEIGHTS,
-    rollout=_with_glm_experts(deepseek_v3.ROLLOUT),
+    weights=deepseek_v3.TABLES.weights,
+    rollout=_with_glm_experts(deepseek_v3.TABLES.rollout),
     rollout_without_latent=_with_glm_experts(deepseek_v3.ROLLOUT_WITHOUT_LATENT),
     extra_layers=True,
 )

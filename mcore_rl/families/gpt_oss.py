@@ -9,26 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rl.config.model import Activation, ModelConfig, MoeConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import (
     ATTENTION,
-    EMBEDDING_TENSOR,
     ENDS,
     GROUPED_ATTENTION,
     HF_ATTENTION,
-    HF_LAYER,
     HF_MLP,
     LAYER,
     NORMS,
     QKV_BIAS,
     experts,
-    grouped_qkv_tensors,
+    of_vllm,
 )
-from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
+from mcore_rl.families.decoder import Defaults, demand_untied, read_layer_types, read_sizes, set_window
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import YARN_KINDS, read_rope, read_yarn
-from mcore_rl.families.rules import Axis, Layers, Rule, first_shard, hf, replicated_qkv, split
+from mcore_rl.families.rules import Axis, Layers, Rule, first_shard, hf, split
 from mcore_rl.families.stacks import Stack
 
 DEFAULTS = Defaults(
@@ -43,7 +40,8 @@ DEFAULTS = Defaults(
     rms_norm_eps=1e-5,
     rope_theta=150000.0,
 )
-ALPHA, LIMIT = 1.702, 7.0  # of the gate, which vLLM's kernels have written in (activation swigluoai)
+ALPHA = 1.702  # of the gate, which vLLM's kernels have written in (activation swigluoai)
+LIMIT = 7.0
 DEFAULT_ROPE = {
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -66,7 +64,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.demand("swiglu_limit", LIMIT, because="clamps elsewhere, which vLLM 0.32 does not read")
     fields.demand("attention_bias", True, because="leaves out biases, and vLLM 0.32 has them")
     fields.demand("rms_norm_eps", 1e-5, because="is not 1e-5, which vLLM 0.32 has written in")
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     alternating = list(range(0, model.num_layers, 2))
     layers = read_layer_types(fields, model, alternating)
     if layers != alternating:
@@ -74,7 +72,9 @@ def read(fields: Fields) -> ModelConfig:
         fields.refuse("layer_types", problem, "Choose a checkpoint with these")
     set_window(model, fields.take("sliding_window", int, 128), alternating)
     model.attention_sinks = model.qkv_bias = model.linear_bias = True
-    model.activation, model.activation_clamp, model.glu_linear_offset = Activation.quick_gelu, LIMIT, 1.0
+    model.activation = Activation.quick_gelu
+    model.activation_clamp = LIMIT
+    model.glu_linear_offset = 1.0
     for name in ("num_experts", "experts_per_token"):  # the names of OpenAI's own code, beside those below
         fields.ignore(name)
     model.moe = MoeConfig(
@@ -97,21 +97,26 @@ STACKS = (
     Stack(HF_MLP + "experts.down_proj_bias", (DOWN_BIAS,)),
 )
 
-SINKS = hf(HF_ATTENTION + "sinks", "query_heads")
-OUTPUT_BIAS = hf(HF_ATTENTION + "o_proj.bias", "hidden")
-ROUTER, ROUTER_BIAS = hf(HF_MLP + "router.weight", "experts", "hidden"), hf(HF_MLP + "router.bias", "experts")
-
 _LOCAL = LAYER + "mlp.experts.local_experts.{e}."
 _STORED = LAYER + "mlp.experts.experts."
+_OUTPUT_BIAS = Rule(ATTENTION + "linear_proj.bias", (hf(HF_ATTENTION + "o_proj.bias", "hidden"),))
+_SINKS = Rule(
+    ATTENTION + "core_attention.softmax_offset",
+    (hf(HF_ATTENTION + "sinks", "query_heads"),),
+    split,
+    axis=Axis.tensor,
+)
+_ROUTER_BIAS = Rule(LAYER + "mlp.router.bias", (hf(HF_MLP + "router.bias", "experts"),), layers=Layers.experts)
+_EXPERTS = experts(HF_MLP, router="router.weight")
 WEIGHTS = (
-    *ENDS,
-    *NORMS,
-    *GROUPED_ATTENTION,
-    *QKV_BIAS,
-    Rule(ATTENTION + "linear_proj.bias", (OUTPUT_BIAS,)),
-    Rule(ATTENTION + "core_attention.softmax_offset", (SINKS,), split, axis=Axis.tensor),
-    *experts(HF_MLP, router="router.weight"),
-    Rule(LAYER + "mlp.router.bias", (ROUTER_BIAS,), layers=Layers.experts),
+    *ENDS.weights,
+    *NORMS.weights,
+    *GROUPED_ATTENTION.weights,
+    *QKV_BIAS.weights,
+    _OUTPUT_BIAS,
+    _SINKS,
+    *_EXPERTS.weights,
+    _ROUTER_BIAS,
     Rule(
         _LOCAL + "linear_fc1.bias",
         (GATE_BIAS, UP_BIAS),
@@ -122,29 +127,19 @@ WEIGHTS = (
     ),
     Rule(_LOCAL + "linear_fc2.bias", (DOWN_BIAS,), layers=Layers.experts, checkpoint=_STORED + "linear_fc2.bias"),
 )
-
-_ATTN = HF_LAYER + "attn."  # vLLM's name of it
-_W13 = Rule(
-    HF_MLP + "experts.routed_experts.w13_weight",
-    (GATE,),
-    split,
-    axis=Axis.expert_tensor,
-    layers=Layers.experts,
-    stacked=True,
-    turn=(0, 2),
-)
-_W2 = replace(_W13, name=HF_MLP + "experts.routed_experts.w2_weight", hf=(DOWN,), dim=1, turn=(0, 1))
+_ROUTER, _W13_BOTH, _W2 = _EXPERTS.rollout
+_W13 = replace(_W13_BOTH, hf=(GATE,), turn=(0, 2))
 _W13_BIAS = replace(_W13, name=HF_MLP + "experts.routed_experts.w13_bias", hf=(GATE_BIAS,))
+_EMBEDDING, *_OTHER_ENDS = ENDS.rollout
+_QKV, _PROJECTION = GROUPED_ATTENTION.rollout
+_ATTENTION = (_QKV, *QKV_BIAS.rollout, _PROJECTION, of_vllm(_OUTPUT_BIAS), of_vllm(_SINKS))
 ROLLOUT = (
-    replace(rollout.ENDS[0], name="model.embedding.weight", hf=(EMBEDDING_TENSOR,)),
-    *rollout.ENDS[1:],
-    *rollout.NORMS,
-    Rule(_ATTN + "qkv_proj.weight", grouped_qkv_tensors("weight", "hidden"), replicated_qkv, axis=Axis.tensor),
-    Rule(_ATTN + "qkv_proj.bias", grouped_qkv_tensors("bias"), replicated_qkv, axis=Axis.tensor),
-    replace(rollout.OUTPUT_PROJECTION, name=_ATTN + "o_proj.weight"),
-    Rule(_ATTN + "o_proj.bias", (OUTPUT_BIAS,)),
-    Rule(_ATTN + "sinks", (SINKS,), split, axis=Axis.tensor),
-    *(Rule(tensor.name, (tensor,), layers=Layers.experts) for tensor in (ROUTER, ROUTER_BIAS)),
+    replace(_EMBEDDING, name="model.embedding.weight"),
+    *_OTHER_ENDS,
+    *NORMS.rollout,
+    *(replace(rule, name=rule.name.replace(".self_attn.", ".attn.")) for rule in _ATTENTION),
+    _ROUTER,
+    of_vllm(_ROUTER_BIAS),
     _W13,
     replace(_W13, hf=(UP,), turn=(1, 2)),
     _W2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, NORMS
 from mcore_rl.families.decoder import Defaults, read_decoder
 from mcore_rl.families.family import Family
@@ -24,14 +23,13 @@ def read(fields: Fields) -> ModelConfig:
     return read_decoder(fields, DEFAULTS)
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *DENSE_MLP)
-ROLLOUT = (*rollout.ENDS, *rollout.NORMS, *rollout.GROUPED_ATTENTION, *rollout.DENSE_MLP)
+TABLES = ENDS + NORMS + GROUPED_ATTENTION + DENSE_MLP
 
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     model_type="llama",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -5,15 +5,11 @@ The layers of multi-token prediction behind the last layer are left out: they ar
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mcore_rl.config.model import ModelConfig, MoeConfig, RouterScore
-from mcore_rl.families import rollout_blocks as rollout
-from mcore_rl.families.blocks import ENDS, GROUPED_ATTENTION, HF_LAYER, JOINT_QK_NORM, NORMS, ROUTER_BIAS, experts
-from mcore_rl.families.decoder import Defaults, read_decoder
+from mcore_rl.families.blocks import ENDS, GROUPED_ATTENTION, HF_LAYER, JOINT_QK_NORM, NORMS, experts, router_bias
+from mcore_rl.families.decoder import Defaults, demand_untied, read_decoder
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rules import Axis, hf, split
 
 DEFAULTS = Defaults(
     vocab_size=200064,
@@ -41,7 +37,7 @@ def read(fields: Fields) -> ModelConfig:
         fields.refuse("partial_rotary_factor", f"stands beside rotary_dim={rotated}", "Keep one of the two")
     fields.demand("scoring_func", "sigmoid", because="scores experts by another function in vLLM alone")
     fields.demand("use_routing_bias", True, because="leaves out the bias of experts in vLLM alone")
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    demand_untied(fields)
     fields.demand("router_jitter_noise", 0, because="makes training multiply the router's input by noise")
     if set(fields.listed("attn_type_list", int) or [FULL]) != {FULL}:
         fields.refuse("attn_type_list", "gives layers linear attention", f"Choose a checkpoint with {FULL} alone")
@@ -58,23 +54,13 @@ def read(fields: Fields) -> ModelConfig:
 
 
 _EXPERTS = HF_LAYER + "block_sparse_moe."
-_BIAS = hf(_EXPERTS + "e_score_correction_bias", "experts")
-WEIGHTS = (
-    *ENDS,
-    *NORMS,
-    *GROUPED_ATTENTION,
-    *JOINT_QK_NORM,
-    *experts(_EXPERTS, gate="w1", up="w3", down="w2"),
-    replace(ROUTER_BIAS, hf=(_BIAS,)),
-)
-# vLLM cuts the norms over all heads with the heads (MiniMaxText01RMSNormTP).
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *(replace(rule, layout=split, axis=Axis.tensor) for rule in rollout.JOINT_QK_NORM),
-    *rollout.experts(_EXPERTS, gate="w1", up="w3", down="w2", router_dtype="float32"),
-    replace(rollout.ROUTER_BIAS, name=_BIAS.name, hf=(_BIAS,)),
+TABLES = (
+    ENDS
+    + NORMS
+    + GROUPED_ATTENTION
+    + JOINT_QK_NORM  # which vLLM cuts with the heads, too (MiniMaxText01RMSNormTP)
+    + experts(_EXPERTS, gate="w1", up="w3", down="w2", router_dtype="float32")
+    + router_bias(_EXPERTS + "e_score_correction_bias")
 )
 
 FAMILY = Family(
@@ -82,7 +68,7 @@ FAMILY = Family(
     architectures=("MiniMaxM2ForCausalLM",),
     model_type="minimax_m2",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
     extra_layers=True,
 )

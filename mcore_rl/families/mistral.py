@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
-from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, NORMS
+from mcore_rl.families import llama
 from mcore_rl.families.decoder import Defaults, read_decoder, window_every_layer
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
@@ -27,14 +26,11 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *DENSE_MLP)
-ROLLOUT = (*rollout.ENDS, *rollout.NORMS, *rollout.GROUPED_ATTENTION, *rollout.DENSE_MLP)
-
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
     model_type="mistral",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=llama.TABLES.weights,
+    rollout=llama.TABLES.rollout,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig, MoeConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import ENDS, GROUPED_ATTENTION, HF_LAYER, NORMS, experts
 from mcore_rl.families.decoder import Defaults, read_decoder, window_every_layer
 from mcore_rl.families.family import Family
@@ -35,24 +34,13 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-WEIGHTS = (
-    *ENDS,
-    *NORMS,
-    *GROUPED_ATTENTION,
-    *experts(HF_LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
-)
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *rollout.experts(HF_LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
-)
+TABLES = ENDS + NORMS + GROUPED_ATTENTION + experts(HF_LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     model_type="mixtral",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig, MoeConfig
-from mcore_rl.families import rollout_blocks as rollout
-from mcore_rl.families.blocks import ENDS, GROUPED_ATTENTION, HF_MLP, JOINT_QK_NORM, NORMS, experts
-from mcore_rl.families.decoder import Defaults, read_decoder
+from mcore_rl.families.blocks import ENDS, GROUPED_ATTENTION, HF_MLP, JOINT_QK_NORM, NORMS, Tables, experts, same
+from mcore_rl.families.decoder import Defaults, demand_plain_heads, read_decoder
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 
@@ -23,8 +22,7 @@ DEFAULTS = Defaults(
 def read(fields: Fields) -> ModelConfig:
     """Reads ``OlmoeConfig``; refuses what vLLM's models/olmoe.py (0.32) does not read."""
     model = read_decoder(fields, DEFAULTS)
-    width = model.hidden_size // max(model.num_attention_heads, 1)
-    fields.demand("head_dim", width, None, because=f"is not {width}, as vLLM 0.32 takes it to be")
+    demand_plain_heads(fields, model)
     fields.demand("rms_norm_eps", 1e-5, because="is not 1e-5, which vLLM 0.32 has written in")
     fields.demand("norm_topk_prob", False, because="renormalises the experts' weights, which vLLM 0.32 never does here")
     fields.demand("clip_qkv", None, because="clips queries, keys and values, which vLLM 0.32 does not read")
@@ -39,20 +37,15 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *JOINT_QK_NORM, *experts(HF_MLP))
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *rollout.JOINT_QK_NORM,
-    *rollout.experts(HF_MLP),
-)
+# vLLM keeps the norms over all heads on every rank.
+_WHOLE_NORMS = Tables(JOINT_QK_NORM.weights, tuple(same(rule.hf[0]) for rule in JOINT_QK_NORM.weights))
+TABLES = ENDS + NORMS + GROUPED_ATTENTION + _WHOLE_NORMS + experts(HF_MLP)
 
 FAMILY = Family(
     name="olmoe",
     architectures=("OlmoeForCausalLM",),
     model_type="olmoe",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -8,9 +8,9 @@ beyond it another, by the sequence in transformers and by ``max_model_len`` in v
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import (
     ATTENTION,
     ENDS,
@@ -19,12 +19,15 @@ from mcore_rl.families.blocks import (
     LAYER,
     NORMS,
     OUTPUT_PROJECTION,
+    Tables,
+    alike,
+    of_vllm,
 )
 from mcore_rl.families.decoder import Defaults, read_decoder, window_every_layer
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import Reader, read_default
-from mcore_rl.families.rules import Axis, Rule, Sections, ShardLayout, grouped_qkv, hf, replicated_qkv, split
+from mcore_rl.families.rules import Axis, Rule, Sections, grouped_qkv, hf, replicated_qkv, split
 
 DEFAULTS = Defaults(
     vocab_size=32064,
@@ -97,39 +100,34 @@ def _numbers(inner: Fields, name: str) -> list[float]:
     return [float(value) for value in values] if sound else []
 
 
-def _attention(name: str, layout: ShardLayout) -> Rule:
-    fused = hf(HF_ATTENTION + "qkv_proj.weight", "query_key_value", "hidden")
-    return Rule(name, (fused,), Sections(layout, ("query", "key", "key")), axis=Axis.tensor)
-
-
-def _mlp(gate_and_up: str, down: str) -> tuple[Rule, ...]:
-    fused = hf(HF_MLP + "gate_up_proj.weight", "gate_and_up", "hidden")
-    return (
-        Rule(gate_and_up, (fused,), Sections(split, ("ffn", "ffn")), axis=Axis.tensor),
-        Rule(down, (hf(HF_MLP + "down_proj.weight", "hidden", "ffn"),), split, dim=1, axis=Axis.tensor),
-    )
-
-
-WEIGHTS = (
-    *ENDS,
-    *NORMS,
-    _attention(ATTENTION + "linear_qkv.weight", grouped_qkv),
-    OUTPUT_PROJECTION,
-    *_mlp(LAYER + "mlp.linear_fc1.weight", LAYER + "mlp.linear_fc2.weight"),
+_PARTS = ("query", "key", "key")
+_QKV = Rule(
+    ATTENTION + "linear_qkv.weight",
+    (hf(HF_ATTENTION + "qkv_proj.weight", "query_key_value", "hidden"),),
+    Sections(grouped_qkv, _PARTS),
+    axis=Axis.tensor,
 )
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    _attention(HF_ATTENTION + "qkv_proj.weight", replicated_qkv),
-    rollout.OUTPUT_PROJECTION,
-    *_mlp(HF_MLP + "gate_up_proj.weight", HF_MLP + "down_proj.weight"),
+_FC1 = Rule(
+    LAYER + "mlp.linear_fc1.weight",
+    (hf(HF_MLP + "gate_up_proj.weight", "gate_and_up", "hidden"),),
+    Sections(split, ("ffn", "ffn")),
+    axis=Axis.tensor,
 )
+_FC2 = Rule(
+    LAYER + "mlp.linear_fc2.weight",
+    (hf(HF_MLP + "down_proj.weight", "hidden", "ffn"),),
+    split,
+    dim=1,
+    axis=Axis.tensor,
+)
+_FUSED_QKV = Tables((_QKV,), (replace(of_vllm(_QKV), layout=Sections(replicated_qkv, _PARTS)),))
+TABLES = ENDS + NORMS + _FUSED_QKV + OUTPUT_PROJECTION + alike(_FC1, _FC2)
 
 FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, NORMS, QKV_BIAS
-from mcore_rl.families.decoder import Defaults, read_decoder, window_some_layers
+from mcore_rl.families.decoder import Defaults, demand_plain_heads, read_decoder, window_last_layers
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 
@@ -23,28 +22,19 @@ DEFAULTS = Defaults(
 def read(fields: Fields) -> ModelConfig:
     """Reads ``Qwen2Config``: windows, if on, are in the layers from ``max_window_layers``."""
     model = read_decoder(fields, DEFAULTS)
-    width = model.hidden_size // max(model.num_attention_heads, 1)
-    fields.demand("head_dim", width, None, because=f"is not {width}, as vLLM 0.32 takes it to be")
-    full = fields.take("max_window_layers", int, 28)
-    window_some_layers(fields, model, [layer for layer in range(model.num_layers) if layer >= full])
+    demand_plain_heads(fields, model)
+    window_last_layers(fields, model)
     model.qkv_bias = True
     return model
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *QKV_BIAS, *DENSE_MLP)
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *rollout.QKV_BIAS,
-    *rollout.DENSE_MLP,
-)
+TABLES = ENDS + NORMS + GROUPED_ATTENTION + QKV_BIAS + DENSE_MLP
 
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     model_type="qwen2",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

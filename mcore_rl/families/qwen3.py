@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, NORMS, QK_NORM
-from mcore_rl.families.decoder import Defaults, read_decoder, window_some_layers
+from mcore_rl.families.decoder import Defaults, read_decoder, window_last_layers
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 
@@ -24,26 +23,18 @@ DEFAULTS = Defaults(
 def read(fields: Fields) -> ModelConfig:
     """Reads ``Qwen3Config``: windows, if on, are in the layers from ``max_window_layers``."""
     model = read_decoder(fields, DEFAULTS)
-    full = fields.take("max_window_layers", int, 28)
-    window_some_layers(fields, model, [layer for layer in range(model.num_layers) if layer >= full])
+    window_last_layers(fields, model)
     model.qk_norm = True
     return model
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *QK_NORM, *DENSE_MLP)
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *rollout.QK_NORM,
-    *rollout.DENSE_MLP,
-)
+TABLES = ENDS + NORMS + GROUPED_ATTENTION + QK_NORM + DENSE_MLP
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -7,7 +7,6 @@ is left out: it is not part of the policy.
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import ATTENTION, DENSE_MLP
 from mcore_rl.families.decoder import Defaults
 from mcore_rl.families.family import Family
@@ -15,8 +14,7 @@ from mcore_rl.families.fields import Fields
 from mcore_rl.families.qwen3_next import (
     HF_LINEAR,
     STORED,
-    hybrid_rollout,
-    hybrid_weights,
+    hybrid,
     prediction_layer,
     read_hybrid,
 )
@@ -50,28 +48,26 @@ def read_text(fields: Fields, defaults: Defaults) -> ModelConfig:
     return model
 
 
-QKV = hf(HF_LINEAR + "in_proj_qkv.weight", "delta_qkv", "hidden")
-Z = hf(HF_LINEAR + "in_proj_z.weight", "delta_value", "hidden")
-B = hf(HF_LINEAR + "in_proj_b.weight", "delta_heads", "hidden")
-A = hf(HF_LINEAR + "in_proj_a.weight", "delta_heads", "hidden")
+_QKV = hf(HF_LINEAR + "in_proj_qkv.weight", "delta_qkv", "hidden")
+_Z = hf(HF_LINEAR + "in_proj_z.weight", "delta_value", "hidden")
+_B = hf(HF_LINEAR + "in_proj_b.weight", "delta_heads", "hidden")
+_A = hf(HF_LINEAR + "in_proj_a.weight", "delta_heads", "hidden")
 _SIZES = tuple(size for _, size in STORED)
+_PARTS = Sections(split, _SIZES)
 # All heads of each part are in a row, in the checkpoint as in Megatron and vLLM.
-HYBRID = hybrid_weights(
-    Rule(ATTENTION + "in_proj.weight", (QKV, Z, B, A), Sections(split, _SIZES), axis=Axis.tensor, stored_parts=STORED)
+HYBRID = hybrid(
+    Rule(ATTENTION + "in_proj.weight", (_QKV, _Z, _B, _A), _PARTS, axis=Axis.tensor, stored_parts=STORED),
+    Rule(HF_LINEAR + "in_proj_qkvz.weight", (_QKV, _Z), Sections(split, _SIZES[:4]), axis=Axis.tensor),
+    Rule(HF_LINEAR + "in_proj_ba.weight", (_B, _A), split, axis=Axis.tensor),
 )
-HYBRID_ROLLOUT = hybrid_rollout(
-    Rule(HF_LINEAR + "in_proj_qkvz.weight", (QKV, Z), Sections(split, _SIZES[:4]), axis=Axis.tensor),
-    Rule(HF_LINEAR + "in_proj_ba.weight", (B, A), split, axis=Axis.tensor),
-)
-WEIGHTS = (*HYBRID, *DENSE_MLP)
-ROLLOUT = (*HYBRID_ROLLOUT, *rollout.DENSE_MLP)
+TABLES = HYBRID + DENSE_MLP
 
 FAMILY = Family(
     name="qwen3_5_text",
     architectures=("Qwen3_5ForCausalLM",),
     model_type="qwen3_5_text",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
-    ignored=prediction_layer(WEIGHTS, Layers.dense),
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
+    ignored=prediction_layer(TABLES.weights, Layers.dense),
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.config.model import ModelConfig, MoeConfig
-from mcore_rl.families import rollout_blocks as rollout
-from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, HF_MLP, NORMS, QK_NORM, experts
+from mcore_rl.families import qwen3
+from mcore_rl.families.blocks import HF_MLP, experts
 from mcore_rl.families.decoder import Defaults, read_decoder, read_dense_layers
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
@@ -37,21 +37,13 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *QK_NORM, *DENSE_MLP, *experts(HF_MLP))
-ROLLOUT = (
-    *rollout.ENDS,
-    *rollout.NORMS,
-    *rollout.GROUPED_ATTENTION,
-    *rollout.QK_NORM,
-    *rollout.DENSE_MLP,
-    *rollout.experts(HF_MLP),
-)
+TABLES = qwen3.TABLES + experts(HF_MLP)
 
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     model_type="qwen3_moe",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
 )

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from mcore_rl.config.model import LinearAttentionConfig, ModelConfig, MoeConfig
 from mcore_rl.families import qwen2_moe
-from mcore_rl.families import rollout_blocks as rollout
 from mcore_rl.families.blocks import (
     ATTENTION,
     DENSE_MLP,
@@ -19,18 +18,21 @@ from mcore_rl.families.blocks import (
     HF_LAYER,
     HF_MLP,
     INPUT_NORM,
+    NORMS,
     OUTPUT_PROJECTION,
     PRE_MLP_NORM,
     QK_NORM,
+    Tables,
+    alike,
     experts,
+    of_vllm,
 )
-from mcore_rl.families.decoder import LINEAR, Defaults, read_decoder, read_dense_layers, read_layer_types
+from mcore_rl.families.decoder import LINEAR, Defaults, demand_untied, read_decoder, read_dense_layers, read_layer_types
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import Reader
 from mcore_rl.families.rules import (
     Axis,
-    HfTensor,
     Layers,
     Rule,
     Sections,
@@ -53,14 +55,16 @@ DEFAULTS = Defaults(
     head_dim=256,
     max_position_embeddings=32768,
 )
-PARTIAL_ROTARY_FACTOR, INTERVAL = 0.25, 4  # the class's defaults
+EXPERTS = MoeConfig(num_experts=512, top_k=10, ffn_hidden_size=512, shared_ffn_hidden_size=512)
+PARTIAL_ROTARY_FACTOR = 0.25  # the class's default
+INTERVAL = 4  # likewise
 
 
 def read(fields: Fields) -> ModelConfig:
     """Reads the fields of ``Qwen3NextConfig``."""
     model = read_hybrid(fields, DEFAULTS)
-    fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
-    model.moe = read_experts(fields, num_experts=512, top_k=10)
+    demand_untied(fields)
+    model.moe = qwen2_moe.read_experts(fields, EXPERTS)
     model.moe.norm_topk_prob = fields.take("norm_topk_prob", bool, True)
     model.moe.dense_layers = read_dense_layers(fields, model.num_layers)
     return model
@@ -95,25 +99,7 @@ def read_hybrid(fields: Fields, defaults: Defaults, kinds: Mapping[str, Reader] 
     return model
 
 
-def read_experts(fields: Fields, num_experts: int, top_k: int) -> MoeConfig:
-    """Experts beside a gated one that all tokens share.  num_experts, top_k: the class's defaults."""
-    shared = fields.take("shared_expert_intermediate_size", int, 512)
-    if shared < 1:
-        fields.refuse("shared_expert_intermediate_size", "this family has a shared expert", "Write 1 or more")
-    return MoeConfig(
-        num_experts=fields.take("num_experts", int, num_experts),
-        top_k=fields.take("num_experts_per_tok", int, top_k),
-        ffn_hidden_size=fields.take("moe_intermediate_size", int, 512),
-        shared_ffn_hidden_size=shared,
-        shared_gate=shared > 0,
-    )
-
-
-def _only_in(layers: Layers, *rules: Rule) -> tuple[Rule, ...]:
-    return tuple(replace(rule, layers=layers) for rule in rules)
-
-
-QUERY_KEY_VALUE = (
+_QUERY_KEY_VALUE = (
     hf(HF_ATTENTION + "q_proj.weight", "query_and_gate", "hidden"),
     hf(HF_ATTENTION + "k_proj.weight", "key", "hidden"),
     hf(HF_ATTENTION + "v_proj.weight", "key", "hidden"),
@@ -127,98 +113,55 @@ STORED = (
     ("beta", "delta_heads"),
     ("alpha", "delta_heads"),
 )
-QKVZ = hf(HF_LINEAR + "in_proj_qkvz.weight", "delta_qkvz", "hidden")
-BA = hf(HF_LINEAR + "in_proj_ba.weight", "delta_ba", "hidden")
-CONVOLUTION = Sections(split, ("delta_key", "delta_key", "delta_value"))
-CONV1D = hf(HF_LINEAR + "conv1d.weight", "delta_qkv", "one", "delta_conv")
-DT_BIAS = hf(HF_LINEAR + "dt_bias", "delta_heads")
-A_LOG = hf(HF_LINEAR + "A_log", "delta_heads")
-NORM = hf(HF_LINEAR + "norm.weight", "delta_value_head")
-OUT = hf(HF_LINEAR + "out_proj.weight", "hidden", "delta_value")
+_QKV = Rule(ATTENTION + "linear_qkv.weight", _QUERY_KEY_VALUE, gated_grouped_qkv, axis=Axis.tensor)
+# vLLM keeps a gate as another head's query.
+_VLLM_QKV = replace(_QKV, name=HF_ATTENTION + "qkv_proj.weight", layout=replicated_qkv)
+_INPUT_NORMS = (
+    replace(INPUT_NORM, layers=Layers.attention),
+    replace(INPUT_NORM, layers=Layers.linear, checkpoint=ATTENTION + "in_proj.layer_norm_weight"),
+)
+_CONVOLUTION = Rule(
+    ATTENTION + "conv1d.weight",
+    (hf(HF_LINEAR + "conv1d.weight", "delta_qkv", "one", "delta_conv"),),
+    Sections(split, ("delta_key", "delta_key", "delta_value")),
+    axis=Axis.tensor,
+    stored_parts=STORED[:3],
+)
+_A_LOG = Rule(ATTENTION + "A_log", (hf(HF_LINEAR + "A_log", "delta_heads"),), split, axis=Axis.tensor)
 
 
-def _linear(projections: tuple[Rule, ...], prefix: str, norm: str, a_log_dtype: str | None = None) -> tuple[Rule, ...]:
-    """The rows of linear attention, of which Megatron and vLLM name and keep a few otherwise."""
-
-    def cut(name: str, tensor: HfTensor, dim: int = 0) -> Rule:
-        return Rule(prefix + name, (tensor,), split, dim=dim, axis=Axis.tensor)
-
-    return _only_in(
-        Layers.linear,
-        *projections,
-        cut("dt_bias", DT_BIAS),
-        replace(cut("A_log", A_LOG), dtype=a_log_dtype),
-        Rule(prefix + norm, (NORM,)),
-        cut("out_proj.weight", OUT, dim=1),
-    )
-
-
-def hybrid_weights(in_proj: Rule) -> tuple[Rule, ...]:
-    """Megatron's tensors outside the MLPs.  in_proj: the projections of linear attention."""
-    return (
-        *ENDS,
-        *_only_in(Layers.attention, INPUT_NORM),
-        *_only_in(Layers.linear, replace(INPUT_NORM, checkpoint=ATTENTION + "in_proj.layer_norm_weight")),
-        *PRE_MLP_NORM,
-        *_only_in(
-            Layers.attention,
-            Rule(ATTENTION + "linear_qkv.weight", QUERY_KEY_VALUE, gated_grouped_qkv, axis=Axis.tensor),
-            OUTPUT_PROJECTION,
-            *QK_NORM,
-        ),
-        *_linear(
-            (
-                in_proj,
-                Rule(ATTENTION + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor, stored_parts=STORED[:3]),
+def hybrid(in_proj: Rule, *projections: Rule) -> Tables:
+    """The tensors outside the MLPs.  in_proj, projections: Megatron's and vLLM's projections of linear attention."""
+    attention = Tables((_QKV,), (_VLLM_QKV,)) + OUTPUT_PROJECTION + QK_NORM
+    linear = (
+        Tables((in_proj,), projections)
+        + alike(
+            _CONVOLUTION,
+            Rule(ATTENTION + "dt_bias", (hf(HF_LINEAR + "dt_bias", "delta_heads"),), split, axis=Axis.tensor),
+        )
+        + Tables((_A_LOG,), (replace(of_vllm(_A_LOG), dtype="float32"),))
+        + alike(
+            Rule(ATTENTION + "out_norm.weight", (hf(HF_LINEAR + "norm.weight", "delta_value_head"),)),
+            Rule(
+                ATTENTION + "out_proj.weight",
+                (hf(HF_LINEAR + "out_proj.weight", "hidden", "delta_value"),),
+                split,
+                dim=1,
+                axis=Axis.tensor,
             ),
-            ATTENTION,
-            "out_norm.weight",
-        ),
+        )
     )
+    norms = Tables((*_INPUT_NORMS, *PRE_MLP_NORM), NORMS.rollout)
+    return ENDS + norms + attention.replaced(layers=Layers.attention) + linear.replaced(layers=Layers.linear)
 
 
-def hybrid_rollout(*projections: Rule) -> tuple[Rule, ...]:
-    """vLLM's tensors outside the MLPs; it keeps a gate as another head's query.
-
-    projections: those of linear attention.
-    """
-    return (
-        *rollout.ENDS,
-        *rollout.NORMS,
-        *_only_in(
-            Layers.attention,
-            Rule(HF_ATTENTION + "qkv_proj.weight", QUERY_KEY_VALUE, replicated_qkv, axis=Axis.tensor),
-            rollout.OUTPUT_PROJECTION,
-            *rollout.QK_NORM,
-        ),
-        *_linear(
-            (*projections, Rule(HF_LINEAR + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor)),
-            HF_LINEAR,
-            "norm.weight",
-            a_log_dtype="float32",
-        ),
-    )
-
-
-ROLLOUT_EXPERTS = (
-    *rollout.experts(HF_MLP),
-    *rollout.gated_mlp(HF_MLP + "shared_expert.", "shared_ffn", Layers.experts, Axis.shared_expert),
-    rollout.same(hf(HF_MLP + "shared_expert_gate.weight", "one", "hidden"), Layers.experts),
-)
-WEIGHTS = (
-    *hybrid_weights(
-        Rule(ATTENTION + "in_proj.weight", (QKVZ, BA), delta_projections, axis=Axis.tensor, stored_parts=STORED)
-    ),
-    *DENSE_MLP,
-    *experts(HF_MLP),
-    *qwen2_moe.SHARED,
-)
+EXPERTS_TABLES = experts(HF_MLP) + qwen2_moe.gated_shared_expert(Axis.shared_expert)
+_QKVZ = hf(HF_LINEAR + "in_proj_qkvz.weight", "delta_qkvz", "hidden")
+_BA = hf(HF_LINEAR + "in_proj_ba.weight", "delta_ba", "hidden")
+_IN_PROJ = Rule(ATTENTION + "in_proj.weight", (_QKVZ, _BA), delta_projections, axis=Axis.tensor, stored_parts=STORED)
 # vLLM keeps both projections as the checkpoint has them, key head by key head.
-ROLLOUT = (
-    *hybrid_rollout(*(Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (QKVZ, BA))),
-    *rollout.DENSE_MLP,
-    *ROLLOUT_EXPERTS,
-)
+_PROJECTIONS = (Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (_QKVZ, _BA))
+TABLES = hybrid(_IN_PROJ, *_PROJECTIONS) + DENSE_MLP + EXPERTS_TABLES
 
 
 def prediction_layer(weights: tuple[Rule, ...], mlp: Layers) -> tuple[str, ...]:
@@ -241,7 +184,7 @@ FAMILY = Family(
     architectures=("Qwen3NextForCausalLM",),
     model_type="qwen3_next",
     read=read,
-    weights=WEIGHTS,
-    rollout=ROLLOUT,
-    ignored=prediction_layer(WEIGHTS, Layers.experts),
+    weights=TABLES.weights,
+    rollout=TABLES.rollout,
+    ignored=prediction_layer(TABLES.weights, Layers.experts),
 )

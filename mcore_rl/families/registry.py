@@ -50,36 +50,38 @@ GROUP = "mcore_rl.families"
 UNQUANTISED = (
     "Choose the bfloat16 checkpoint that this one was made from, or dequantise it first with the tool that quantised it"
 )
-BUILT_IN: dict[str, Family] = {
-    "llama": llama.FAMILY,
-    "mistral": mistral.FAMILY,
-    "mixtral": mixtral.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "qwen2_moe": qwen2_moe.FAMILY,
-    "qwen3_moe": qwen3_moe.FAMILY,
-    "qwen3_next": qwen3_next.FAMILY,
-    "qwen3_5_text": qwen3_5.FAMILY,
-    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,
-    "gemma2": gemma2.FAMILY,
-    "gemma3_text": gemma3.FAMILY,
-    "olmoe": olmoe.FAMILY,
-    "phi3": phi3.FAMILY,
-    "deepseek_v3": deepseek_v3.FAMILY,
-    "deepseek_v2": deepseek_v2.FAMILY,
-    "glm4_moe": glm4_moe.FAMILY,
-    "glm4_moe_lite": glm4_moe_lite.FAMILY,
-    "minimax_m2": minimax_m2.FAMILY,
-    "gpt_oss": gpt_oss.FAMILY,
-    "seed_oss": seed_oss.FAMILY,
-    "smollm3": smollm3.FAMILY,
-    "ernie4_5": ernie4_5.FAMILY,
-}
+_MODULES = (
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_next,
+    qwen3_5,
+    qwen3_5_moe,
+    gemma2,
+    gemma3,
+    olmoe,
+    phi3,
+    deepseek_v3,
+    deepseek_v2,
+    glm4_moe,
+    glm4_moe_lite,
+    minimax_m2,
+    gpt_oss,
+    seed_oss,
+    smollm3,
+    ernie4_5,
+)
+BUILT_IN: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 
 def _added() -> tuple[dict[str, Family], list[Violation]]:
     """The families of other distributions, and what is wrong with their entry points."""
-    added, violations = dict[str, Family](), list[Violation]()
+    added = dict[str, Family]()
+    violations = list[Violation]()
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         try:
             added[point.name] = _loaded(point, BUILT_IN | added)
@@ -93,7 +95,8 @@ def _loaded(point: EntryPoint, taken: Mapping[str, Family]) -> Family:
     try:
         family = point.load()
     except Exception as error:  # whatever a foreign module may raise
-        problem, remedy = f"of {source} cannot be imported: {error!r}", f"Mend or uninstall {source}"
+        problem = f"of {source} cannot be imported: {error!r}"
+        remedy = f"Mend or uninstall {source}"
         raise ConfigError([Violation(f"entry point {point.name}", point.value, problem, remedy)]) from error
     problem = ""
     if not isinstance(family, Family):
@@ -177,7 +180,8 @@ def family_of(config: Mapping[str, Any], *, pictures: bool = False) -> Family:
     family = known.get(value.replace("ForSequenceClassification", "ForCausalLM")) if isinstance(value, str) else None
     if family is None:
         every = (*known, *(each.architecture for each in TEXT_PARTS))
-        problem, remedy = "is not supported", f"Choose a checkpoint of one of {', '.join(every)}"
+        problem = "is not supported"
+        remedy = f"Choose a checkpoint of one of {', '.join(every)}"
         if isinstance(value, str):
             remedy = f"{advice(value, config, tuple(known))}{remedy}"
         raise ConfigError([Violation("config.json: architectures", names, problem, remedy)])
@@ -231,7 +235,8 @@ def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read(config: Mapping[str, Any], *, pictures: bool = False) -> tuple[Family, ModelConfig, tuple[str, ...]]:
-    family, part = family_of(config, pictures=pictures), text_part_of(config)
+    family = family_of(config, pictures=pictures)
+    part = text_part_of(config)
     fields = Fields(text_config(config), readers=readers_of(family))
     for name, value in part.only.items() if part else ():
         fields.demand(name, value, because="is not read by transformers' multimodal class")

@@ -76,10 +76,12 @@ def read_parameters(
         inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
     kind = inner.take("type", str, "default")
     if "rope_type" in inner.values:
-        spelt, kind = kind, inner.take("rope_type", str, "default")
+        spelt = kind
+        kind = inner.take("rope_type", str, "default")
         if "type" in inner.values and not same(spelt, kind):
             inner.refuse("type", f"stands beside rope_type={kind}", "Keep one of the two")
-    rope, scale = RopeConfig(), 1.0
+    rope = RopeConfig()
+    scale = 1.0
     if kind in kinds:
         rope, scale = kinds[kind](inner, longest)
     else:
@@ -144,7 +146,8 @@ def read_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
         factor = longest / trained
     else:
         factor = _factor(inner)
-    mscale, mscale_all_dim = inner.optional("mscale", float), inner.optional("mscale_all_dim", float)
+    mscale = inner.optional("mscale", float)
+    mscale_all_dim = inner.optional("mscale_all_dim", float)
     given = [value for value in (mscale, mscale_all_dim) if value is not None]
     if len(given) == 1 or any(value <= 0 for value in given):
         inner.refuse("mscale", "is read together with mscale_all_dim", "Write both, positive, or neither")

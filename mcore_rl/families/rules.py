@@ -15,28 +15,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
+from typing import TypeVar
 
-from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, VisionConfig
+from mcore_rl.config.model import ModelConfig
 
-
-def _moe(model: ModelConfig) -> MoeConfig:
-    assert model.moe is not None, "a size of experts in a model without them"
-    return model.moe
+T = TypeVar("T")
 
 
-def _mla(model: ModelConfig) -> MlaConfig:
-    assert model.mla is not None, "a size of latent attention in a model without it"
-    return model.mla
+def _of(part: T | None) -> T:
+    """``part`` of a model, whose size is asked for."""
+    assert part is not None, "a size of a part that the model does not have"
+    return part
 
 
-def _linear(model: ModelConfig) -> LinearAttentionConfig:
-    assert model.linear_attention is not None, "a size of linear attention in a model without it"
-    return model.linear_attention
-
-
-def _vision(model: ModelConfig) -> VisionConfig:
-    assert model.vision is not None, "a size of a vision tower in a model without it"
-    return model.vision
+def num_experts(model: ModelConfig) -> int:
+    """Experts of a layer of ``model``, which has some."""
+    return _of(model.moe).num_experts
 
 
 # Name of a Hugging Face tensor's dimension in the tables -> its size.
@@ -52,30 +46,32 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "query_key_value": lambda model: (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim,
     "ffn": lambda model: model.ffn_hidden_size,
     "gate_and_up": lambda model: 2 * model.ffn_hidden_size,
-    "experts": lambda model: _moe(model).num_experts,
-    "expert_ffn": lambda model: _moe(model).ffn_hidden_size,
-    "shared_ffn": lambda model: _moe(model).shared_ffn_hidden_size,
-    "query_latent": lambda model: _mla(model).q_lora_rank or 0,
-    "latent": lambda model: _mla(model).kv_lora_rank,
-    "latent_and_rope": lambda model: _mla(model).kv_lora_rank + _mla(model).qk_rope_head_dim,
-    "key_and_value": lambda model: model.num_attention_heads * (_mla(model).qk_nope_head_dim + _mla(model).v_head_dim),
-    "value": lambda model: model.num_attention_heads * _mla(model).v_head_dim,
-    "delta_key": lambda model: _linear(model).key_dim,
-    "delta_value": lambda model: _linear(model).value_dim,
-    "delta_qkv": lambda model: 2 * _linear(model).key_dim + _linear(model).value_dim,
-    "delta_qkvz": lambda model: 2 * (_linear(model).key_dim + _linear(model).value_dim),
-    "delta_ba": lambda model: 2 * _linear(model).num_value_heads,
-    "delta_heads": lambda model: _linear(model).num_value_heads,
-    "delta_value_head": lambda model: _linear(model).value_head_dim,
-    "delta_conv": lambda model: _linear(model).conv_kernel_dim,
+    "experts": num_experts,
+    "expert_ffn": lambda model: _of(model.moe).ffn_hidden_size,
+    "shared_ffn": lambda model: _of(model.moe).shared_ffn_hidden_size,
+    "query_latent": lambda model: _of(model.mla).q_lora_rank or 0,
+    "latent": lambda model: _of(model.mla).kv_lora_rank,
+    "latent_and_rope": lambda model: _of(model.mla).kv_lora_rank + _of(model.mla).qk_rope_head_dim,
+    "key_and_value": lambda model: (
+        model.num_attention_heads * (_of(model.mla).qk_nope_head_dim + _of(model.mla).v_head_dim)
+    ),
+    "value": lambda model: model.num_attention_heads * _of(model.mla).v_head_dim,
+    "delta_key": lambda model: _of(model.linear_attention).key_dim,
+    "delta_value": lambda model: _of(model.linear_attention).value_dim,
+    "delta_qkv": lambda model: 2 * _of(model.linear_attention).key_dim + _of(model.linear_attention).value_dim,
+    "delta_qkvz": lambda model: 2 * (_of(model.linear_attention).key_dim + _of(model.linear_attention).value_dim),
+    "delta_ba": lambda model: 2 * _of(model.linear_attention).num_value_heads,
+    "delta_heads": lambda model: _of(model.linear_attention).num_value_heads,
+    "delta_value_head": lambda model: _of(model.linear_attention).value_head_dim,
+    "delta_conv": lambda model: _of(model.linear_attention).conv_kernel_dim,
     "colours": lambda model: 3,
-    "vision_frames": lambda model: _vision(model).temporal_patch_size,
-    "vision_patch": lambda model: _vision(model).patch_size,
-    "vision_hidden": lambda model: _vision(model).hidden_size,
-    "vision_qkv": lambda model: 3 * _vision(model).hidden_size,
-    "vision_ffn": lambda model: _vision(model).ffn_hidden_size,
-    "vision_merged": lambda model: _vision(model).hidden_size * _vision(model).merge_size ** 2,
-    "vision_positions": lambda model: _vision(model).num_positions,
+    "vision_frames": lambda model: _of(model.vision).temporal_patch_size,
+    "vision_patch": lambda model: _of(model.vision).patch_size,
+    "vision_hidden": lambda model: _of(model.vision).hidden_size,
+    "vision_qkv": lambda model: 3 * _of(model.vision).hidden_size,
+    "vision_ffn": lambda model: _of(model.vision).ffn_hidden_size,
+    "vision_merged": lambda model: _of(model.vision).hidden_size * _of(model.vision).merge_size ** 2,
+    "vision_positions": lambda model: _of(model.vision).num_positions,
 }
 
 
@@ -220,8 +216,10 @@ def gated_grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: 
     The first tensor has each query head with its gate behind it (``output_gate`` in
     ``get_query_key_value_tensors``, megatron/core/transformer/attention.py, 0.16.1).
     """
-    groups, head = model.num_query_groups, model.head_dim
-    heads, by_head = model.num_attention_heads // groups, []
+    groups = model.num_query_groups
+    head = model.head_dim
+    heads = model.num_attention_heads // groups
+    by_head = []
     for group in range(groups):
         starts = [2 * head * each for each in range(group * heads, (group + 1) * heads)]
         by_head += [Range(0, start + part * head, start + (part + 1) * head) for part in (0, 1) for start in starts]
@@ -238,9 +236,11 @@ def _evenly(ranges: Sequence[Range], num_shards: int, index: int) -> ShardRanges
 
 def _between(ranges: Sequence[Range], begin: int, end: int) -> ShardRanges:
     """Rows ``begin`` to ``end`` (exclusive) of ``ranges`` one after another."""
-    row, held = 0, []
+    row = 0
+    held = []
     for each in ranges:
-        first, last = max(begin, row), min(end, row + each.end - each.begin)
+        first = max(begin, row)
+        last = min(end, row + each.end - each.begin)
         start = each.begin - row
         held.append(Range(each.source, start + first, start + max(first, last)))
         row += each.end - each.begin
@@ -253,10 +253,13 @@ def delta_projections(model: ModelConfig, sizes: Sizes, num_shards: int, index: 
     The first tensor has, for each key head, its query, key, values and gates; the second, its betas and alphas
     (``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net.py, 0.16.1).
     """
-    linear = _linear(model)
-    sharing, heads = linear.num_value_heads // linear.num_key_heads, linear.num_key_heads
-    key, values = linear.key_head_dim, sharing * linear.value_head_dim
-    mine, ranges = range(heads * index // num_shards, heads * (index + 1) // num_shards), []
+    linear = _of(model.linear_attention)
+    sharing = linear.num_value_heads // linear.num_key_heads
+    heads = linear.num_key_heads
+    key = linear.key_head_dim
+    values = sharing * linear.value_head_dim
+    mine = range(heads * index // num_shards, heads * (index + 1) // num_shards)
+    ranges = []
     for source, widths in ((0, (key, key, values, values)), (1, (sharing, sharing))):
         for part, width in enumerate(widths):
             begins = [head * sum(widths) + sum(widths[:part]) for head in mine]

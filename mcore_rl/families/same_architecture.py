@@ -1,4 +1,4 @@
-"""Whether checkpoints are of one architecture, so that the weights of one can take the place of another's."""
+"""Refuses checkpoints of another architecture, whose weights cannot take each other's place."""
 
 from __future__ import annotations
 

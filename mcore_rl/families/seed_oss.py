@@ -39,6 +39,6 @@ FAMILY = Family(
     architectures=("SeedOssForCausalLM",),
     model_type="seed_oss",
     read=read,
-    weights=qwen2.WEIGHTS,
-    rollout=qwen2.ROLLOUT,
+    weights=qwen2.TABLES.weights,
+    rollout=qwen2.TABLES.rollout,
 )

@@ -46,6 +46,6 @@ FAMILY = Family(
     architectures=("SmolLM3ForCausalLM",),
     model_type="smollm3",
     read=read,
-    weights=llama.WEIGHTS,
-    rollout=llama.ROLLOUT,
+    weights=llama.TABLES.weights,
+    rollout=llama.TABLES.rollout,
 )

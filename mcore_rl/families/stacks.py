@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families.rules import HfTensor
+from mcore_rl.families.rules import HfTensor, num_experts
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class Stack:
     transposed: bool = False
 
     def shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """Of the stored tensor."""
-        assert model.moe is not None, "a stack of experts in a model without them"
+        """The shape of the stored tensor."""
         outputs, *inputs = self.holds[0].shape(model)
         slab = (len(self.holds) * outputs, *inputs)
-        return (model.moe.num_experts, *(reversed(slab) if self.transposed else slab))
+        return (num_experts(model), *(reversed(slab) if self.transposed else slab))
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,15 @@ class StackedPart:
         first = self.place + turns * begin
         return range(first, first + turns * (count - 1) + 1, turns)
 
+    @property
+    def rows(self) -> slice:
+        """The outputs of the slab that are the part's."""
+        outputs = self.outputs(0, self.size)
+        return slice(outputs.start, outputs.stop, outputs.step)
+
     def within(self, slab: Any) -> Any:
         """The part's view of the ``slab`` of its expert, an array of numpy or torch."""
-        outputs = self.outputs(0, self.size)
-        rows = slab.swapaxes(-1, -2) if self.dim_of_outputs else slab
-        return rows[outputs.start : outputs.stop : outputs.step]
+        return (slab.swapaxes(-1, -2) if self.dim_of_outputs else slab)[self.rows]
 
 
 def stacked_parts(stacks: Iterable[Stack], model: ModelConfig) -> dict[str, StackedPart]:
@@ -78,9 +81,8 @@ def stacked_parts(stacks: Iterable[Stack], model: ModelConfig) -> dict[str, Stac
 
 
 def _parts(stack: Stack, model: ModelConfig) -> Iterator[tuple[str, StackedPart]]:
-    assert model.moe is not None, "a stack of experts in a model without them"
     for layer in filter(model.has_experts, range(model.num_layers)):
-        for expert in range(model.moe.num_experts):
+        for expert in range(num_experts(model)):
             for place, tensor in enumerate(stack.holds):
                 part = StackedPart(stack, stack.name.format(l=layer), expert, place, tensor.shape(model)[0])
                 yield tensor.name.format(l=layer, e=expert), part

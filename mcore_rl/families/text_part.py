@@ -205,7 +205,8 @@ TEXT_PARTS = (
 _BY_ARCHITECTURE = {part.architecture: part for part in TEXT_PARTS}
 
 # Fields of the whole that hold for its text, too, whatever the text's own configuration says.
-_TIES, _QUANTISED = "tie_word_embeddings", ("quantization_config", "compression_config")
+_TIES = "tie_word_embeddings"
+_QUANTISED = ("quantization_config", "compression_config")
 # Fields of a flat config.json that are no size of a language model.
 _NOT_OF_TEXT = (
     "vision_config",
@@ -216,7 +217,8 @@ _NOT_OF_TEXT = (
     "vision_end_token_id",
 )
 # What a rotation by positions of three axes has beyond a plain one, and the type that some call it.
-_AXES, _OF_AXES = ("mrope_section", "mrope_interleaved"), "mrope"
+_AXES = ("mrope_section", "mrope_interleaved")
+_OF_AXES = "mrope"
 _ROPES = ("rope_scaling", "rope_parameters")
 
 

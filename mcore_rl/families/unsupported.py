@@ -81,7 +81,10 @@ _OTHER_ENDS = ("MaskedLM", "SequenceClassification", "TokenClassification", "Que
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DECODER_FIELDS = ("num_hidden_layers", "vocab_size")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-LINEAR, LATENT, EXPERTS, WINDOWS = "linear attention", "latent attention", "experts", "windows in some layers"
+LINEAR = "linear attention"
+LATENT = "latent attention"
+EXPERTS = "experts"
+WINDOWS = "windows in some layers"
 # What an architecture can be nearest in -> the supported one that has it; the first that applies is named.
 _NEAREST_BY = (
     ({LINEAR, EXPERTS}, "Qwen3NextForCausalLM"),

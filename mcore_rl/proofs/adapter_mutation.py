@@ -27,9 +27,8 @@ from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutation import (
     FamilyScore,
     OracleCase,
-    case_failures,
-    judge_all,
     rollout_layouts,
+    score_of,
     training_case,
     training_layouts,
     variants,
@@ -45,7 +44,7 @@ from mcore_rl.proofs.placement import (
 )
 from mcore_rl.proofs.statements import STATEMENTS
 from mcore_rl.proofs.tracer import NumberedCheckpoint, reduced_config
-from mcore_rl.weights.adapter_table import PEFT, AdapterTable
+from mcore_rl.weights.adapter_table import PEFT, AdapterTable, adapter_name
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -92,7 +91,7 @@ def _shape_of(name: str, case: OracleCase) -> tuple[int, int]:
 def _peft(module: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, int]]]:
     """Names and shapes of A and B of a layer with a weight of ``shape``."""
     outputs, inputs = shape
-    return [(f"{PEFT}{module}.lora_A.weight", (RANK, inputs)), (f"{PEFT}{module}.lora_B.weight", (outputs, RANK))]
+    return [(adapter_name(module, "A"), (RANK, inputs)), (adapter_name(module, "B"), (outputs, RANK))]
 
 
 def _name(chunk_and_name: str) -> str:
@@ -173,7 +172,7 @@ def _adapters(
         facts = {fact: stored.facts[fact] for fact in ("layer", "expert")} | {"dtype": None, ABSENT: False}
         for module in _fused_with(some.module, order, case):
             rows = here[module].rows if module in here else np.array([], dtype=np.int64)
-            a, b = (checkpoint.read(f"{PEFT}{module}.lora_{which}.weight") for which in "AB")
+            a, b = (checkpoint.read(adapter_name(module, which)) for which in "AB")
             local = name.removesuffix(".weight")
             yield f"{local}.lora_A.{order[module]}", Stored(a[:, some.columns], facts)
             yield f"{local}.lora_B.{order[module]}", Stored(b[rows], facts)
@@ -235,7 +234,4 @@ def adapter_score(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vl
     family, _ = model_of(config)
     if family.name not in STATEMENTS:  # which the score of the weights names
         return FamilyScore(f"{family.name} adapters", (), ())
-    made = adapter_cases(config, megatron, vllm)
-    right = [failure for case in made for failure in case_failures(case)]
-    judged = () if right else tuple(judge_all(made, NOT_STORED))
-    return FamilyScore(f"{family.name} adapters", judged, tuple(right))
+    return score_of(f"{family.name} adapters", adapter_cases(config, megatron, vllm), NOT_STORED)

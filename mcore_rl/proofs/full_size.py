@@ -29,9 +29,8 @@ from mcore_rl.families.rules import Rule, ShardRanges
 from mcore_rl.families.stacks import stacked_parts
 from mcore_rl.families.text_part import text_config, text_part_of
 from mcore_rl.proofs.hf_model import HfShapes
-from mcore_rl.proofs.placement import first_ranks
-from mcore_rl.proofs.stated_slices import Holder
-from mcore_rl.proofs.statements import Statement, stated
+from mcore_rl.proofs.placement import first_ranks, misplaced
+from mcore_rl.proofs.statements import Holder, Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, subject_of, whole_with
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
@@ -223,15 +222,8 @@ def _said(table: Table, local: LocalTensor, files: NumberedFiles, parts: Mapping
 
 
 def _difference(said: NumberGrid, right: NumberGrid, checkpoint: NumberedCheckpoint) -> str:
-    wrong = np.flatnonzero(said.rows != right.rows)
-    if not len(wrong):
-        return "its rule has other columns than its statement"
-    ours, theirs = (max(0, int(grid.rows.ravel()[wrong[0]])) for grid in (said, right))
-    at = tuple(map(int, np.unravel_index(wrong[0], said.rows.shape)))
-    return (
-        f"its rule puts {checkpoint.name_of(ours)} at {at}, where {checkpoint.name_of(theirs)} belongs "
-        f"({len(wrong):,} of {said.rows.size:,} rows are wrong)"
-    )
+    ours, theirs = (np.maximum(grid.rows, 0) for grid in (said, right))  # 0 is padding
+    return misplaced(ours, theirs, checkpoint, "rows") or "its rule has other columns than its statement"
 
 
 # ---- vLLM's side ----

@@ -1,10 +1,14 @@
-"""The mutation score of a family: how many of its wrong tables (``mutants.py``) the proof names.
+"""The mutation score of a family: how many of its wrong tables the proof names.
 
-A mutant is judged where the proof judges a table (``placement.py``), in several models and layouts of one family: what
+A mutant is a family with one rule changed in one place: deleted, another source of the same shape, sources in another
+order, another axis, layout, stage, dimension or other layers, and so on.  Two rules that have each other's sources are
+one mutant too, because each name is then still consumed once.
+
+It is judged where the proof judges a table (``placement.py``), in several models and layouts of one family: what
 its changed rules say of every parameter is held against the oracles.  It is
 
 - failed: a message names what is wrong;
-- unchanged: in every model and layout it says what the right table says, and ``REASONS`` knows why;
+- unchanged: in every model and layout it says what the right table says, and ``why_unchanged`` knows why;
 - survived: neither.  One survivor is a hole in the proof.
 
 The oracles are asked once for each model and layout, and mutants are integers.
@@ -14,10 +18,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from itertools import combinations
+from types import FunctionType
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,11 +33,23 @@ from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.errors import ConfigError, WeightMapError
 from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage, replicated_qkv
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.rules import (
+    SIZES,
+    Axis,
+    HfTensor,
+    Layers,
+    Rule,
+    Sections,
+    ShardRanges,
+    Sizes,
+    Stage,
+    always,
+    replicated_qkv,
+)
 from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.hf_model import hf_shapes
-from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
@@ -40,6 +58,7 @@ from mcore_rl.proofs.placement import (
     TrainingOracle,
     Vllm,
     Word,
+    first_ranks,
     idle_axes,
     placement_failures,
     rank_failures,
@@ -50,6 +69,173 @@ from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
 from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduced_config, subject_of
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+
+T = TypeVar("T")
+UNJUDGED = "unjudged"
+WRONG_KEY = "decoder.layers.{l}.self_attention.wrong.weight"
+TABLES = ("weights", "rollout", "rollout_without_latent")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong table.
+
+    table: the field of ``Family`` that is wrong.  rule: the name of the rule.  part: what is changed of it, a field of
+    ``Rule``, or another word for what happened to it.  change: how, in words.  family: with the wrong table.
+    """
+
+    table: str
+    rule: str
+    part: str
+    change: str
+    family: Family
+
+    def __str__(self) -> str:
+        return f"{self.table}: {self.rule}: {self.part} {self.change}".rstrip()
+
+
+def with_rules(family: Family, table: str, rules: tuple[Rule, ...]) -> Family:
+    """``family`` with other ``rules`` in ``table``."""
+    changes: dict[str, Any] = {table: rules}
+    return replace(family, **changes)
+
+
+def mutants(family: Family, table: str, models: Sequence[ModelConfig]) -> Iterator[Mutant]:
+    """Every mutant of a ``table`` of ``family``.
+
+    models: of the family, which say what has equal shape.  A rule that none of them has is a mutant of its own, without
+    a change: nobody can judge it.
+    """
+    rules: tuple[Rule, ...] = getattr(family, table)
+
+    def made(at: int, part: str, change: str, *new: Rule) -> Mutant:
+        wrong = with_rules(family, table, (*rules[:at], *new, *rules[at + 1 :]))
+        return Mutant(table, rules[at].name, part, change, wrong)
+
+    for number, rule in enumerate(rules):
+        model = next((model for model in models if rule.only(model)), None)
+        if model is None:
+            yield Mutant(table, rule.name, UNJUDGED, "no model of the cases has it", family)
+            continue
+        yield made(number, "deleted", "")
+        yield made(number, "doubled", "", rule, rule)
+        for part, change, values in _changes(rule, rules, model):
+            try:
+                wrong = replace(rule, **values)  # type: ignore[arg-type]
+            except AssertionError:
+                continue  # a rule that cannot be written
+            yield made(number, part, change, wrong)
+    yield from _exchanges(family, table, models)
+
+
+def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[tuple[str, str, dict[str, object]]]:
+    """(part, change in words, new values of fields) of each way to get ``rule`` wrong."""
+    sources = list(dict.fromkeys(tensor for other in rules if other.only(model) for tensor in other.hf))
+    for place, held in enumerate(rule.hf):
+        for other in sources:
+            if other != held and other.shape(model) == held.shape(model):
+                yield "hf", f"{held.name} is {other.name}", {"hf": _with(rule.hf, place, other)}
+    for first, second in combinations(range(len(rule.hf)), 2):
+        change = f"{rule.hf[first].name} and {rule.hf[second].name} change places"
+        yield "hf", change, {"hf": _swapped(rule.hf, first, second)}
+    if len(rule.hf) > 1:
+        for place, held in enumerate(rule.hf):
+            yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
+    tables = (getattr(family, table) for family in FAMILIES.values() for table in TABLES)
+    layouts: list[Any] = list(dict.fromkeys(each.layout for some in (*tables, rules) for each in some))
+    choices: dict[str, list[object]] = {
+        "layout": [*layouts, *_other_sections(rule, layouts)],
+        "axis": list(Axis),
+        "stage": list(Stage),
+        "layers": list(Layers),
+        "dim": list(range(max(len(rule.hf[0].dims), 2))),
+        "stacked": [False, True],
+        "turn": [(0, 1), (0, 2), (1, 2)],
+        "dtype": [None, "float32"],
+        "absent_ok": [False, True],
+        "only": [always, _never],
+        "checkpoint": [] if rule.stored_parts else [*([None] if rule.checkpoint else []), WRONG_KEY],
+        "stored_parts": _other_parts(rule),
+    }
+    assert choices.keys() | {"name", "hf", "per_expert"} == {field.name for field in fields(Rule)}
+    for part, values in choices.items():
+        for value in values:
+            if value != getattr(rule, part):
+                yield part, f"is {_words(value)}", {part: value}
+
+
+def _other_parts(rule: Rule) -> list[object]:
+    """Ways to store ``rule`` in other parts: whole, in another order, or under another name."""
+    parts = rule.stored_parts
+    if parts:
+        return [(), *(_swapped(parts, *pair) for pair in combinations(range(len(parts)), 2))]
+    return [] if rule.dim or rule.checkpoint else [(("wrong", rule.hf[0].dims[0]),)]
+
+
+@dataclass(frozen=True)
+class _Exchanged:
+    """``sections`` that takes two of them for each other: the tensor has its parts in another order."""
+
+    sections: Sections
+    first: int
+    second: int
+
+    def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+        inner = [SIZES[part](model) for part in self.sections.parts]
+        order = _swapped(tuple(range(len(inner))), self.first, self.second)
+        places = self.sections.places(model, sizes)
+        shard = self.sections.layout(model, [inner[part] for part in order], num_shards, index)
+        moved = [places[order[each.source]].moved(each) for each in shard.ranges]
+        return ShardRanges.of(moved, shard.size)
+
+    def __str__(self) -> str:
+        return f"{_words(self.sections)}, of which numbers {self.first} and {self.second} change places"
+
+
+def _other_sections(rule: Rule, layouts: Sequence[Any]) -> Iterator[Any]:
+    """The sections of a fused tensor cut in another way, of exchanged sizes, and one taken for another."""
+    if not isinstance(rule.layout, Sections):
+        return
+    sections = rule.layout
+    yield from (replace(sections, layout=layout) for layout in layouts if not isinstance(layout, Sections))
+    for first, second in combinations(range(len(sections.parts)), 2):
+        yield replace(sections, parts=_swapped(sections.parts, first, second))
+        yield _Exchanged(sections, first, second)
+
+
+def _never(model: ModelConfig) -> bool:
+    return False
+
+
+def _with(hf: tuple[HfTensor, ...], place: int, tensor: HfTensor) -> tuple[HfTensor, ...]:
+    return (*hf[:place], tensor, *hf[place + 1 :])
+
+
+def _swapped(values: tuple[T, ...], first: int, second: int) -> tuple[T, ...]:
+    changed = list(values)
+    changed[first], changed[second] = changed[second], changed[first]
+    return tuple(changed)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Sections):
+        return f"{_words(value.layout)} of {', '.join(value.parts)}"
+    if isinstance(value, FunctionType):
+        return str(value.__qualname__).replace(".<locals>.", " ").strip("_")
+    return str(value)
+
+
+def _exchanges(family: Family, table: str, models: Sequence[ModelConfig]) -> Iterator[Mutant]:
+    """Two rules whose sources have equal shapes, with each other's."""
+    rules: tuple[Rule, ...] = getattr(family, table)
+    for (first, a), (second, b) in combinations(enumerate(rules), 2):
+        model = next((model for model in models if a.only(model) and b.only(model)), None)
+        if model is not None and a.hf != b.hf and a.hf_shapes(model) == b.hf_shapes(model):
+            wrong = list(rules)
+            wrong[first] = replace(a, hf=b.hf)
+            wrong[second] = replace(b, hf=a.hf)
+            yield Mutant(table, a.name, "exchanged", f"with {b.name}", with_rules(family, table, tuple(wrong)))
+
 
 NOT_STORED = "only training rules are in Megatron's checkpoints"
 TRAINING = ("tp=2,pp=2,vpp=2", "tp=2", "pp=2")
@@ -142,7 +328,7 @@ def training_layouts(config: Mapping[str, Any]) -> list[str]:
 
 
 def rollout_layouts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The rollout layouts in which they are judged."""
+    """The rollout layouts in which tables of a small model of ``config`` are judged."""
     return (*ROLLOUT, *(ROLLOUT_EXPERTS if has_experts(config) else ()))
 
 
@@ -154,29 +340,47 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> OracleCase:
     """The case of a family's ``weights`` in ``layout``.  Raises WeightMapError if its statement is wrong or missing."""
     parallel = parse_layout(layout)
-    world_size = _world_size(parallel)
     small = reduced_config(config, parallel, RolloutLayout())
-    family, model = subject_of(small)
-    checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
-    ranks = {rank: megatron(model, parallel, world_size, rank) for rank in range(world_size)}
-    oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
-    if oracle.failures:
-        raise WeightMapError(f"the statement of {family.name}", oracle.failures)
-    read = partial(training_word, like=Table(family, model, parallel, world_size), checkpoint=checkpoint)
-    return OracleCase("weights", layout, small, family, model, checkpoint, oracle.placements, read)
+    family, _ = subject_of(small)
+    case, failures = stated_case(small, family, parallel, _world_size(parallel), megatron)
+    if failures:
+        raise WeightMapError(f"the statement of {family.name}", failures)
+    return replace(case, name=layout)
+
+
+def stated_case(
+    config: Mapping[str, Any], family: Family, parallel: ParallelConfig, world_size: int, megatron: Megatron
+) -> tuple[OracleCase, list[str]]:
+    """(the case of the ``weights`` of ``family`` for a reduced ``config``, what is wrong with the statement)."""
+    _, model = subject_of(config)
+    checkpoint = numbered(hf_shapes(config, family.model_type), family, model)
+    table = Table(family, model, parallel, world_size)
+    ranks = {rank: megatron(model, parallel, world_size, rank) for rank in first_ranks(table.layout)}
+    oracle = TrainingOracle(STATEMENTS[family.name], config, checkpoint, ranks)
+    read = partial(training_word, like=table, checkpoint=checkpoint)
+    case = OracleCase("weights", str(parallel), config, family, model, checkpoint, oracle.placements, read)
+    return case, oracle.failures
 
 
 def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_attention: bool = True) -> OracleCase:
     """The case of a family's ``rollout``, or of ``rollout_without_latent``, in ``layout``."""
     target = parse_rollout_layout(layout)
     small = reduced_config(config, parse_layout("tp=2,pp=2"), target, VLLM_HEAD_DIM)
-    family, model = subject_of(small)
-    checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
-    right = vllm(small, checkpoint.shapes, target, latent_attention)
-    like = RolloutTable(family, model, target, latent_attention=latent_attention)
+    family, _ = subject_of(small)
+    return replace(loaded_case(small, family, target, vllm, latent_attention=latent_attention), name=layout)
+
+
+def loaded_case(
+    config: Mapping[str, Any], family: Family, layout: RolloutLayout, vllm: Vllm, *, latent_attention: bool = True
+) -> OracleCase:
+    """The case of the rollout table of ``family`` for a reduced ``config``, by vLLM's load of its checkpoint."""
+    _, model = subject_of(config)
+    checkpoint = numbered(hf_shapes(config, family.model_type), family, model)
+    right = vllm(config, checkpoint.shapes, layout, latent_attention)
+    like = RolloutTable(family, model, layout, latent_attention=latent_attention)
     read = partial(rollout_word, like=like, checkpoint=checkpoint, latent_attention=latent_attention)
     table = "rollout" if latent_attention else "rollout_without_latent"
-    return OracleCase(table, layout, small, family, model, checkpoint, right, read)
+    return OracleCase(table, str(layout), config, family, model, checkpoint, right, read)
 
 
 def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | None) -> list[OracleCase]:
@@ -229,7 +433,8 @@ class MutantJudge:
         new = tuple(rule for rule in wrong if before[id(rule)] != after[id(rule)])
         taking_turns = {rule.name for rule in (*old, *new) if rule.turn != (0, 1)}
         partners = tuple(r for r in right if r.name in taking_turns and before[id(r)] == after[id(r)])
-        old, new = (*old, *partners), (*new, *partners)  # only together do they make a parameter
+        old = (*old, *partners)  # only together do they make a parameter
+        new = (*new, *partners)
         for number, case in enumerate(self._cases):
             try:
                 changed, failure = self._failure(number, case, old, new)
@@ -248,7 +453,7 @@ class MutantJudge:
         )
 
     def _unjudged(self, mutant: Mutant) -> Judged:
-        """Of a rule that no model of the cases has: unchanged, if the family refuses the models that would have it."""
+        """Judge a rule that no model of the cases has: unchanged, if the family refuses the models that would."""
         named = [rule for rule in getattr(mutant.family, mutant.table) if rule.name == mutant.rule]
         nobody = next(rule for rule in named if not any(rule.only(case.model) for case in self._cases))
         for wanted, changes in ((tied, TIES), (untied, NO_TIES)):
@@ -366,7 +571,7 @@ class FamilyScore:
         return Counter(each.why for each in self.judged if each.verdict is MutantVerdict.unchanged)
 
     def as_json(self) -> dict[str, Any]:
-        """As ``json.dump`` can write it, with every mutant that did not fail."""
+        """A dictionary that ``json.dump`` can write, with every mutant that did not fail."""
         kept = [each for each in self.judged if each.verdict is not MutantVerdict.failed]
         return {
             "family": self.family,
@@ -385,5 +590,10 @@ def family_score(config: Mapping[str, Any], megatron: Megatron, vllm: Vllm) -> F
         made = cases(config, megatron, vllm)
     except WeightMapError as error:
         return FamilyScore(family.name, (), tuple(error.problems))
-    right = [failure for case in made for failure in case_failures(case)]  # else nothing a mutant says is of use
-    return FamilyScore(family.name, () if right else tuple(judge_all(made)), tuple(right))
+    return score_of(family.name, made)
+
+
+def score_of(name: str, cases: Sequence[OracleCase], leave_out: Collection[str] = ()) -> FamilyScore:
+    """The score by ``cases``.  Where they refuse the right table, nothing that they say of a mutant is of use."""
+    refused = [failure for case in cases for failure in case_failures(case)]
+    return FamilyScore(name, () if refused else tuple(judge_all(cases, leave_out)), tuple(refused))

@@ -31,8 +31,7 @@ from mcore_rl.families.stacks import stacked_parts, stored_shapes
 from mcore_rl.families.text_part import text_config
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.hf_model import HfShapes
-from mcore_rl.proofs.stated_slices import Holder
-from mcore_rl.proofs.statements import Statement, stated
+from mcore_rl.proofs.statements import Holder, Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, training_tensor
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
@@ -303,18 +302,25 @@ def rank_failures(
 def _difference(said: Stored, right: Stored, checkpoint: NumberedCheckpoint) -> str | None:
     if said.numbers.shape != right.numbers.shape:
         return f"its rule makes shape {said.numbers.shape}, and it has {right.numbers.shape}"
-    wrong = np.flatnonzero(said.numbers != right.numbers)
-    if len(wrong):
-        ours, theirs = (int(each.numbers.ravel()[wrong[0]]) for each in (said, right))
-        at = tuple(map(int, np.unravel_index(wrong[0], said.numbers.shape)))
-        return (
-            f"its rule puts {checkpoint.name_of(ours)} at {at}, where {checkpoint.name_of(theirs)} belongs "
-            f"({len(wrong):,} of {said.numbers.size:,} elements are wrong)"
-        )
+    if (problem := misplaced(said.numbers, right.numbers, checkpoint, "elements")) is not None:
+        return problem
     for what, value in right.facts.items():
         if said.facts[what] != value:
             return f"{what} is {said.facts[what]} by its rule, and {value}"
     return None
+
+
+def misplaced(said: Int64Array, right: Int64Array, checkpoint: NumberedCheckpoint, of: str) -> str | None:
+    """The first number of ``said`` that is not that of ``right``; None if there is none.  of: what is counted."""
+    wrong = np.flatnonzero(said != right)
+    if not len(wrong):
+        return None
+    ours, theirs = (int(numbers.ravel()[wrong[0]]) for numbers in (said, right))
+    at = tuple(map(int, np.unravel_index(wrong[0], said.shape)))
+    return (
+        f"its rule puts {checkpoint.name_of(ours)} at {at}, where {checkpoint.name_of(theirs)} belongs "
+        f"({len(wrong):,} of {said.size:,} {of} are wrong)"
+    )
 
 
 def idle_axes(word: Word) -> Iterator[str]:

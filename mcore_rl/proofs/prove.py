@@ -11,7 +11,7 @@ Whatever is wrong becomes a failure of a check; nothing is raised but ConfigErro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,23 +27,19 @@ from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.adapter_mutation import LORA, VllmAdapters, adapter_case, rollout_adapter_case
 from mcore_rl.proofs.full_size import full_size_failures, width_failures
 from mcore_rl.proofs.hf_model import hf_shapes
-from mcore_rl.proofs.mutation import OracleCase, case_failures
+from mcore_rl.proofs.mutation import OracleCase, case_failures, loaded_case, stated_case
 from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
-    RolloutWord,
-    TrainingOracle,
     Vllm,
-    first_ranks,
     name_failures,
     placement_failures,
-    training_word,
     unreadable,
 )
 from mcore_rl.proofs.reshard_proof import reshard_failures
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import numbered, reduced_config, subject_of, trace
-from mcore_rl.proofs.verify import Check, ProofReport, check, verify
+from mcore_rl.proofs.tracer import reduced_config, subject_of, trace
+from mcore_rl.proofs.verify import Check, Claims, ProofReport, check, checked, verify
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
@@ -107,7 +103,7 @@ def prove(
     table, rollout = tables[0]
     modules = partial(subject.megatron, model, subject.parallel, subject.world_size)
     full = verify(table, rollout, modules, checkpoint=checkpoint, notice=notice)
-    rest: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
+    rest: Claims = {
         NAMED: lambda: _named(subject, table, rollout),
         STATED_FULL: lambda: _stated_full(subject, table),
         STATED: lambda: _stated(subject),
@@ -120,11 +116,7 @@ def prove(
         rest[ADAPTED] = lambda: _adapted(subject)
     if subject.adapted and subject.rollout is not None and subject.applied is not None:
         rest[APPLIED] = lambda: _applied(subject)
-    checks = [readable, *full.checks]
-    for proves, make in rest.items():
-        notice(proves)
-        checks.append(check(proves, make))
-    return replace(full, checks=tuple(checks))
+    return replace(full, checks=(readable, *full.checks, *checked(rest, notice)))
 
 
 def _report(subject: ProofSubject, checks: tuple[Check, ...]) -> ProofReport:
@@ -170,24 +162,14 @@ def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
     if subject.family.name not in STATEMENTS:
         return "", [NO_STATEMENT.format(family=subject.family.name)]
     case, failures = _case(subject)
-    failures += placement_failures(lambda: case.read(case.family), case.right, case.checkpoint, "rank")
+    failures += placement_failures(partial(case.read, case.family), case.right, case.checkpoint, "rank")
     return f"{case.checkpoint.num_elements:,} elements, {len(case.right)} ranks", failures
 
 
 def _case(subject: ProofSubject) -> tuple[OracleCase, list[str]]:
     """(the reduced model in the training layout, with what the oracle says; what is wrong with its statement)."""
     small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
-    _, model = subject_of(small)
-    numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
-    table = Table(subject.family, model, subject.parallel, subject.world_size)
-    ranks = {
-        rank: subject.megatron(model, subject.parallel, subject.world_size, rank) for rank in first_ranks(table.layout)
-    }
-    oracle = TrainingOracle(STATEMENTS[subject.family.name], small, numbers, ranks)
-    name = str(subject.parallel)
-    right = oracle.placements
-    read = partial(training_word, like=table, checkpoint=numbers)
-    return OracleCase("weights", name, small, subject.family, model, numbers, right, read), list(oracle.failures)
+    return stated_case(small, subject.family, subject.parallel, subject.world_size, subject.megatron)
 
 
 def _adapted(subject: ProofSubject) -> tuple[str, list[str]]:
@@ -208,7 +190,7 @@ def _applied(subject: ProofSubject) -> tuple[str, list[str]]:
 
 
 def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
-    """Of one engine: the other replicas of the rollout load the same."""
+    """Compare one engine; the other replicas of the rollout load the same."""
     assert subject.rollout is not None
     layout = subject.rollout
     if layout.engine_size > MAX_LOADED:  # experts over all replicas: over fewer of them
@@ -218,16 +200,12 @@ def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
     tp = 2 if subject.parallel.tp == 1 and layout.tp % 4 == 0 else subject.parallel.tp
     four_layers = replace(subject.parallel, tp=tp, pp=2, vpp=1, pipeline_layers=None, ep=1)
     small = reduced_config(subject.config, four_layers, layout, VLLM_HEAD_DIM)
-    _, model = subject_of(small)
-    numbers = numbered(hf_shapes(small, subject.family.model_type), subject.family, model)
     try:
-        right = subject.vllm(small, numbers.shapes, layout, True)
+        case = loaded_case(small, subject.family, layout, subject.vllm)
     except RolloutError as error:
         return "", [str(error)]
-    failures = placement_failures(
-        lambda: RolloutWord(RolloutTable(subject.family, model, layout), numbers), right, numbers, "rollout rank"
-    )
-    return f"{numbers.num_elements:,} elements, {len(right)} ranks", failures
+    failures = placement_failures(partial(case.read, case.family), case.right, case.checkpoint, "rollout rank")
+    return f"{case.checkpoint.num_elements:,} elements, {len(case.right)} ranks", failures
 
 
 def _traced(subject: ProofSubject) -> tuple[str, list[str]]:

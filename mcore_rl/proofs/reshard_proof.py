@@ -101,7 +101,7 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
     for geometry in plan.geometries:
         ours = plan.table.rules[geometry.source_rule]
         theirs = plan.rollout.rules[geometry.target_rule]
-        held = labels(ours, plan.replicas.num_shards(ours), geometry.source_shard)
+        held = labels(ours, plan.table.num_shards(ours), geometry.source_shard)
         wanted = labels(theirs, plan.rollout.num_shards(theirs), geometry.target_shard)
         for source, target in geometry.parts:
             if not _same_elements(held, source, wanted, target):

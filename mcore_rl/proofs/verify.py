@@ -84,6 +84,18 @@ def check(proves: str, make: Callable[[], tuple[str, Iterable[str]]]) -> Check:
     return Check(proves=proves, found=counts, failures=failures, seconds=time.perf_counter() - begin)
 
 
+Claims = dict[str, Callable[[], tuple[str, Iterable[str]]]]  # what is proven -> see ``check``
+
+
+def checked(claims: Claims, notice: Callable[[str], None]) -> tuple[Check, ...]:
+    """Check ``claims`` in their order.  notice: called with each before it is checked."""
+    checks = []
+    for proves, make in claims.items():
+        notice(proves)
+        checks.append(check(proves, make))
+    return tuple(checks)
+
+
 def verify(
     table: Table,
     rollout: RolloutTable | None,
@@ -97,28 +109,22 @@ def verify(
     modules_of: what the real modules say, for every rank of ``table``.  checkpoint: also
     compare its names and shapes with the table.  notice: called with each claim before it is checked.
     """
-    wanted: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
+    wanted: Claims = {
         "every parameter of every rank: one rule, its shape, layer and expert": lambda: _parameters(table, modules_of),
         "every Hugging Face name: consumed once": lambda: _names(table),
         "every Hugging Face tensor: held exactly": lambda: _cover(table),
     }
     if checkpoint is not None:
         wanted["the checkpoint: these tensors and no others"] = lambda: _checkpoint(table, checkpoint)
-    checks = []
-    for proves, make in wanted.items():
-        notice(proves)
-        checks.append(check(proves, make))
     sent: list[Traffic] = []
     if rollout is not None:
-        proves = "every rollout element: written once, evenly"
-        notice(proves)
-        checks.append(check(proves, lambda: _reshard(table, rollout, sent)))
+        wanted["every rollout element: written once, evenly"] = lambda: _reshard(table, rollout, sent)
     return ProofReport(
         family=table.family.name,
         layout=str(table.parallel),
         world_size=table.layout.world_size,
         rollout=None if rollout is None else str(rollout.layout),
-        checks=tuple(checks),
+        checks=checked(wanted, notice),
         traffic=sent[0] if sent else None,
     )
 

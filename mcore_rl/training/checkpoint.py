@@ -2,7 +2,7 @@
 
 Megatron's dist_checkpointing does the work, with two changes so that it works everywhere: its writer forks processes,
 which hangs on CPU, so torch's plain writer takes its place; and its modules know one dialect of keys, so we rename what
-they ask for to the checkpoint's dialect (checkpoints/stored_keys.py).
+they ask for to the checkpoint's dialect (checkpoints/megatron_checkpoint.py).
 
 Weights only: optimizer, random state and the order of data belong to a run (``run_state``).
 """
@@ -31,15 +31,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mcore_rl.checkpoints.convert import HF
-from mcore_rl.checkpoints.distcp import METADATA_CLASSES, DistributedCheckpoint
-from mcore_rl.checkpoints.distcp_writer import CONTENT
+from mcore_rl.checkpoints.distcp import CONTENT, METADATA_CLASSES, DistributedCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
-from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
+from mcore_rl.checkpoints.megatron_checkpoint import LAYER, MAX_PADDING, StoredKeys, parse
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rest import keep_rest
-from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together

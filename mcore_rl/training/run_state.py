@@ -24,12 +24,12 @@ from mcore_rl.checkpoints.rank_state import (
     WEIGHT,
     RankState,
     StateShard,
+    StoredState,
     pieces_of_range,
     state_file,
 )
 from mcore_rl.checkpoints.safetensors import read_whole
 from mcore_rl.checkpoints.state_writer import StateWriter
-from mcore_rl.checkpoints.stored_state import StoredState
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import random_state, restore_random_state, seed_random_state
 from mcore_rl.training.engine import Engine

@@ -88,7 +88,8 @@ class AdaptedRule:
         if self.splits_inputs:
             return None
         ranges = self.rule.shard(model, local.num_shards, local.index).ranges
-        starts, total = {}, 0
+        starts = {}
+        total = 0
         for source in self.sources:
             starts[source] = total
             total += sum(each.end - each.begin for each in ranges if each.source == source)
@@ -111,7 +112,8 @@ class AdapterTable(Table):
     """
 
     def __init__(self, base: Table, lora: LoraConfig) -> None:
-        self.base, self.lora = base, lora
+        self.base = base
+        self.lora = lora
         targets = [name for name in linears(base) if _is_target(lora, name)]
         adapted = [adapted_rule(rule, targets, lora.rank) for rule in base.rules if _is_linear(rule)]
         self.adapted = {id(each.rule): each for each in adapted if each.sources}
@@ -128,6 +130,11 @@ class AdapterTable(Table):
         return canonical(key) if self.head is Head.value and key == VALUE_HEAD.name else None
 
 
+def adapter_name(module: str, which: str) -> str:
+    """PEFT's name of half ``which``, A or B, of the adapter of the Hugging Face layer ``module``."""
+    return f"{PEFT}{module}.lora_{which}.weight"
+
+
 def linears(table: Table) -> list[str]:
     """The names of the Hugging Face layers that can be adapted, with ``{l}`` layer and ``{e}`` expert."""
     names = (module_of(tensor) for rule in table.rules if _is_linear(rule) for tensor in rule.hf)
@@ -135,7 +142,7 @@ def linears(table: Table) -> list[str]:
 
 
 def all_linear(table: Table) -> list[str]:
-    """Those of them that ``all-linear`` means: as in PEFT, all but the output projection."""
+    """The layers that ``all-linear`` means: as in PEFT, all but the output projection."""
     return [name for name in linears(table) if name != HEAD]
 
 
@@ -186,16 +193,17 @@ def _pair(rule: Rule, source: int, rank: int) -> tuple[Rule, Rule]:
     """A and B of one Hugging Face linear."""
     tensor = rule.hf[source]
     outputs, inputs = tensor.dims
-    local, theirs = rule.name.removesuffix(_WEIGHT), PEFT + module_of(tensor)
+    local = rule.name.removesuffix(_WEIGHT)
 
     def of(which: str, dims: Sequence[str]) -> Rule:
-        held = AdapterTensor(f"{theirs}.lora_{which}.weight", tuple(dims), rank)
+        held = AdapterTensor(adapter_name(module_of(tensor), which), tuple(dims), rank)
         name = f"{local}.lora_{which}.{source}"
         return replace(
             rule, name=name, hf=(held,), layout=whole, dim=0, axis=Axis.none, checkpoint=None, stored_parts=()
         )
 
-    a, b = of("A", (RANK, inputs)), of("B", (outputs, RANK))
+    a = of("A", (RANK, inputs))
+    b = of("B", (outputs, RANK))
     if rule.dim == 1:
         assert rule.layout is split and len(rule.hf) == 1, f"{rule.name}: columns of one layer, cut evenly"
         return replace(a, layout=split, dim=1, axis=rule.axis), b

@@ -42,11 +42,6 @@ class MessagePart:
     num_bytes: int
     dtype: str | None
 
-    @property
-    def elements(self) -> int:
-        """Elements of the region."""
-        return self.target_slice.num_elements
-
 
 @dataclass(frozen=True, slots=True)
 class Message:

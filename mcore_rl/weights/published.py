@@ -71,7 +71,8 @@ class ScaledAdapters:
     """The adapters ``stored``: every A as it is, and ``scale`` times every B, in float32."""
 
     def __init__(self, stored: Mapping[StoredKey, Tensor], scale: float) -> None:
-        self._stored, self._scale = stored, scale
+        self._stored = stored
+        self._scale = scale
 
     def __getitem__(self, key: StoredKey) -> Tensor:
         tensor = self._stored[key].detach()

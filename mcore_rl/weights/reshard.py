@@ -24,14 +24,121 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.arrays import Int32Array, Int64Array
-from mcore_rl.families.rules import Rule, Stage
-from mcore_rl.weights.replicas import Replicas
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
 from mcore_rl.weights.senders import RowColumns, grouped, senders
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Piece, Table, pieces
-from mcore_rl.weights.tensor_ids import TensorIds
 from mcore_rl.weights.tensor_slice import TensorSlice
+
+
+class Replicas:
+    """Sets of training ranks that hold the same tensors; a tied embedding's last stage belongs to the set of its first.
+
+    members: the ranks of each set, ascending; sets are distinct, and numbered in the order in which they are looked up.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        at = [table.layout.coords(rank) for rank in range(table.layout.world_size)]
+        self.pp, self.ep, self.tp, self.etp = np.array([(c.pp, c.ep, c.tp, c.etp) for c in at]).T
+        self._place_of = {layer: place for place, layers in enumerate(table.placement) for layer in layers}
+        self._copies = {rule.hf: rule for rule in table.rules if rule.stage is Stage.last_copy}
+        self.members: list[Int64Array] = []
+        self._known: dict[bytes, int] = {}
+
+    def shard_index(self, rule: Rule) -> Int64Array:
+        """The shard of ``rule`` that each rank would hold: int64 [ranks]."""
+        by_axis: dict[Axis, Int64Array] = {
+            Axis.none: np.zeros_like(self.tp),
+            Axis.tensor: self.tp,
+            Axis.expert_tensor: self.etp,
+        }
+        return by_axis[rule.axis]
+
+    def stages(self, rule: Rule, layer: int | None) -> tuple[int, ...]:
+        """Pipeline stages that hold the tensor of ``rule`` in ``layer``."""
+        last = self.table.layout.pp - 1
+        if rule.stage is Stage.layer:
+            assert layer is not None, f"{rule.name} lives in a layer"
+            return (self._place_of[layer] % (last + 1),)
+        if rule.stage is Stage.tower:
+            return (0,)
+        if rule.stage is Stage.first:
+            return (0, last) if rule.hf in self._copies and last else (0,)
+        return (last,)
+
+    def sets(self, rule: Rule, shard: int, layers: list[int | None]) -> Int32Array:
+        """The set that holds shard ``shard`` of ``rule``: [layers, experts (1 where it has none)]."""
+        mine = self.shard_index(rule) == shard
+        ep_ranks = range(self.table.layout.ep if rule.per_expert else 1)
+        stages = [self.stages(rule, layer) for layer in layers]
+        by_stage = {
+            stage: [
+                self._number(mine & np.isin(self.pp, stage) & (self.ep == ep if rule.per_expert else True))
+                for ep in ep_ranks
+            ]
+            for stage in set(stages)
+        }
+        sets = np.array([by_stage[stage] for stage in stages], dtype=np.int32)
+        return np.repeat(sets, self.table.experts_per_rank, axis=1) if rule.per_expert else sets
+
+    def _number(self, mask: NDArray[np.bool_]) -> int:
+        members = np.flatnonzero(mask)
+        number = self._known.setdefault(members.tobytes(), len(self.members))
+        if number == len(self.members):
+            self.members.append(members)
+        return number
+
+    def local_name(self, rule: Rule, layer: int, expert: int, rank: int) -> tuple[int, str]:
+        """(model chunk, canonical name) of a tensor on ``rank``; layer and expert are 0 for a tensor without them."""
+        if rule.stage is Stage.layer:
+            place = self._place_of[layer]
+            number = layer - self.table.placement[place][0]
+            local = expert - int(self.ep[rank]) * self.table.experts_per_rank if rule.per_expert else None
+            return place // self.table.layout.pp, rule.name.format(l=number, e=local)
+        if rule.stage is Stage.tower:
+            return 0, rule.name.format(l=layer)
+        if rule.stage is Stage.first and self.pp[rank] != 0:
+            rule = self._copies[rule.hf]
+        return 0 if rule.stage is Stage.first else self.table.layout.vpp - 1, rule.name
+
+
+class TensorIds:
+    """Numbers the tensors of ``rules``: rule by rule, layer by layer, expert by expert."""
+
+    def __init__(self, rules: Sequence[Rule], model: ModelConfig) -> None:
+        self._in_layer = np.array([rule.stage is Stage.layer for rule in rules])
+        # The place of a rule outside the layers.
+        before = (Stage.first, Stage.tower)
+        self._place = np.array([-1 if rule.stage in before else model.num_layers for rule in rules])
+        self._per_expert = np.array([rule.per_expert for rule in rules])
+        num_experts = 1 if model.moe is None else model.moe.num_experts
+        self._experts = np.where(self._per_expert, num_experts, 1)
+        numbered = {Stage.layer: model.num_layers, Stage.tower: 0 if model.vision is None else model.vision.depth}
+        sizes = np.array([numbered.get(rule.stage, 1) for rule in rules], dtype=np.int64) * self._experts
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        assert self._starts[-1] < 2**31, "more tensors than 32 bits number"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def encode(self, rule: int, layers: NDArray[np.integer], experts: NDArray[np.integer]) -> Int32Array:
+        """Ids of tensors of rule number ``rule``; layer and expert are 0 for a tensor without them."""
+        numbers: Int32Array = (self._starts[rule] + layers * self._experts[rule] + experts).astype(np.int32)
+        return numbers
+
+    def decode(self, ids: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """(rule, layer, expert) of each id; 0 for a tensor without layer or expert."""
+        rule = np.searchsorted(self._starts, ids, side="right").astype(np.int32) - 1
+        layer, expert = np.divmod(ids - self._starts[rule], self._experts[rule])
+        return rule, layer.astype(np.int32), expert.astype(np.int32)
+
+    def places(self, ids: Int32Array) -> Int32Array:
+        """The place of each in the model: -1 before the layers, its layer, or the number of layers behind them."""
+        rule, layer, _ = self.decode(ids)
+        return np.where(self._in_layer[rule], layer, self._place[rule]).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +263,7 @@ class ReshardPlan:
     @cached_property
     def geometry_bytes(self) -> Int64Array:
         """Bytes of each geometry: int64 [geometries]."""
-        rules = self.rollout.rules
-        return np.array([g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries])
+        return np.array(_bytes_of(self.geometries, self.rollout, self.itemsize))
 
     @cached_property
     def contents(self) -> Int32Array:
@@ -228,7 +334,8 @@ class ReshardPlan:
             *(column.tolist() for column in columns), strict=True
         ):
             geometry = self.geometries[number]
-            ours, theirs = self.table.rules[geometry.source_rule], self.rollout.rules[geometry.target_rule]
+            ours = self.table.rules[geometry.source_rule]
+            theirs = self.rollout.rules[geometry.target_rule]
             chunk, source = self.replicas.local_name(ours, layer, expert, source_rank)
             slot = self.rollout.experts(target_rank).index(expert) if theirs.stacked else None
             yield Names(chunk, source, theirs.label.format(l=layer), slot)
@@ -256,7 +363,10 @@ class _Block:
 
 class _Builder:
     def __init__(self, table: Table, rollout: RolloutTable, itemsize: int, sites: Sites | None) -> None:
-        self.table, self.rollout, self.itemsize, self.sites = table, rollout, itemsize, sites
+        self.table = table
+        self.rollout = rollout
+        self.itemsize = itemsize
+        self.sites = sites
         self.geometries: list[Geometry] = []
         self.blocks: list[_Block] = []
         self.replicas = Replicas(table)
@@ -265,18 +375,18 @@ class _Builder:
 
     def join(self, source: int, target: int) -> None:
         """Add the rows from rule ``source`` to rule ``target``, if both hold parts of the same tensors."""
-        theirs, ours = self.rollout.rules[target], self.table.rules[source]
+        theirs = self.rollout.rules[target]
+        ours = self.table.rules[source]
         if ours.stage is Stage.last_copy or not {h.name for h in ours.hf} & {h.name for h in theirs.hf}:
             return  # a copy is one more replica of its original
         assert ours.per_expert == theirs.per_expert, f"{ours.name} and {theirs.name}: one is per expert"
         layers = [layer for layer in self.rollout.layers(theirs) if ours.applies_to(self.table.model, layer)]
         if not layers:
             return
-        target_shards, source_shards = range(self.rollout.num_shards(theirs)), range(self.replicas.num_shards(ours))
         of_pair = {
             (theirs_at, ours_at): self._parts(ours, ours_at, theirs, theirs_at)
-            for theirs_at in target_shards
-            for ours_at in source_shards
+            for theirs_at in range(self.rollout.num_shards(theirs))
+            for ours_at in range(self.table.num_shards(ours))
         }
         wanted = Counter((ours_at, part) for (_, ours_at), parts in of_pair.items() for part, _ in parts)
         for (theirs_at, ours_at), parts in of_pair.items():
@@ -293,12 +403,12 @@ class _Builder:
         self, ours: Rule, source_shard: int, theirs: Rule, target_shard: int
     ) -> list[tuple[TensorSlice, TensorSlice]]:
         model = self.table.model
-        held = ours.shard(model, self.replicas.num_shards(ours), source_shard)
+        held = ours.shard(model, self.table.num_shards(ours), source_shard)
         wanted = theirs.shard(model, self.rollout.num_shards(theirs), target_shard)
         shared = [
             same_part(source, target)
-            for target in pieces(wanted, theirs.dim, tuple(h.name for h in theirs.hf), theirs.hf_shapes(model))
-            for source in pieces(held, ours.dim, tuple(h.name for h in ours.hf), ours.hf_shapes(model))
+            for target in pieces(theirs, model, wanted)
+            for source in pieces(ours, model, held)
             if source.hf == target.hf
         ]
         return [part for part in shared if part is not None]
@@ -314,18 +424,15 @@ class _Builder:
         places = self.target_ids.places(target[:, 0])
         self.blocks.append(_Block(len(self.geometries) - 1, places, sets, source, target, holders))
 
-    def _geometry_bytes(self) -> list[int]:
-        rules = self.rollout.rules
-        return [g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries]
-
     def plan(self) -> ReshardPlan:
         """All rows, each with the rank that sends it, in the order of the layers."""
-        sizes_of = self._geometry_bytes()
+        sizes_of = _bytes_of(self.geometries, self.rollout, self.itemsize)
         largest_first = sorted(self.blocks, key=lambda block: -sizes_of[block.geometry])
         sizes = [int(np.prod(block.shape)) for block in largest_first]
 
         def column(values: list[Int32Array]) -> Int32Array:
-            out, begin = np.empty(sum(sizes), dtype=np.int32), 0
+            out = np.empty(sum(sizes), dtype=np.int32)
+            begin = 0
             for block, value, size in zip(largest_first, values, sizes, strict=True):
                 out[begin : begin + size].reshape(block.shape)[...] = value
                 begin += size
@@ -358,6 +465,10 @@ class _Builder:
             relay[order],
             self.sites,
         )
+
+
+def _bytes_of(geometries: Sequence[Geometry], rollout: RolloutTable, itemsize: int) -> list[int]:
+    return [each.elements * itemsize_of(rollout.rules[each.target_rule], itemsize) for each in geometries]
 
 
 def _contents(geometries: Sequence[Geometry], rollout: RolloutTable) -> Int32Array:

@@ -26,7 +26,9 @@ class RolloutAdapterTable(RolloutTable):
     """The adapters ``adapters`` on every rank of ``base``; their id in the engine is ``adapter``."""
 
     def __init__(self, base: RolloutTable, adapters: AdapterTable, adapter: int = ACTOR_ADAPTER) -> None:
-        self.base, self.lora, self.adapter = base, adapters.lora, adapter
+        self.base = base
+        self.lora = adapters.lora
+        self.adapter = adapter
         self.adapted = adapted_rules(base.rules, adapters)
         rules = tuple(rule for each in self.adapted for rule in (*each.a, *each.b))
         family = replace(base.family, rollout=rules, rollout_without_latent=rules)
@@ -35,13 +37,14 @@ class RolloutAdapterTable(RolloutTable):
     @property
     def engine_adapters(self) -> EngineAdapters:
         """What an engine must be started with to hold them."""
-        ends = {_layer(each.rule).rpartition(".")[2] for each in self.adapted}
+        ends = {each.rule.name.removesuffix(".weight").rpartition(".")[2] for each in self.adapted}
         return EngineAdapters(rank=self.lora.rank, modules=tuple(sorted(ends)), ids=(self.adapter,))
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that an element of one byte takes for them on a rank: vLLM has it for whole fused layers."""
-        held, total = self.engine_adapters.held_rank, 0
+        held = self.engine_adapters.held_rank
+        total = 0
         for each in self.adapted:
             fused = adapted_rule(each.rule, _modules(each.rule), held)
             for rule in (*fused.a, *fused.b):
@@ -52,23 +55,16 @@ class RolloutAdapterTable(RolloutTable):
 def adapted_rules(rules: tuple[Rule, ...], adapters: AdapterTable) -> list[AdaptedRule]:
     """The adapters of vLLM's layers of ``rules``, without those of experts."""
     targets = {module for each in adapters.adapted.values() for module in each.modules}
-    of_layers = [rule for rule in rules if rule.stage is Stage.layer and not rule.stacked and _is_weight(rule)]
     adapted = [
-        adapted_rule(rule, [t for t in targets if t in _modules(rule)], adapters.lora.rank) for rule in of_layers
+        adapted_rule(rule, [module for module in _modules(rule) if module in targets], adapters.lora.rank)
+        for rule in rules
+        if rule.stage is Stage.layer and not rule.stacked and rule.name.endswith(".weight")
     ]
     return [each for each in adapted if each.sources]
 
 
-def _is_weight(rule: Rule) -> bool:
-    return rule.name.endswith(".weight")
-
-
 def _modules(rule: Rule) -> list[str]:
     return [module_of(tensor) for tensor in rule.hf]
-
-
-def _layer(rule: Rule) -> str:
-    return rule.name.removesuffix(".weight")
 
 
 def published_form(lora: LoraConfig, form: PublishedLora, table: Table) -> PublishedLora:
@@ -81,7 +77,8 @@ def published_form(lora: LoraConfig, form: PublishedLora, table: Table) -> Publi
 
 def published_violations(lora: LoraConfig, table: Table, prefix: str) -> Iterator[Violation]:
     """Why vLLM cannot apply the adapters ``lora`` of the model of ``table``.  prefix: of their keys, with its dot."""
-    held, model = PublishedLora.adapter.value, table.model
+    held = PublishedLora.adapter.value
+    model = table.model
     if lora.rank > ENGINE_RANKS[-1]:
         problem = f"is beyond {ENGINE_RANKS[-1]}, the greatest rank of adapters that vLLM applies (rollout.lora={held})"
         yield Violation(f"{prefix}rank", lora.rank, problem, f"Lower it. {MERGED} publishes any rank")

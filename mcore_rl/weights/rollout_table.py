@@ -16,7 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutLayout, rollout_violations
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
+from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage, num_experts
 from mcore_rl.families.towers import TOWER
 from mcore_rl.weights.table import Piece, pieces
 
@@ -98,8 +98,7 @@ class RolloutTable:
 
     def experts(self, rank: int) -> range:
         """The experts that ``rank`` stores, whole or in shards, in the order of their slots."""
-        assert self.model.moe is not None, "experts of a model without them"
-        count = self.model.moe.num_experts // self.layout.ep
+        count = num_experts(self.model) // self.layout.ep
         first = rank % self.layout.ep * count
         return range(first, first + count)
 
@@ -108,12 +107,12 @@ class RolloutTable:
         ranks = [rank for rank in range(self.layout.world_size) if self.shard_index(rule, rank) == index]
         if not rule.stacked:
             return np.array([ranks])
-        assert self.model.moe is not None, "experts of a model without them"
-        held = [[rank for rank in ranks if e in self.experts(rank)] for e in range(self.model.moe.num_experts)]
-        return np.array(held)
+        return np.array(
+            [[rank for rank in ranks if expert in self.experts(rank)] for expert in range(num_experts(self.model))]
+        )
 
     def layers(self, rule: Rule) -> list[int | None]:
-        """See ``Rule.layers_of``."""
+        """The layers that have a tensor of ``rule``; see ``Rule.layers_of``."""
         return rule.layers_of(self.model)
 
     def tensors(self, rank: int) -> Iterator[RolloutTensor]:
@@ -135,20 +134,19 @@ class RolloutTable:
 
     def parameter_shape(self, tensor: RolloutTensor) -> tuple[int, ...]:
         """The shape of vLLM's parameter: that of ``tensor``, unless others take turns in it."""
-        shape, dim = list(self.shape(tensor)), tensor.rule.dim + tensor.rule.stacked
+        shape = list(self.shape(tensor))
+        dim = tensor.rule.dim + tensor.rule.stacked
         shape[dim] *= tensor.rule.turn[1]
         return tuple(shape)
 
     def pieces(self, tensor: RolloutTensor) -> list[tuple[int | None, Piece]]:
         """(slot or None, piece) of everything that ``tensor`` is made of; the rest is padding."""
-        shapes, rule, shard = tensor.rule.hf_shapes(self.model), tensor.rule, self.shard(tensor)
-        slots = list(enumerate(tensor.experts)) if rule.stacked else [(None, None)]
+        shard = self.shard(tensor)
+        slots = list(enumerate(tensor.experts)) if tensor.rule.stacked else [(None, None)]
         return [
             (slot, piece)
             for slot, expert in slots
-            for piece in pieces(
-                shard, rule.dim, tuple(part.name.format(l=tensor.layer, e=expert) for part in rule.hf), shapes
-            )
+            for piece in pieces(tensor.rule, self.model, shard, tensor.layer, expert)
         ]
 
     def bytes_stored(self, itemsize: int) -> NDArray[np.int64]:

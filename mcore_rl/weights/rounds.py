@@ -81,7 +81,9 @@ class Rounds:
 
     def __init__(self, plan: ReshardPlan, max_bytes: int) -> None:
         assert plan.sites is not None, "rounds are for ranks whose sites are known"
-        self.plan, self.max_bytes, self.sites = plan, max_bytes, plan.sites
+        self.plan = plan
+        self.max_bytes = max_bytes
+        self.sites = plan.sites
         landing = self.sites.landing[plan.target_rank]
         sender = np.where(plan.relay == DIRECT, plan.source_rank, self.sites.landing[np.maximum(plan.relay, 0)])
         fans = self._fans(sender, sender != landing)
@@ -96,8 +98,11 @@ class Rounds:
 
         unit = self._units(row, window, sender)
         order = np.argsort(unit, kind="stable")
-        self.row, self.window, self.num_bytes = row[order], window[order], num_bytes[order]
-        self.landing, self.sender = landing[self.row], sender[self.row]
+        self.row = row[order]
+        self.window = window[order]
+        self.num_bytes = num_bytes[order]
+        self.landing = landing[self.row]
+        self.sender = sender[self.row]
         self.round = self._rounds(np.flatnonzero(np.diff(unit[order], prepend=-1, append=-1)))
 
     def __len__(self) -> int:
@@ -131,7 +136,8 @@ class Rounds:
             for region in windows(target, row_major_strides(target.shape), most):
                 if held and held + region.num_elements > most:
                     yield window
-                    window, held = [], 0
+                    window = []
+                    held = 0
                 window.append((region.moved(target.start, source.start), region))
                 held += region.num_elements
         yield window
@@ -142,33 +148,38 @@ class Rounds:
         So they are in one round, whoever wants them, and what is passed on is there.  sender: of each row.
         """
         plan, stage_of, turn_of = self.plan, *self._turns()
-        places, (rule, _, expert) = plan.target_ids.places(plan.target), plan.source_ids.decode(plan.source)
+        places = plan.target_ids.places(plan.target)
+        rule, _, expert = plan.source_ids.decode(plan.source)
         keys = (window, expert[row], rule[row], stage_of[places][row], turn_of[places][row])
         order = np.lexsort(keys)
         first = np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0)
         unit = np.empty(len(row), dtype=np.int64)
         unit[order] = np.cumsum(first) - 1
         firsts = order[first]  # a piece of each unit
-        turn, by = turn_of[places][row[firsts]], sender[row[firsts]]
+        turn = turn_of[places][row[firsts]]
+        by = sender[row[firsts]]
         spread = np.empty(len(firsts), dtype=np.int64)
         spread[np.lexsort((_spread(turn * (1 + by.max(initial=0)) + by), turn))] = np.arange(len(firsts))
         return spread[unit]
 
     def _turns(self) -> tuple[Int64Array, Int64Array]:
         """(stage, turn) of each place of the model: int64 [layers + 2]; index -1 is before the layers."""
-        placement, pp = self.plan.table.placement, self.plan.table.layout.pp
+        placement = self.plan.table.placement
+        pp = self.plan.table.layout.pp
         by_stage = [[layer for layers in placement[stage::pp] for layer in layers] for stage in range(pp)]
         last = max(map(len, by_stage))
         turn = np.full(self.plan.table.model.num_layers + 2, last)
         stage_of = np.zeros_like(turn)
         for stage, layers in enumerate(by_stage):
-            turn[layers], stage_of[layers] = np.arange(len(layers)), stage
+            turn[layers] = np.arange(len(layers))
+            stage_of[layers] = stage
         turn[-1] = last + 1
         return stage_of, turn
 
     def _rounds(self, bounds: Int64Array) -> Int32Array:
         """The round of each piece.  bounds: where units begin, which are not split, and the end."""
-        rank, away = self.plan.target_rank[self.row], self.sender != self.landing
+        rank = self.plan.target_rank[self.row]
+        away = self.sender != self.landing
         room = self.num_bytes + ALIGNMENT
 
         def fits(begin: int, end: int) -> bool:
@@ -177,12 +188,16 @@ class Rounds:
             going = np.bincount(self.sender[span][away[span]], weights=room[span][away[span]])
             return bool(max(coming.max(initial=0), going.max(initial=0)) <= self.max_bytes)
 
-        rounds, last = np.empty(len(self.row), dtype=np.int32), len(bounds) - 1
-        begin, number, step = 0, 0, 1
+        rounds = np.empty(len(self.row), dtype=np.int32)
+        last = len(bounds) - 1
+        begin = 0
+        number = 0
+        step = 1
         while begin < last:
             end = begin + 1  # at least one unit
             while end + step <= last and fits(begin, end + step):
-                end, step = end + step, 2 * step
+                end = end + step
+                step = 2 * step
             beyond = min(end + step, last + 1)
             while beyond - end > 1:
                 middle = (end + beyond) // 2
@@ -198,14 +213,16 @@ class Rounds:
 
     def messages_to(self, rollout_rank: int) -> list[Message]:
         """The messages of ``rollout_rank``, one for each round that has parts for it; from who receives for it."""
-        landing, messages = int(self.sites.landing[rollout_rank]), []
+        landing = int(self.sites.landing[rollout_rank])
+        messages = []
         groups = self._groups(self.plan.target_rank[self.row] == rollout_rank)
         for _, together in groupby(groups, lambda group: group.number):
-            parts, used = list[MessagePart](), 0
+            parts = list[MessagePart]()
+            used = 0
             for group in together:
                 begin = aligned(used)
-                parts += [replace(part, begin=begin + part.begin) for part in group.parts]
-                used = begin + group.num_bytes
+                parts += [replace(part, begin=begin + part.begin) for part in group.block.parts]
+                used = begin + group.block.num_bytes
             messages.append(Message(landing, rollout_rank, tuple(parts), used))
         return messages
 
@@ -214,26 +231,18 @@ class Rounds:
         rounds = dict[int, Round]()
         held = dict[tuple[int, int], dict[tuple[int, ...], int]]()  # (round, rollout rank) -> places in its message
         for group in self._groups((self.sender == member) | (self.landing == member)):
-            here, begin = rounds.setdefault(group.number, Round(group.number)), 0
-            if group.receiver == member:
-                begin = aligned(here.lands.get(group.rollout_rank, 0))
-                here.lands[group.rollout_rank] = begin + group.num_bytes
-                places = held.setdefault((group.number, group.rollout_rank), {})
+            here = rounds.setdefault(group.number, Round(group.number))
+            block = group.block
+            begin = 0
+            if block.receiver == member:
+                begin = aligned(here.lands.get(block.rollout_rank, 0))
+                here.lands[block.rollout_rank] = begin + block.num_bytes
+                places = held.setdefault((group.number, block.rollout_rank), {})
                 places.update({key: begin + at for key, at in zip(group.keys, group.begins, strict=True)})
             copied_from: tuple[int, ...] = ()
-            if group.relay != DIRECT and group.sender == member:
-                copied_from = group.places_in(held[group.number, group.relay])
-            block = Block(
-                group.sender,
-                group.receiver,
-                group.rollout_rank,
-                begin,
-                group.num_bytes,
-                group.parts,
-                group.relay,
-                copied_from,
-            )
-            here.legs[group.relay != DIRECT].append(block)
+            if block.relay != DIRECT and block.sender == member:
+                copied_from = group.places_in(held[group.number, block.relay])
+            here.legs[block.relay != DIRECT].append(replace(block, begin=begin, copied_from=copied_from))
         return [rounds[number] for number in sorted(rounds)]
 
     def _groups(self, mask: NDArray[np.bool_]) -> Iterator[_Group]:
@@ -242,23 +251,29 @@ class Rounds:
         First legs come before second ones, so that what is passed on was received by then.
         """
         pieces = np.flatnonzero(mask)
-        relay, target = self.plan.relay[self.row[pieces]], self.plan.target_rank[self.row[pieces]]
+        relay = self.plan.relay[self.row[pieces]]
+        target = self.plan.target_rank[self.row[pieces]]
         columns = (self.round[pieces], relay != DIRECT, target, relay, self.sender[pieces])
         order = np.lexsort((pieces, *reversed(columns)))
-        pieces, columns = pieces[order], tuple(column[order] for column in columns)
+        pieces = pieces[order]
+        columns = tuple(column[order] for column in columns)
         new = np.any([np.diff(column, prepend=-2) != 0 for column in columns], axis=0)
         bounds = [*np.flatnonzero(new), len(pieces)]
         for begin, end in pairwise(bounds):
             yield self._group(pieces[begin:end], *(int(column[begin]) for column in columns))
 
     def _group(self, pieces: Int64Array, number: int, _: int, target: int, relay: int, sender: int) -> _Group:
-        plan, rows = self.plan, self.row[pieces]
-        parts, begins, used = list[MessagePart](), list[int](), 0
+        plan = self.plan
+        rows = self.row[pieces]
+        parts = list[MessagePart]()
+        begins = list[int]()
+        used = 0
         for row, window, names in zip(rows.tolist(), self.window[pieces].tolist(), plan.names(rows), strict=True):
             begins.append(aligned(used))
             used = begins[-1]
             geometry = int(plan.geometry[row])
-            itemsize, dtype = self._itemsize(geometry), plan.rollout.rules[plan.geometries[geometry].target_rule].dtype
+            itemsize = self._itemsize(geometry)
+            dtype = plan.rollout.rules[plan.geometries[geometry].target_rule].dtype
             for source_slice, target_slice in self._windows[geometry][window]:
                 size = target_slice.num_elements * itemsize
                 part = MessagePart(
@@ -267,32 +282,27 @@ class Rounds:
                 parts.append(part)
                 used += size
         keys = np.stack([plan.source[rows], plan.contents[plan.geometry[rows]], self.window[pieces]], axis=1).tolist()
-        landing = int(self.sites.landing[target])
-        return _Group(number, sender, landing, target, relay, used, tuple(parts), begins, [tuple(key) for key in keys])
+        block = Block(sender, int(self.sites.landing[target]), target, 0, used, tuple(parts), relay)
+        return _Group(number, block, begins, [tuple(key) for key in keys])
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A block before it is known where in its message it begins.
+    """A ``block`` of round ``number``, before it is known where in its message it begins.
 
     begins, keys: of each piece, where it begins in the block, and what it is, whoever wants it.
     """
 
     number: int
-    sender: int
-    receiver: int
-    rollout_rank: int
-    relay: int
-    num_bytes: int
-    parts: tuple[MessagePart, ...]
+    block: Block
     begins: list[int]
     keys: list[tuple[int, ...]]
 
     def places_in(self, places: Mapping[tuple[int, ...], int]) -> tuple[int, ...]:
         """Where each part begins in a message with its pieces at ``places``."""
         shifts = [places[key] - begin for key, begin in zip(self.keys, self.begins, strict=True)]
-        piece = [bisect_right(self.begins, part.begin) - 1 for part in self.parts]
-        return tuple(shifts[index] + part.begin for index, part in zip(piece, self.parts, strict=True))
+        piece = [bisect_right(self.begins, part.begin) - 1 for part in self.block.parts]
+        return tuple(shifts[index] + part.begin for index, part in zip(piece, self.block.parts, strict=True))
 
 
 def rounds_id(rounds: Rounds) -> str:

@@ -42,7 +42,8 @@ def senders(
 
     members: the training ranks of each set.
     """
-    loads, relay = np.zeros(world_size, dtype=np.int64), np.full(len(rows.sets), DIRECT, dtype=np.int32)
+    loads = np.zeros(world_size, dtype=np.int64)
+    relay = np.full(len(rows.sets), DIRECT, dtype=np.int32)
     if sites is None:
         return deal(rows.sets, rows.num_bytes, members, loads), relay
     holds = np.zeros((len(members), world_size), dtype=bool)
@@ -78,7 +79,8 @@ def _from_other_nodes(
     """
     keys = (node[far].astype(np.int64) * (1 + rows.source.max()) + rows.source[far]) * (1 + rows.content.max())
     groups = np.unique(keys + rows.content[far], return_inverse=True)[1]
-    order, sizes = np.argsort(groups, kind="stable"), np.bincount(groups)
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups)
     first = order[np.cumsum(sizes) - sizes + np.arange(len(sizes)) % sizes]  # of each group, its place in ``far``
     leaders = far[first]
     by_size = np.argsort(leaders)
@@ -109,7 +111,8 @@ def deal(sets: Int32Array, row_bytes: Int64Array, members: Sequence[Int64Array],
     rows_of = [order[bounds[number] : bounds[number + 1]] for number in range(len(members))]
     totals = [int(row_bytes[rows].sum()) for rows in rows_of]
     for number in sorted(range(len(members)), key=lambda number: -totals[number]):
-        rows, ranks = rows_of[number], members[number]
+        rows = rows_of[number]
+        ranks = members[number]
         if not len(rows):
             continue
         turn = ranks[np.argsort(loads[ranks], kind="stable")]

@@ -17,7 +17,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
+from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage, num_experts
 from mcore_rl.parallel.layout import Coords, Layout, place_layers
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -81,15 +81,24 @@ class HfInfo:
     absent_ok: bool
 
 
-def pieces(shard: ShardRanges, dim: int, hf_names: tuple[str, ...], hf_shapes: list[tuple[int, ...]]) -> list[Piece]:
-    """The parts of a local tensor whose dimension ``dim`` is ``shard``, in order; the rest is padding."""
-    parts, offset = [], 0
+def pieces(
+    rule: Rule, model: ModelConfig, shard: ShardRanges, layer: int | None = None, expert: int | None = None
+) -> list[Piece]:
+    """The parts of a local tensor of ``rule`` that holds ``shard``, in order; the rest is padding."""
+    dim = rule.dim
+    parts = []
+    offset = 0
     for held in shard.ranges:
-        shape = list(hf_shapes[held.source])
-        hf_start, local_start = [0] * len(shape), [0] * len(shape)
-        hf_start[dim], local_start[dim], shape[dim] = held.begin, offset, held.end - held.begin
+        tensor = rule.hf[held.source]
+        shape = list(tensor.shape(model))
+        hf_start = [0] * len(shape)
+        local_start = [0] * len(shape)
+        hf_start[dim] = held.begin
+        local_start[dim] = offset
+        shape[dim] = held.end - held.begin
         offset += shape[dim]
-        parts.append(Piece(hf_names[held.source], tuple(hf_start), tuple(local_start), tuple(shape)))
+        name = tensor.name.format(l=layer, e=expert)
+        parts.append(Piece(name, tuple(hf_start), tuple(local_start), tuple(shape)))
     return parts
 
 
@@ -131,11 +140,13 @@ class Table:
 
     def tensors(self, rank: int) -> list[LocalTensor]:
         """Every tensor of ``rank``, in the order of its chunks and layers."""
-        coords, tensors = self.layout.coords(rank), []
+        coords = self.layout.coords(rank)
+        tensors = []
         for chunk in range(self.parallel.vpp):
             place = chunk * self.parallel.pp + coords.pp
             layers = self.placement[place]
-            first, last = place == 0, place == len(self.placement) - 1
+            first = place == 0
+            last = place == len(self.placement) - 1
             here = {Stage.first: first, Stage.last: last, Stage.last_copy: last and not first}
             tensors += [self._local(rule, chunk, coords) for rule in self.rules if here.get(rule.stage)]
             if first:
@@ -164,18 +175,17 @@ class Table:
                     yield replace(local, name=rule.name.format(l=block), layer=block)
 
     def _local(self, rule: Rule, chunk: int, coords: Coords) -> LocalTensor:
-        num_shards, index = {
-            Axis.none: (1, 0),
-            Axis.tensor: (self.layout.tp, coords.tp),
-            Axis.expert_tensor: (self.layout.etp, coords.etp),
-        }[rule.axis]
-        return LocalTensor(rule.name, chunk, rule, None, None, num_shards, index)
+        index = {Axis.none: 0, Axis.tensor: coords.tp, Axis.expert_tensor: coords.etp}[rule.axis]
+        return LocalTensor(rule.name, chunk, rule, None, None, self.num_shards(rule), index)
+
+    def num_shards(self, rule: Rule) -> int:
+        """Number of ranks that a tensor of ``rule`` is split over."""
+        return {Axis.none: 1, Axis.tensor: self.layout.tp, Axis.expert_tensor: self.layout.etp}[rule.axis]
 
     @property
     def experts_per_rank(self) -> int:
         """Experts of a layer that one rank holds, whole or in shards."""
-        assert self.model.moe is not None
-        return self.model.moe.num_experts // self.layout.ep
+        return num_experts(self.model) // self.layout.ep
 
     def shard(self, local: LocalTensor) -> ShardRanges:
         """The split dimension of ``local``."""
@@ -192,7 +202,7 @@ class Table:
 
     def pieces(self, local: LocalTensor) -> list[Piece]:
         """The parts of Hugging Face tensors that ``local`` is made of; the rest is padding, which is zero."""
-        return pieces(self.shard(local), local.rule.dim, local.hf_names, local.rule.hf_shapes(self.model))
+        return pieces(local.rule, self.model, self.shard(local), local.layer, local.expert)
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfInfo]:
@@ -216,7 +226,4 @@ class Table:
         yield from ((rule, None, None) for rule in self.rules if rule.stage is Stage.last)
 
     def _experts_of(self, rule: Rule) -> list[int | None]:
-        if not rule.per_expert:
-            return [None]
-        assert self.model.moe is not None
-        return list(range(self.model.moe.num_experts))
+        return [*range(num_experts(self.model))] if rule.per_expert else [None]

@@ -94,7 +94,8 @@ def windows(region: TensorSlice, strides: Sequence[int], max_elements: int) -> I
         return
     dim = next(dim for dim, size in enumerate(region.shape) if size > 1)
     step = max(1, max_elements // strides[dim])
-    begin, size = region.start[dim], region.shape[dim]
+    begin = region.start[dim]
+    size = region.shape[dim]
     for index in range(0, size, step):
         start = (*region.start[:dim], begin + index, *region.start[dim + 1 :])
         shape = (*region.shape[:dim], min(step, size - index), *region.shape[dim + 1 :])
@@ -111,12 +112,14 @@ def slices_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Tens
     if not shape:
         yield TensorSlice((), ())
         return
-    row, rest = prod(shape[1:]), tuple(shape[1:])
+    row = prod(shape[1:])
+    rest = tuple(shape[1:])
 
     def part_of_row(index: int, from_: int, to: int) -> Iterator[TensorSlice]:
         return (TensorSlice((index, *part.start), (1, *part.shape)) for part in slices_of_range(rest, from_, to))
 
-    first, last = -(-begin // row), end // row  # whole rows
+    first = -(-begin // row)  # whole rows
+    last = end // row
     if first > last:
         yield from part_of_row(last, begin - last * row, end - last * row)
         return
@@ -133,11 +136,14 @@ def without(region: TensorSlice, hole: TensorSlice) -> list[TensorSlice]:
     if shared is None:
         return [region]
     left = []
-    start, end = list(region.start), list(region.end)
+    start = list(region.start)
+    end = list(region.end)
     for dim, (begin, stop) in enumerate(zip(shared.start, shared.end, strict=True)):
         for low, high in ((start[dim], begin), (stop, end[dim])):
             if low < high:
-                corner, far = [*start[:dim], low, *start[dim + 1 :]], [*end[:dim], high, *end[dim + 1 :]]
+                corner = [*start[:dim], low, *start[dim + 1 :]]
+                far = [*end[:dim], high, *end[dim + 1 :]]
                 left.append(TensorSlice(tuple(corner), tuple(b - a for a, b in zip(corner, far, strict=True))))
-        start[dim], end[dim] = begin, stop
+        start[dim] = begin
+        end[dim] = stop
     return left

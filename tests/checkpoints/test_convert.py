@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.checkpoints import convert, distcp_writer, megatron_checkpoint, safetensors
+from mcore_rl.checkpoints import convert, distcp, megatron_checkpoint, safetensors
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
@@ -325,7 +325,7 @@ def test_a_full_disk(way: str, root: Path, tmp_path: Path, monkeypatch: pytest.M
     if way == "to_hf":
         monkeypatch.setattr(os, "pwrite", no_space)
     else:
-        monkeypatch.setattr(distcp_writer.DistcpWriter, "_open", lambda self: _FullFile())
+        monkeypatch.setattr(distcp.DistcpWriter, "_open", lambda self: _FullFile())
     with _refused(source, out, CheckpointError, "No space left on device", "Free some space"):
         run(source, out, report=_quiet)
 

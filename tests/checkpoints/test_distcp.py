@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_rl.checkpoints import distcp, distcp_writer
-from mcore_rl.checkpoints.distcp import METADATA, DistributedCheckpoint
-from mcore_rl.checkpoints.distcp_writer import DistcpWriter
+from mcore_rl.checkpoints import distcp
+from mcore_rl.checkpoints.distcp import METADATA, DistcpWriter, DistributedCheckpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -134,7 +133,7 @@ def test_chunks_that_are_not_described_are_missed(tmp_path: Path) -> None:
 
 
 def test_files_are_no_longer_than_they_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distcp_writer, "FILE_BYTES", 3000)
+    monkeypatch.setattr(distcp, "FILE_BYTES", 3000)
     path, whole = _written(tmp_path)
     with DistributedCheckpoint.open(path) as checkpoint:
         assert len(checkpoint.files) > 2

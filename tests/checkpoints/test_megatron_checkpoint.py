@@ -139,7 +139,9 @@ DIALECTS: dict[str, Callable[[Weights], Weights]] = {
 def test_every_dialect_reads_as_the_same_tensors(dialect: str, tmp_path: Path) -> None:
     checkpoints.write("qwen3_moe", tmp_path / "hf")
     saved = _save(tmp_path, DIALECTS[dialect](_by_hand("qwen3_moe")))
-    source = MegatronCheckpoint.open(saved, FAMILIES["qwen3_moe"], checkpoints.MODELS["qwen3_moe"])
+    source = MegatronCheckpoint(
+        DistributedCheckpoint.open(saved), FAMILIES["qwen3_moe"], checkpoints.MODELS["qwen3_moe"]
+    )
     expected = checkpoints.tensors(tmp_path / "hf")
     assert source.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -155,7 +157,7 @@ def test_every_dialect_reads_as_the_same_tensors(dialect: str, tmp_path: Path) -
 
 def _problems(saved: Path, name: str, model: ModelConfig | None = None) -> tuple[str, ...]:
     with pytest.raises(CheckpointError) as refused:
-        MegatronCheckpoint.open(saved, FAMILIES[name], model or checkpoints.MODELS[name])
+        MegatronCheckpoint(DistributedCheckpoint.open(saved), FAMILIES[name], model or checkpoints.MODELS[name])
     return refused.value.problems
 
 

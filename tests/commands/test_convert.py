@@ -19,11 +19,11 @@ INTERRUPTED = 130
 # Runs the tool, and sends itself the signal while it writes the first tensor, as Ctrl-C would.
 INTERRUPT = """
 import os, runpy, signal, sys
-from mcore_rl.checkpoints import distcp_writer
+from mcore_rl.checkpoints import distcp
 def write(self, *_):
     (self.directory.incomplete / "begun").touch()
     os.kill(os.getpid(), signal.SIGINT)
-distcp_writer.DistcpWriter.write = write
+distcp.DistcpWriter.write = write
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

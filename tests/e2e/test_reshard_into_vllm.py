@@ -18,8 +18,16 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Stage
 from mcore_rl.families.towers import PICTURES
-from mcore_rl.proofs.mutants import TABLES, with_rules
-from mcore_rl.proofs.mutation import MutantVerdict, OracleCase, case_failures, cases, has_experts, judge_all
+from mcore_rl.proofs.mutation import (
+    TABLES,
+    MutantVerdict,
+    OracleCase,
+    case_failures,
+    cases,
+    has_experts,
+    judge_all,
+    with_rules,
+)
 from mcore_rl.proofs.placement import ParameterPlacement
 from mcore_rl.proofs.prove import LOADED, NAMED, READABLE, STATED, ProofSubject, prove
 from mcore_rl.proofs.tracer import Tracer

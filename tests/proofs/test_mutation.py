@@ -15,19 +15,20 @@ from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Axis, Rule, Stage, hf
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.proofs import mutation, statements
-from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
 from mcore_rl.proofs.mutation import (
+    UNJUDGED,
     MutantJudge,
     MutantVerdict,
     case_failures,
     cases,
     family_score,
     judge_all,
+    mutants,
     training_case,
+    with_rules,
 )
 from mcore_rl.proofs.placement import placement_failures
-from mcore_rl.proofs.stated_slices import grouped, whole
-from mcore_rl.proofs.statements import STATEMENTS, Statement
+from mcore_rl.proofs.statements import STATEMENTS, Statement, grouped, whole
 from mcore_rl.training.meta import meta_rank
 from tests.support import picture_models
 from tests.support.published import TINY

@@ -36,7 +36,7 @@ def test_names_of_an_uneven_placement_by_hand() -> None:
     """3 layers over stages of 2 and 1, experts over 2: stage 1 counts its layer and its experts from 0."""
     parallel = ParallelConfig(pp=2, ep=2, pipeline_layers=[2, 1])
     model = dense(num_layers=3, moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=8))
-    table = Table(family(mixtral.WEIGHTS), model, parallel, world_size=4)
+    table = Table(family(mixtral.TABLES.weights), model, parallel, world_size=4)
     experts = [
         (local.name, local.layer, local.expert, local.hf_names)
         for local in table.tensors(3)  # stage 1, second half of the experts
@@ -56,7 +56,7 @@ def test_names_of_an_uneven_placement_by_hand() -> None:
 
 
 def test_virtual_stages_count_their_own_layers() -> None:
-    table = Table(family(llama.WEIGHTS), dense(), parse_layout("pp=2,vpp=2"))
+    table = Table(family(llama.TABLES.weights), dense(), parse_layout("pp=2,vpp=2"))
     norms = [(local.chunk, local.name, local.layer) for local in table.tensors(1) if "input_layernorm" in local.name]
     assert norms == [
         (0, "decoder.layers.0.input_layernorm.weight", 1),
@@ -66,7 +66,7 @@ def test_virtual_stages_count_their_own_layers() -> None:
 
 @pytest.mark.parametrize(("layout", "copies"), [("", 0), ("tp=2", 0), ("pp=2", 1), ("pp=2,vpp=2", 1)])
 def test_a_tied_model_has_a_copy_of_its_embedding_only_in_another_last_stage(layout: str, copies: int) -> None:
-    table = Table(family(qwen2.WEIGHTS), dense(tie_output=True, qkv_bias=True), parse_layout(layout))
+    table = Table(family(qwen2.TABLES.weights), dense(tie_output=True, qkv_bias=True), parse_layout(layout))
     ranks = [table.tensors(rank) for rank in range(table.layout.world_size)]
     heads = [local for rank in ranks for local in rank if local.name == "output_layer.weight"]
     assert len(heads) == copies * table.layout.tp
@@ -75,7 +75,7 @@ def test_a_tied_model_has_a_copy_of_its_embedding_only_in_another_last_stage(lay
 
 
 def test_a_critic_has_a_value_head_that_a_checkpoint_may_lack() -> None:
-    table = Table(family(qwen2.WEIGHTS), dense(tie_output=True), parse_layout("tp=2,pp=2"), head=Head.value)
+    table = Table(family(qwen2.TABLES.weights), dense(tie_output=True), parse_layout("tp=2,pp=2"), head=Head.value)
     (head,) = [local for local in table.tensors(3) if local.name == "output_layer.weight"]
     assert head.hf_names == ("score.weight",)
     assert table.shape(head) == (1, 8), "whole on every tensor rank"
@@ -85,7 +85,7 @@ def test_a_critic_has_a_value_head_that_a_checkpoint_may_lack() -> None:
 
 def test_pieces_of_a_padded_shard_by_hand() -> None:
     """13 rows over 4 shards of 4: the last holds row 12 and three rows of padding."""
-    table = Table(family(llama.WEIGHTS), dense(), parse_layout("tp=4"))
+    table = Table(family(llama.TABLES.weights), dense(), parse_layout("tp=4"))
     (embedding,) = [local for local in table.tensors(3) if local.name == "embedding.word_embeddings.weight"]
     assert table.shape(embedding) == (4, 8)
     (piece,) = table.pieces(embedding)
@@ -110,7 +110,7 @@ def test_one_replica_holds_every_element_and_only_whole_tensors_twice(kind: str,
     """Counts, per element, the ranks that hold it; equal to what the axes that do not split its tensor make of it."""
     parallel = parse_layout(layout)
     model = dense() if kind == "llama" else moe(dense_layers=[1], shared_ffn_hidden_size=8, shared_gate=True)
-    weights = llama.WEIGHTS if kind == "llama" else qwen2_moe.WEIGHTS
+    weights = (llama if kind == "llama" else qwen2_moe).TABLES.weights
     table = Table(family(weights), model, parallel)
     counts = {name: np.zeros(info.shape, dtype=int) for name, info in table.hf_tensors.items()}
     for rank in range(table.layout.world_size):
@@ -134,7 +134,7 @@ def _fits(template: str, name: str) -> bool:
 
 
 def test_local_names_of_a_rank_are_distinct() -> None:
-    table = Table(family(deepseek_v3.WEIGHTS), _latent(), parse_layout("tp=2,ep=2,pp=2,vpp=2"))
+    table = Table(family(deepseek_v3.TABLES.weights), _latent(), parse_layout("tp=2,ep=2,pp=2,vpp=2"))
     for rank in range(4):
         names = Counter((local.chunk, local.name) for local in table.tensors(rank))
         assert set(names.values()) == {1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.checkpoints.stored_keys import Name, StoredKeys, TensorLocation, is_adapter, parse
+from mcore_rl.checkpoints.megatron_checkpoint import Name, StoredKeys, TensorLocation, is_adapter, parse
 
 LAYER = "decoder.layers.{l}."
 NORM = LAYER + "input_layernorm.weight"

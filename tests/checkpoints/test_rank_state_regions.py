@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.rank_state import MAIN, WEIGHT, RankState, state_file
-from mcore_rl.checkpoints.stored_state import StoredState
+from mcore_rl.checkpoints.rank_state import MAIN, WEIGHT, RankState, StoredState, state_file
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
