@@ -103,7 +103,7 @@ def test_a_program_that_is_asked_answers_in_its_time(tmp_path: Path, monkeypatch
     with pytest.raises(TimeoutError):
         asked.answer(0.05, 100)
     asked.send(b"more than that")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="bad message length"):
         asked.answer(60.0, 4)
     asked.end()
     asked = AskedProgram("echoes", dict(os.environ))
