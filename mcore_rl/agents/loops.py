@@ -13,10 +13,10 @@ import json
 import re
 from typing import Any
 
-from mcore_rl.agents.arithmetic import evaluated, written
 from mcore_rl.agents.interactions import EpisodeAnswers
 from mcore_rl.agents.rendering import USER
 from mcore_rl.agents.session import ANSWERED, INTERACTION, INTERACTION_FAILED, EpisodeOverError, Session
+from mcore_rl.agents.toolbox.calculator import evaluated, written
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, FinishReason
@@ -109,7 +109,8 @@ def react_call(text: str, tools: ToolSet) -> ToolCall | None:
     action = _ACTION.match(text, begin) if begin >= 0 else None
     if action is None:
         return None
-    name, given = action["name"].strip(" \t"), action["input"].strip()
+    name = action["name"].strip(" \t")
+    given = action["input"].strip()
     try:
         arguments: Any = read_json(given)
     except ValueError:

@@ -15,16 +15,16 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TextIO
+
+from mcore_rl.processes.guarding import LINE
 
 MAX_TEXT = 1 << 20  # characters of a result
 MAX_TAIL = 2000  # bytes of what a server said last
 LAST_WORDS_S = 2.0  # for what a server that is gone said last to arrive
 MAX_MEMORY = 4 << 30  # bytes of this process, once the server has been started, so that it is not the server's limit
-LINE = 16 << 20  # bytes
 
 
 class Tail:
@@ -62,7 +62,8 @@ def main(descriptor: int) -> None:
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
-    given, tail = json.loads(await reader.readline())["server"], Tail()
+    given = json.loads(await reader.readline())["server"]
+    tail = Tail()
 
     def say(answer: dict[str, Any]) -> None:
         writer.write(json.dumps(answer).encode() + b"\n")
@@ -106,7 +107,8 @@ def _client(given: dict[str, Any], errors: TextIO, stack: AsyncExitStack) -> Abs
 
 async def _tools(client: Any) -> list[dict[str, Any]]:
     """The schemas of all tools, in OpenAI's form."""
-    schemas, cursor = list[dict[str, Any]](), None
+    schemas = list[dict[str, Any]]()
+    cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
@@ -144,7 +146,3 @@ def _said(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

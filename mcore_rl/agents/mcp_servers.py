@@ -36,7 +36,6 @@ FIELDS = {"command", "args", "env", "cwd", "url", "headers", "tools", "type"}
 START_S = 60.0  # to start and to list the tools
 CHECK_S = 5.0  # in which a server answers that lets a call run into its limit
 AGAIN_S = 10.0  # between two attempts to start a server
-LINE = 16 << 20  # bytes
 MAX_ERROR = 500  # characters
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 logger = logging.getLogger(__name__)
@@ -53,7 +52,8 @@ class McpTool(EpisodeTool):
 
     def __init__(self, server: McpServer, schema: dict[str, Any], limit_s: float) -> None:
         super().__init__({}, ToolSchema(schema))
-        self._server, self._limit_s = server, limit_s
+        self._server = server
+        self._limit_s = limit_s
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """See ``EpisodeTool.execute``."""
@@ -64,26 +64,23 @@ class McpServer:
     """One server.  given: its fields of the file.  Started by ``tools``, and again by a call when it is gone."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self.name, self._given = name, dict(given)
+        self.name = name
+        self._given = dict(given)
         self._process: GuardedProgram | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._opening = asyncio.Lock()
-        self._failed_at, self._failure = 0.0, ""
+        self._failed_at = 0.0
+        self._failure = ""
 
     def tools(self) -> list[dict[str, Any]]:
         """Starts the server; the schemas of its tools.  GoneError: it cannot be started."""
         self.close()
         self._process = GuardedProgram("mcore_rl.agents.mcp_process", without_secrets())
-        ours = self._process.socket
-        ours.settimeout(START_S)
         try:
-            ours.sendall(json.dumps({"server": self._given}).encode() + b"\n")
-            # Byte by byte in C: what follows the line belongs to the streams that are opened later.
-            with ours.makefile("rb", buffering=0) as file:
-                line = file.readline(LINE)
+            line = self._process.first_answer({"server": self._given}, START_S)
             answer: dict[str, Any] = read_json(line) if line else {"error": "its client's process ended"}
         except TimeoutError:
             answer = {"error": f"it took longer than {START_S:g} s"}
@@ -92,7 +89,6 @@ class McpServer:
         if "tools" not in answer:
             self.close()
             raise GoneError(f"cannot be started: {redacted(str(answer['error']))[:MAX_ERROR]}")
-        ours.setblocking(False)
         return list(answer["tools"])
 
     async def call(self, tool: str, arguments: dict[str, Any], limit_s: float) -> ToolResult:
@@ -120,17 +116,19 @@ class McpServer:
                 try:
                     await asyncio.to_thread(self.tools)
                 except GoneError as error:
-                    self._failed_at, self._failure = time.monotonic(), str(error)
+                    self._failed_at = time.monotonic()
+                    self._failure = str(error)
                     raise
                 self._failure = ""
             if self._writer is None:
                 assert self._process is not None
-                reader, self._writer = await asyncio.open_connection(sock=self._process.socket, limit=LINE)
+                reader, self._writer = await self._process.streams()
                 self._reading = asyncio.create_task(self._read(reader))
 
     async def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """The answer to ``request``.  GoneError; TimeoutError: it took longer than ``limit_s``."""
-        number, writer = next(self._numbers), self._writer
+        number = next(self._numbers)
+        writer = self._writer
         if writer is None:
             raise GoneError("was ended")
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -177,11 +175,12 @@ class McpServer:
         self._end(problem)
 
     def _end(self, problem: str) -> None:
-        process, self._process = self._process, None
-        writer, self._writer = self._writer, None
-        reading, self._reading = self._reading, None
-        if process is not None:
-            process.end()
+        process = self._process
+        self._process = None
+        writer = self._writer
+        self._writer = None
+        reading = self._reading
+        self._reading = None
         for waits in self._waiting.values():
             if not waits.done() and not waits.get_loop().is_closed():
                 waits.set_exception(GoneError(problem))
@@ -191,7 +190,7 @@ class McpServer:
         if reading is not None and reading is not _current_task() and not reading.get_loop().is_closed():
             reading.cancel()
         if process is not None:
-            process.socket.close()
+            process.end()
 
 
 def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Iterator[tuple[str, str, Any]]:
@@ -206,7 +205,8 @@ def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Ite
     if importlib.util.find_spec("mcp") is None:
         remedy = pip_line("mcp")
         raise ConfigError([Violation(KEY, path, "the package mcp is not installed", remedy)])
-    violations, made = list[Violation](), list[tuple[str, str, Any]]()
+    violations = list[Violation]()
+    made = list[tuple[str, str, Any]]()
     for name, fields in given.items():
         try:
             server = McpServer(name, _resolved(name, fields))

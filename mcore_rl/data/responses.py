@@ -1,7 +1,8 @@
 """Generated responses in parquet, written and read beside the columns of their prompts.
 
 A response is the model's last text.  If other turns came before it, a column of its own holds the conversation, and
-others what its agent did.
+others what its agent did.  Responses with scores also become pairs of a better and a worse one, which preferences are
+learnt from.
 
 Invariant: a row keeps all its columns and its place; its responses are in the order in which they were requested.
 """
@@ -9,7 +10,7 @@ Invariant: a row keeps all its columns and its place; its responses are in the o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,13 +21,17 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.reward import Style
 from mcore_rl.data.rows import (
+    GROUND_TRUTH,
     MESSAGES,
+    NO_UTF8,
     SourceFile,
     clean_messages,
     is_list,
     is_messages,
     is_text,
+    no_column,
     read_files,
+    reward_model_problems,
     style_of,
 )
 from mcore_rl.data.tables import writable
@@ -58,7 +63,6 @@ OF_AGENTS = {
 REASONS = OF_AGENTS["reason"][0]
 GENERATED = (RESPONSES, NUM_TOKENS, FINISH, TURNS, *(column for column, _ in OF_AGENTS.values()))
 LOST = "abort"  # finish reason of an episode whose environment or engine failed
-GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,8 @@ def agent_summary(agents: Sequence[AgentRecord | None]) -> dict[str, float]:
     there = [each for each in agents if each is not None]
     if not there:
         return {}
-    calls, reasons = sum(each.calls for each in there), Counter(each.reason for each in there)
+    calls = sum(each.calls for each in there)
+    reasons = Counter(each.reason for each in there)
     return {
         "turns_mean": fmean(each.turns for each in there),
         "calls_mean": calls / len(there),
@@ -187,7 +192,9 @@ class ResponseSet:
     """
 
     def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
-        self._file, self._prompt_key, self._response_key = file, prompt_key, response_key
+        self._file = file
+        self._prompt_key = prompt_key
+        self._response_key = response_key
         self.has_lengths = NUM_TOKENS in file.table.column_names
         self.has_finish = FINISH in file.table.column_names
         types = {column.name: column.type for column in file.table.schema}
@@ -244,13 +251,14 @@ class ResponseSet:
     def _check(self, record: dict[str, Any] | None) -> str:
         """What is wrong with a row, else ""; then its number of responses and its data source are noted."""
         if record is None:
-            return "has text that is no UTF-8. Write the file again from text decoded as what it is"
+            return NO_UTF8
         responses = _texts(record[self._response_key])
         if not responses or None in responses:
             return f"{self._response_key} is null or empty, or holds a null. Generate it again, or leave the row out"
         if not record["data_source"]:
             return "data_source is null or empty. Write the name of the data set"
-        asked, key = record["reward_model"], self._prompt_key
+        asked = record["reward_model"]
+        key = self._prompt_key
         messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
         if (style := style_of(asked)) is not Style.rule:
             reader = "the judge" if style is Style.judge else "the reward model"
@@ -324,19 +332,12 @@ def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
     if response_key not in types:
-        has = f"it has {', '.join(types) or 'none'}"
-        yield f"{file.name}: no column {response_key}; {has}. Name the one with the responses as response_key"
+        yield no_column(file, response_key, "Name the one with the responses as response_key")
     elif not is_text(kind := types[response_key]) and not (is_list(kind) and is_text(kind.value_type)):
         yield f"{file.name}: column {response_key} is {kind}, not a list of texts. Write it so"
     if "data_source" not in types or not is_text(types["data_source"]):
         yield f"{file.name}: no column data_source of text. {GROUND_TRUTH}"
-    reward_model = types.get("reward_model")
-    if reward_model is None:
-        yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
-    elif not pa.types.is_struct(reward_model) or all(
-        reward_model.get_field_index(name) < 0 for name in ("style", "ground_truth")
-    ):
-        yield f"{file.name}: column reward_model is {reward_model}, without a ground_truth. {GROUND_TRUTH}"
+    yield from reward_model_problems(file)
     for name in (NUM_TOKENS, FINISH):
         if name != response_key and name in types and not is_list(types[name]):
             yield f"{file.name}: column {name} is {types[name]}, not a list. Write one entry a response, or drop it"
@@ -344,3 +345,70 @@ def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
     if turns is not None and not (is_list(turns) and is_messages(turns.value_type)):
         wanted = "a list of lists of {role, content}, one list a response"
         yield f"{file.name}: column {TURNS} is {turns}, not {wanted}. Write it so, or drop it"
+
+
+MESSAGE_LIST = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+COLUMNS = pa.schema(
+    [
+        ("prompt", MESSAGE_LIST),
+        ("chosen", MESSAGE_LIST),
+        ("rejected", MESSAGE_LIST),
+        ("margin", pa.float64()),
+        ("data_source", pa.string()),
+    ]
+)
+BATCH = 1024  # pairs that are held before they are written
+
+
+def best_with_worst(scores: Sequence[float | None]) -> list[tuple[int, int, float]]:
+    """Of each pair the places, the better one first, and by how much its score is the higher; None: in no pair."""
+    scored = {place: score for place, score in enumerate(scores) if score is not None}
+    ranked = sorted(scored, key=lambda place: -scored[place])  # of equal ones the earlier first
+    halves = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
+    pairs = ((better, worse, scored[better] - scored[worse]) for better, worse in halves)
+    return [pair for pair in pairs if pair[2] > 0]
+
+
+def write_pairs(path: Path, rows: Iterable[tuple[ResponseRow, Sequence[float | None]]]) -> str:
+    """Writes the pairs of ``rows``, each with the scores of its responses, and says for people what it wrote.
+
+    A row of the file has the prompt, ``chosen`` and ``rejected`` as messages, ``margin``, by how much the better one's
+    score is the higher, and the row's ``data_source``.  The file appears when it is complete.  DataError: no prompt has
+    two responses of different scores.
+    """
+    pairs = 0
+    prompts = 0
+    without = 0
+    with replaced(path) as new:
+        with pq.ParquetWriter(new, COLUMNS) as writer:
+            held: list[dict[str, Any]] = []
+            for row, scores in rows:
+                made = [*_pairs_of(row, scores)]
+                pairs = pairs + len(made)
+                prompts = prompts + 1
+                without = without + (not made)
+                held += made
+                if len(held) >= BATCH:
+                    writer.write_table(pa.Table.from_pylist(held, COLUMNS))
+                    held = []
+            writer.write_table(pa.Table.from_pylist(held, COLUMNS))
+        if not pairs:
+            problem = f"no prompt of {prompts:,} has two responses of different scores. Generate more (rollout.n)"
+            raise DataError("pairs", [problem])
+    return f"pairs: {pairs:,} in {path}; {without:,} of {prompts:,} prompts have none: no two responses differ in score"
+
+
+def _pairs_of(row: ResponseRow, scores: Sequence[float | None]) -> Iterator[dict[str, Any]]:
+    seen: set[tuple[str, str]] = set()
+    for better, worse, margin in best_with_worst(scores):
+        texts = str(row.turns[better]), str(row.turns[worse])
+        if texts[0] == texts[1] or texts in seen:
+            continue
+        seen.add(texts)
+        yield {
+            "prompt": row.messages,
+            "chosen": row.turns[better],
+            "rejected": row.turns[worse],
+            "margin": margin,
+            "data_source": row.data_source,
+        }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,14 +24,17 @@ from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.preferences import PreferredAnswers, as_messages, row_numbers
 from mcore_rl.data.rows import (
     MESSAGES,
+    NO_UTF8,
     Ragged,
+    Reading,
     SourceFile,
+    column_problems,
     is_list,
     is_messages,
     is_text,
-    named,
-    progress_bar,
     read_files,
+    too_long,
+    usable_batches,
 )
 from mcore_rl.data.scored_answers import END, conversation_tokens, with_end
 from mcore_rl.data.turns import ASSISTANT
@@ -56,25 +60,22 @@ class LabelledSteps:
     @property
     def by_step(self) -> list[PreferredAnswers]:
         """The answer up to the end of each step, as an answer by itself with the step's label."""
-        tokens, ends = self.answer.tokens, [t for t, is_end in enumerate(self.answer.mask) if is_end]
+        tokens = self.answer.tokens
+        ends = [t for t, is_end in enumerate(self.answer.mask) if is_end]
         begun = [with_end(Conversation(self.answer.id, tokens[:end], ())) for end in ends]
         pairs = zip(begun, self.labels, strict=True)
         return [PreferredAnswers((answer,), (label,), 0.0, self.weight) for answer, label in pairs]
 
 
-@dataclass
-class _Reading:
+@dataclass(kw_only=True)
+class _Reading(Reading):
     """The state of reading files: usable rows, and problems."""
 
-    tokens: Ragged = field(default_factory=Ragged)
     ends: Ragged = field(default_factory=Ragged)  # of each row, the tokens up to the end of each step
     labels: list[tuple[float, ...]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     num_left_out: int = 0
-    problems: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)
-    longest: int = 0
 
 
 class StepSet:
@@ -83,7 +84,8 @@ class StepSet:
     def __init__(self, reading: _Reading) -> None:
         reading.tokens.close()
         reading.ends.close()
-        self._reading, self.num_left_out = reading, reading.num_left_out
+        self._reading = reading
+        self.num_left_out = reading.num_left_out
 
     @classmethod
     def load(
@@ -106,23 +108,16 @@ class StepSet:
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
-            for file in sources:
-                type_problems = list(_type_problems(file, config))
-                reading.problems += type_problems
-                for start, records in () if type_problems else file.batches():
-                    for number, record in enumerate(records, start):
-                        try:
-                            _take(reading, file.row_id(number), record, config, tokenizer, pad_token_id)
-                        except ValueError as error:
-                            reading.problems.append(f"{file.row_id(number)}: {error}")
-                    bar.advance(task, len(records))
+        type_problems = partial(_type_problems, config=config)
+        for _, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
+            for number, record in enumerate(records, start):
+                try:
+                    _take(reading, file.row_id(number), record, config, tokenizer, pad_token_id)
+                except ValueError as error:
+                    reading.problems.append(f"{file.row_id(number)}: {error}")
         if reading.too_long and config.truncation is Truncation.error:
-            limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
-            remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"
-            said = f"{len(reading.too_long)} have an answer of more than {limit}: {named(reading.too_long)}"
-            reading.problems.append(f"{said}. {remedy}")
+            what = "an answer of "
+            reading.problems.append(too_long(reading.too_long, reading.longest, config.max_length, what))
         if not reading.problems and not reading.ids:
             reading.problems.append("no row is left with a step that ends within data.max_length. Name others")
         if reading.problems:
@@ -134,7 +129,8 @@ class StepSet:
 
     def __getitem__(self, index: int) -> LabelledSteps:
         read = self._reading
-        tokens, ended = read.tokens[index].tolist(), set(read.ends[index].tolist())
+        tokens = read.tokens[index].tolist()
+        ended = set(read.ends[index].tolist())
         mask = tuple(place in ended for place in range(len(tokens) + 1))
         answer = Conversation(read.ids[index], (*tokens, END), mask)
         return LabelledSteps(answer, read.labels[index], read.weights[index])
@@ -160,18 +156,14 @@ def _take(
 ) -> None:
     """Adds one row to ``reading``.  ValueError: what is wrong with it, in words."""
     if record is None:
-        raise ValueError("has text that is no UTF-8. Write the file again from text decoded as what it is")
+        raise ValueError(NO_UTF8)
     steps, labels = _steps(record, config)
-    prompt, numbers = as_messages(record[config.prompt_key], "user"), row_numbers(record, config)
-    if isinstance(prompt, str):
-        raise ValueError(f"{config.prompt_key} {prompt}")
-    if isinstance(numbers, str):
-        raise ValueError(numbers)
+    prompt = as_messages(record, config.prompt_key, "user")
+    _, weight = row_numbers(record, config)
     joined, ends = joined_steps(steps)
     tokens, marks = marked(tokenizer, prompt, joined, ends, pad_token_id, config.chat_template_kwargs)
     if len(tokens) > config.max_length:
-        reading.too_long.append(row_id)
-        reading.longest = max(reading.longest, len(tokens))
+        reading.note_too_long(row_id, len(tokens))
         if config.truncation is Truncation.error:
             return
         cut = len(tokens) - config.max_length
@@ -184,14 +176,16 @@ def _take(
     reading.tokens.append(tokens)
     reading.ends.append(list(marks.values()))
     reading.labels.append(tuple(labels[step] for step in marks))
-    reading.weights.append(numbers[1])
+    reading.weights.append(weight)
     reading.ids.append(row_id)
 
 
 def _steps(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[list[str], list[float]]:
-    key, labels_key = config.completion_key, config.step_labels_key
+    key = config.completion_key
+    labels_key = config.step_labels_key
     assert labels_key is not None
-    steps, labels = record[key], record[labels_key]
+    steps = record[key]
+    labels = record[labels_key]
     if not steps or any(not step or not step.strip() for step in steps):
         raise ValueError(f"{key} has no step, or an empty one. Write a text for each, or leave the row out")
     if labels is None or len(labels) != len(steps):
@@ -206,7 +200,8 @@ def _steps(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[list[s
 
 def joined_steps(steps: Sequence[str]) -> tuple[str, list[int]]:
     """The answer of these steps, and where in it each ends: behind its last character that is no white space."""
-    text, ends = "", list[int]()
+    text = ""
+    ends = list[int]()
     for step in steps:
         text += "\n" if text and not text[-1].isspace() else ""
         ends.append(len(text) + len(step.rstrip()))
@@ -244,7 +239,8 @@ def marked(
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not say where its tokens are. Use a fast one (tokenizer.json)")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    marks, place = dict[int, int](), 0
+    marks = dict[int, int]()
+    place = 0
     for step, end in enumerate(ends[:-1]):
         while place < len(tokens) and offsets[place][1] < begin + end:
             place += 1
@@ -256,7 +252,6 @@ def marked(
 
 def _type_problems(file: SourceFile, config: PreferenceDataConfig) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable."""
-    types = {column.name: column.type for column in file.table.schema}
     assert config.step_labels_key is not None
     wanted: tuple[tuple[str, str, str, Callable[[pa.DataType], bool]], ...] = (
         ("data.prompt_key", config.prompt_key, f"{MESSAGES} or text", lambda kind: is_messages(kind) or is_text(kind)),
@@ -270,11 +265,7 @@ def _type_problems(file: SourceFile, config: PreferenceDataConfig) -> Iterator[s
         *([] if config.weight_key is None else [("data.weight_key", config.weight_key, "a number", _is_label)]),
     )
     for option, key, form, fits in wanted:
-        if key not in types:
-            has = f"it has {', '.join(types) or 'none'}"
-            yield f"{file.name}: no column {key}; {has}. Write {form} there, or name it as {option}"
-        elif not fits(types[key]):
-            yield f"{file.name}: column {key} is {types[key]}, not {form}. Write it so (docs/reward_training.md)"
+        yield from column_problems(file, option, key, form, fits, page="docs/reward_training.md")
 
 
 def _lists(kind: pa.DataType, of: Any) -> bool:

@@ -13,17 +13,18 @@ from functools import lru_cache
 from mcore_rl.rewards.math_forms import (
     Based,
     Expression,
+    Form,
     Items,
     LetterChoice,
     Matrix,
     Measure,
     Named,
+    Number,
     Relation,
     Rounded,
     Words,
     read,
 )
-from mcore_rl.rewards.math_numbers import Form, Number
 from mcore_rl.rewards.math_units import Unit, letter_unit
 from mcore_rl.rewards.symbolic_process import ALGEBRA
 
@@ -43,16 +44,15 @@ class Comparison:
             return True
         if isinstance(gold, Number) and isinstance(answer, Number):
             return self._same_number(gold, answer)
-        if isinstance(gold, LetterChoice) or isinstance(answer, LetterChoice):
-            return self._same_choice(gold, answer)
-        if isinstance(gold, Rounded) or isinstance(answer, Rounded):
-            return self._same_rounded(gold, answer)
-        if isinstance(gold, Measure) or isinstance(answer, Measure):
-            return self._same_measure(gold, answer)
-        if isinstance(gold, Named) or isinstance(answer, Named):
-            return self._same_named(gold, answer)
-        if isinstance(gold, Relation) or isinstance(answer, Relation):
-            return self._same_relation(gold, answer)
+        for kind, compare in (
+            (LetterChoice, self._same_choice),
+            (Rounded, self._same_rounded),
+            (Measure, self._same_measure),
+            (Named, self._same_named),
+            (Relation, self._same_relation),
+        ):
+            if isinstance(gold, kind) or isinstance(answer, kind):
+                return compare(gold, answer)
         return self._same_structure(gold, answer)
 
     def _same_structure(self, gold: Form, answer: Form) -> bool:
@@ -64,7 +64,7 @@ class Comparison:
             return self.same(_alone(gold) or gold, _alone(answer) or answer)
         if any(isinstance(each, Items) and each.brackets not in ("u", "{}") for each in (gold, answer)):
             return False
-        return algebra_equal(latex_of(gold), latex_of(answer))
+        return _same_algebra(gold, answer)
 
     def _same_leaf(self, gold: Form, answer: Form) -> bool:
         if isinstance(gold, Words) and isinstance(answer, Words):
@@ -96,7 +96,8 @@ class Comparison:
     def _near(self, gold: Number, answer: Number) -> bool:
         if gold.value == answer.value:
             return True
-        difference, size = abs(gold.value - answer.value), abs(gold.value)
+        difference = abs(gold.value - answer.value)
+        size = abs(gold.value)
         if gold.is_decimal and answer.is_decimal:
             return difference * 10**12 <= size and difference * 2_000_000 <= 1
         if gold.is_decimal or answer.is_decimal:
@@ -135,7 +136,8 @@ class Comparison:
                 return False
             if gold.unit.factor == answer.unit.factor:
                 return self.same(gold.quantity, answer.quantity)
-            one, other = _in_base(gold), _in_base(answer)
+            one = _in_base(gold)
+            other = _in_base(answer)
             return one is not None and other is not None and one == other
         return self.same(
             gold.quantity if isinstance(gold, Measure) else gold,
@@ -146,11 +148,9 @@ class Comparison:
         if isinstance(gold, Named) and isinstance(answer, Named):
             if gold.name == answer.name and self.same(gold.value, answer.value):
                 return True
-            return algebra_equal(latex_of(gold), latex_of(answer))
-        if isinstance(gold, Expression) and "=" in gold.latex:
-            return algebra_equal(latex_of(gold), latex_of(answer))
-        if isinstance(answer, Expression) and "=" in answer.latex:
-            return algebra_equal(latex_of(gold), latex_of(answer))
+            return _same_algebra(gold, answer)
+        if any(isinstance(each, Expression) and "=" in each.latex for each in (gold, answer)):
+            return _same_algebra(gold, answer)
         return self.same(
             gold.value if isinstance(gold, Named) else gold, answer.value if isinstance(answer, Named) else answer
         )
@@ -159,12 +159,10 @@ class Comparison:
         if isinstance(gold, Relation):
             if isinstance(answer, Relation):
                 return gold.variable == answer.variable and self.same(gold.interval, answer.interval)
-            return self.same(gold.interval, answer) or (
-                isinstance(answer, Expression) and algebra_equal(latex_of(gold), latex_of(answer))
-            )
+            return self.same(gold.interval, answer) or (isinstance(answer, Expression) and _same_algebra(gold, answer))
         assert isinstance(answer, Relation)
         if isinstance(gold, Expression):
-            return algebra_equal(latex_of(gold), latex_of(answer))
+            return _same_algebra(gold, answer)
         # Where (1, 2) may be a point, an inequality does not answer the question.
         is_interval = answer.in_set or (isinstance(gold, Items) and gold.is_interval)
         return is_interval and self.same(gold, answer.interval)
@@ -174,7 +172,7 @@ class Comparison:
         if gold.brackets != answer.brackets and not loose:
             return False
         if len(gold.items) != len(answer.items):
-            return gold.brackets == "u" and algebra_equal(latex_of(gold), latex_of(answer))
+            return gold.brackets == "u" and _same_algebra(gold, answer)
         if gold.is_ordered or answer.is_ordered:
             return all(self.same(g, a) for g, a in zip(gold.items, answer.items, strict=True))
         return self._same_in_any_order(gold.items, answer.items)
@@ -213,6 +211,10 @@ def _in_base(measure: Measure) -> Fraction | None:
         return None
     unit: Unit = measure.unit
     return measure.quantity.value * unit.factor**unit.power
+
+
+def _same_algebra(gold: Form, answer: Form) -> bool:
+    return algebra_equal(latex_of(gold), latex_of(answer))
 
 
 def latex_of(form: Form) -> str:
