@@ -26,10 +26,10 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mcore_rl.tracking.clock import TIMELINE, TimelineFile  # noqa: E402
 from mcore_rl.tracking.report import write_report  # noqa: E402
 from mcore_rl.tracking.report_server import LivePage  # noqa: E402
 from mcore_rl.tracking.samples import write_samples  # noqa: E402
-from mcore_rl.tracking.timeline import TIMELINE, TimelineFile  # noqa: E402
 from tests.support.browser import CHROMIUM, browser  # noqa: E402
 from tests.tracking.recorded_run import metrics_of, spans_of, validation_rows  # noqa: E402
 

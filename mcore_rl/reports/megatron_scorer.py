@@ -56,7 +56,8 @@ def _megatron_pass(
     drawn: VllmSamples,
     routings: Mapping[str, Tensor],
 ) -> Answers:
-    batch, greedy = batch_of(drawn.samples, drawn.prompts), batch_of(drawn.greedy, drawn.prompts)
+    batch = batch_of(drawn.samples, drawn.prompts)
+    greedy = batch_of(drawn.greedy, drawn.prompts)
     longest = max(*batch.lengths_S, *greedy.lengths_S)
     config = EngineConfig(precision=precision, microbatch_tokens=max(MICROBATCH_TOKENS, 2 * longest))
     checkpoint, plain = open_hf(question.hf)

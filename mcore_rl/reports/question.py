@@ -143,11 +143,13 @@ def recorded_routing(drawn: VllmSamples, other_TLK: Tensor | None) -> Tensor | N
     """
     if other_TLK is None or any(sample.experts is None for sample in drawn.samples):
         return None
-    routing_TLK, end = other_TLK.clone(), 0
+    routing_TLK = other_TLK.clone()
+    begin = 0
     for sample in drawn.samples:
         assert sample.experts is not None
-        begin, end = end, end + len(drawn.prompts[sample.prompt_id].tokens) + len(sample.tokens)
+        end = begin + len(drawn.prompts[sample.prompt_id].tokens) + len(sample.tokens)
         routing_TLK[begin : end - 1] = torch.from_numpy(sample.experts.astype(np.int16))
+        begin = end
     return routing_TLK
 
 

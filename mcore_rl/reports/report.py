@@ -130,6 +130,9 @@ class Finding:
     evidence: str
 
 
+Outcome = tuple[bool | None, str]  # found and evidence of a ``Finding``
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """N response tokens and their log-probs.
@@ -248,7 +251,8 @@ class LogprobReport:
 def statistics(first: str, second: str, scored: Scored) -> PairStatistics:
     """How the log-probs of two scorers differ.  N must be positive."""
     d_N = scored.logprobs[first] - scored.logprobs[second]
-    abs_N, ratio_N = np.abs(d_N), np.exp(-d_N)
+    abs_N = np.abs(d_N)
+    ratio_N = np.exp(-d_N)
     low, high = RATIO_BOUNDS
     return PairStatistics(
         first=first,
@@ -272,8 +276,8 @@ def _bins(abs_N: Float64Array, position_N: Int64Array) -> tuple[Bin, ...]:
     for begin, end in pairwise(edges):
         part = abs_N[(position_N >= begin) & (position_N < end)]
         if len(part):
-            mean, largest = float(part.mean()), float(part.max())
-            bins.append(Bin(begin=begin, end=end, count=len(part), mean_abs=mean, max_abs=largest))
+            mean = float(part.mean())
+            bins.append(Bin(begin=begin, end=end, count=len(part), mean_abs=mean, max_abs=float(part.max())))
     return tuple(bins)
 
 
@@ -293,17 +297,21 @@ def exceeded(pairs: Sequence[PairStatistics], limits: DifferenceLimits) -> tuple
     return tuple(messages)
 
 
-def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, ...]:
-    """The outcome for every cause, in the order of ``MismatchCause``.  dtype: of the scores."""
-    return (
-        _weights(evidence),
-        _configuration(evidence),
-        _sampling(scored, evidence),
-        _routing(scored, evidence),
-        _quantisation(scored, evidence),
-        _precision(scored, evidence, dtype),
-        _tokenisation(evidence),
-    )
+def findings(scored: Scored, evidence: Evidence, dtype: str, rounding: RoundingReport | None) -> tuple[Finding, ...]:
+    """The outcome for every cause, in the order of ``MismatchCause``.
+
+    dtype: of the scores.  rounding: as ``rounding_report`` has it.
+    """
+    outcomes = {
+        MismatchCause.weights: _weights(evidence),
+        MismatchCause.configuration: _configuration(evidence),
+        MismatchCause.sampling: _sampling(scored, evidence),
+        MismatchCause.routing: _routing(scored, evidence),
+        MismatchCause.quantisation: _quantisation(rounding),
+        MismatchCause.precision: _precision(scored, evidence, dtype),
+        MismatchCause.tokenisation: _tokenisation(evidence),
+    }
+    return tuple(Finding(cause=cause, found=is_cause, evidence=words) for cause, (is_cause, words) in outcomes.items())
 
 
 def verdict(pairs: Sequence[PairStatistics], outcomes: Sequence[Finding]) -> str:
@@ -323,55 +331,57 @@ def verdict(pairs: Sequence[PairStatistics], outcomes: Sequence[Finding]) -> str
     return f"{who}. Cause: {', '.join(causes)}."
 
 
-def _weights(evidence: Evidence) -> Finding:
+def _weights(evidence: Evidence) -> Outcome:
     if evidence.differing_weights is None:
-        return Finding(cause=MismatchCause.weights, found=None, evidence="not examined")
+        return None, "not examined"
     wrong = {holder: names for holder, names in evidence.differing_weights.items() if names}
     if not wrong:
         holders = " and ".join(evidence.differing_weights)
-        return Finding(cause=MismatchCause.weights, found=False, evidence=f"every tensor of {holders} is that of --hf")
+        return False, f"every tensor of {holders} is that of --hf"
     messages = []
     for holder, names in wrong.items():
         listed = sorted(names.items(), key=lambda item: -item[1])
         some = ", ".join(f"{name} (by {largest:.1e})" for name, largest in listed[:MAX_NAMED])
         more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
         messages.append(f"{holder} holds {len(listed)} tensors otherwise than --hf: {some}{more}")
-    return Finding(cause=MismatchCause.weights, found=True, evidence="; ".join(messages))
+    return True, "; ".join(messages)
 
 
-def _configuration(evidence: Evidence) -> Finding:
+def _configuration(evidence: Evidence) -> Outcome:
     if not evidence.configs:
-        return Finding(cause=MismatchCause.configuration, found=None, evidence="not examined")
+        return None, "not examined"
     lines = config_differences(evidence.configs)
     words = "; ".join(lines) or f"{', '.join(evidence.configs)}: every field is the same"
     for holder, names in unread(evidence.configs).items():
         words += f"; not read back from {holder}: {', '.join(names)}"
     if evidence.unstated:
         words += "; the checkpoint of --megatron does not say what it was trained with, so that of --hf was taken"
-    return Finding(cause=MismatchCause.configuration, found=bool(lines), evidence=words)
+    return bool(lines), words
 
 
-def _sampling(scored: Scored, evidence: Evidence) -> Finding:
+def _sampling(scored: Scored, evidence: Evidence) -> Outcome:
     drawn = scored.logprobs[VLLM]
     before = _mean_abs(drawn, scored.logprobs[TRANSFORMERS])
     others = {name: _mean_abs(drawn, other) for name, other in evidence.sampled_from.items()}
     name = min(others, key=others.__getitem__, default="")
     if others and before > ROUNDING / 10 and others[name] <= EXPLAINED * before:
         words = f"vLLM's log-probs are those of {name}: mean difference {others[name]:.1e} instead of {before:.1e}"
-        return Finding(cause=MismatchCause.sampling, found=True, evidence=words)
+        return True, words
     words = "vLLM's log-probs are those of the whole distribution at the temperature asked for"
     if evidence.truncated:
         words += ", as far as can be told: top-p and top-k cut little off"
-    return Finding(cause=MismatchCause.sampling, found=False, evidence=words)
+    return False, words
 
 
-def _routing(scored: Scored, evidence: Evidence) -> Finding:
+def _routing(scored: Scored, evidence: Evidence) -> Outcome:
     if not evidence.replays:
-        return Finding(cause=MismatchCause.routing, found=None, evidence="the model has no experts")
-    is_cause, messages = False, []
+        return None, "the model has no experts"
+    is_cause = False
+    messages = []
     for name, replay in evidence.replays.items():
         reference = scored.logprobs[name]
-        before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(replay.logprobs - reference)
+        before_N = np.abs(scored.logprobs[MEGATRON] - reference)
+        after_N = np.abs(replay.logprobs - reference)
         before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
         # Few tokens choose other experts, and these differ much: replay often reduces the maximum, and hardly the mean.
         mended = any(with_ <= EXPLAINED * without for with_, without in zip(after, before, strict=True))
@@ -379,57 +389,51 @@ def _routing(scored: Scored, evidence: Evidence) -> Finding:
         words = f"{replay.differs:.2%} of tokens and layers chose other experts in Megatron than in {name}"
         words += f"; with those of {name} replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most"
         messages.append(f"{words} instead of {before[0]:.1e} and {before[1]:.1e}")
-    return Finding(cause=MismatchCause.routing, found=is_cause, evidence="; ".join(messages))
+    return is_cause, "; ".join(messages)
 
 
 def rounding_report(scored: Scored, evidence: Evidence) -> RoundingReport | None:
     """The parts of the difference that fp8 makes; None where vLLM does not quantise."""
     if not evidence.rounded:
         return None
-    plain_N, drawn_N = evidence.float32[TRANSFORMERS], scored.logprobs[VLLM]
-    effects = []
-    for group, made in evidence.rounded.items():
-        weights_N, activations_N = np.abs(made.weights - plain_N), np.abs(made.activations - made.weights)
-        effects.append(
-            RoundingEffect(
-                group=group,
-                weights_mean=float(weights_N.mean()),
-                weights_max=float(weights_N.max()),
-                activations_mean=float(activations_N.mean()),
-                activations_max=float(activations_N.max()),
-            )
-        )
+    plain_N = evidence.float32[TRANSFORMERS]
+    drawn_N = scored.logprobs[VLLM]
     rounded_N = evidence.rounded[ALL].activations
-    whole_N, expected_N, left_N = (
-        np.abs(a - b) for a, b in ((drawn_N, plain_N), (rounded_N, plain_N), (drawn_N, rounded_N))
+    effects = tuple(
+        RoundingEffect(
+            group=group,
+            **_mean_and_max("weights", made.weights - plain_N),
+            **_mean_and_max("activations", made.activations - made.weights),
+        )
+        for group, made in evidence.rounded.items()
     )
-    bfloat16_N = np.abs(scored.logprobs[TRANSFORMERS] - plain_N)
     return RoundingReport(
-        whole_mean=float(whole_N.mean()),
-        whole_max=float(whole_N.max()),
-        expected_mean=float(expected_N.mean()),
-        expected_max=float(expected_N.max()),
-        left_mean=float(left_N.mean()),
-        left_max=float(left_N.max()),
-        bfloat16_mean=float(bfloat16_N.mean()),
-        bfloat16_max=float(bfloat16_N.max()),
-        effects=tuple(effects),
+        **_mean_and_max("whole", drawn_N - plain_N),
+        **_mean_and_max("expected", rounded_N - plain_N),
+        **_mean_and_max("left", drawn_N - rounded_N),
+        **_mean_and_max("bfloat16", scored.logprobs[TRANSFORMERS] - plain_N),
+        effects=effects,
     )
 
 
-def _quantisation(scored: Scored, evidence: Evidence) -> Finding:
-    parts = rounding_report(scored, evidence)
+def _mean_and_max(name: str, d_N: Float64Array) -> dict[str, float]:
+    """The fields ``NAME_mean`` and ``NAME_max`` of the absolute differences."""
+    abs_N = np.abs(d_N)
+    return {f"{name}_mean": float(abs_N.mean()), f"{name}_max": float(abs_N.max())}
+
+
+def _quantisation(parts: RoundingReport | None) -> Outcome:
     if parts is None:
-        return Finding(cause=MismatchCause.quantisation, found=False, evidence="vLLM holds plain weights")
+        return False, "vLLM holds plain weights"
     words = f"vllm is {parts.whole_mean:.1e} from transformers in float32; rounding weights and inputs as vllm does "
     words += f"moves transformers by {parts.expected_mean:.1e}, where bfloat16 alone makes {parts.bfloat16_mean:.1e}"
-    return Finding(cause=MismatchCause.quantisation, found=parts.is_explained, evidence=words)
+    return parts.is_explained, words
 
 
-def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
+def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Outcome:
     if not evidence.float32:
         words = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
-        return Finding(cause=MismatchCause.precision, found=False, evidence=words)
+        return False, words
     before = _mean_abs(scored.logprobs[MEGATRON], scored.logprobs[TRANSFORMERS])
     after = _mean_abs(evidence.float32[MEGATRON], evidence.float32[TRANSFORMERS])
     truth = evidence.float32[TRANSFORMERS]
@@ -440,16 +444,16 @@ def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
     words += "transformers in float32 " + ", ".join(f"{name} is {error:.1e}" for name, error in errors.items())
     # vLLM has no float32 run: we assume that it rounds like the others if it is as close to float32 as they are.
     alike = VLLM not in errors or errors[VLLM] <= errors[TRANSFORMERS] / EXPLAINED
-    return Finding(cause=MismatchCause.precision, found=after <= EXPLAINED * before and alike, evidence=words)
+    return after <= EXPLAINED * before and alike, words
 
 
-def _tokenisation(evidence: Evidence) -> Finding:
+def _tokenisation(evidence: Evidence) -> Outcome:
     if not evidence.num_responses:
-        return Finding(cause=MismatchCause.tokenisation, found=None, evidence="no tokenizer")
+        return None, "no tokenizer"
     words = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"
     if evidence.retokenised:
         words += ": train on the tokens, never on the text"
-    return Finding(cause=MismatchCause.tokenisation, found=evidence.retokenised > 0, evidence=words)
+    return evidence.retokenised > 0, words
 
 
 def _mean_abs(one: Float64Array, other: Float64Array) -> float:

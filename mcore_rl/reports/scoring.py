@@ -6,6 +6,7 @@ coordinate of Megatron scores every sequence.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcore_rl.checkpoints.convert import HF, open_megatron
-from mcore_rl.config.engine import Precision
+from mcore_rl.checkpoints.convert import HF, open_hf, open_megatron
+from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.rollout import RolloutConfig, sequence_bytes
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import CONFIG
+from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.differences import worst
@@ -51,12 +54,14 @@ from mcore_rl.reports.report import (
     statistics,
     verdict,
 )
-from mcore_rl.reports.vllm_scorer import draw
-from mcore_rl.rollout.protocol import Prompt, Sample
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
+from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 
-CONTEXT_BEFORE, CONTEXT_AFTER = 12, 4  # tokens shown around a worst token
-
-Notice = Callable[[str], None]
+CONTEXT_BEFORE = 12  # tokens shown before a worst token
+CONTEXT_AFTER = 4
+KV_CACHE_BYTES = 256 << 20  # lower limit
+NUM_SEQS = 8  # sequences that the KV cache holds at once
 
 UNLIMITED = DifferenceLimits(max_abs=math.inf, mean_abs=math.inf)
 
@@ -71,7 +76,7 @@ class Measured:
     samples: tuple[Sample, ...]
 
 
-def measure(question: Question, prompts: Sequence[Prompt], notice: Notice = lambda doing: None) -> Measured:
+def measure(question: Question, prompts: Sequence[Prompt], notice: Callable[[str], object]) -> Measured:
     """Draw, score, and compare routing and weights.  notice: called with each step before it begins.
 
     Raises ConfigError, CheckpointError and RolloutError for what a user can mend, WorkerError if a process dies.
@@ -90,6 +95,51 @@ def measure(question: Question, prompts: Sequence[Prompt], notice: Notice = lamb
     return _joined(question, drawn, theirs, ranks, routings)
 
 
+def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
+    """vLLM's responses, and the differences between its weights and the files.  Starts and stops an engine."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    _, table = open_hf(question.hf)
+    rollout = RolloutConfig(
+        tp=question.rollout.tp,
+        ep=question.rollout.ep,
+        dtype=question.dtype,
+        quantization=question.quantization,
+        max_prompt_length=longest,
+        max_response_length=question.sampling.max_tokens,
+        enforce_eager=True,  # a few hundred tokens: capturing graphs takes longer
+        enable_sleep_mode=False,
+        # vLLM's CPU build records none (engine/admission.py).
+        return_routed_experts=table.model.moe is not None and detect(Device.auto).is_accelerator,
+    )
+    # Enough for some sequences at once, without taking all memory.
+    sequence = sequence_bytes(table.model, rollout, rollout.max_model_len)
+    rollout.kv_cache_memory_bytes = max(KV_CACHE_BYTES, NUM_SEQS * sequence)
+    with start_engine("vllm", question.hf, rollout, extension=HELD_WEIGHTS) as engine:
+        return asyncio.run(_draw(engine, question, prompts))
+
+
+async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
+    differences_by_rank = await engine.call_workers(
+        HeldWeightsMethods.held_differences,
+        str(question.hf.resolve()),
+        str(question.rollout),
+        question.quantization.value,
+    )
+    greedy = Sampling(max_tokens=question.sampling.max_tokens, temperature=0.0)
+    return VllmSamples(
+        prompts={prompt.id: prompt for prompt in prompts},
+        samples=await _samples(engine, requests_of(prompts, question.n), question.sampling),
+        greedy=await _samples(engine, requests_of(prompts, 1), greedy),
+        differing=worst(differences_by_rank),
+        config=joined(await engine.call_workers(HeldWeightsMethods.held_config)),
+    )
+
+
+async def _samples(engine: EngineProcess, requests: list[Request], sampling: Sampling) -> tuple[Sample, ...]:
+    by_key = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
+    return tuple(by_key[request.key] for request in requests)
+
+
 def report(
     question: Question,
     measured: Measured,
@@ -103,8 +153,8 @@ def report(
     evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
     scored = measured.scored
     pairs = tuple(statistics(first, second, scored) for first, second in PAIRS)
-    causes = findings(scored, evidence, question.dtype.value)
     rounding = rounding_report(scored, evidence)
+    causes = findings(scored, evidence, question.dtype.value, rounding)
     # Of vLLM in fp8 no more is demanded than was asked for: what rounding explains is no failure.
     of_vllm = limits if rounding is None else _limits(UNLIMITED, max_abs, mean_abs)
     beyond = tuple(
@@ -147,9 +197,11 @@ def _retokenised(samples: Sequence[Sample], tokenizer: Any | None) -> dict[str, 
 
 
 def _worst(measured: Measured, tokenizer: Any | None) -> tuple[WorstToken, ...]:
-    scored, tokens = measured.scored, []
+    scored = measured.scored
+    tokens = []
     for row in largest_differences(scored).tolist():
-        sample, position = measured.samples[scored.sample_N[row]], int(scored.position_N[row])
+        sample = measured.samples[scored.sample_N[row]]
+        position = int(scored.position_N[row])
         logprobs = {name: float(values[row]) for name, values in scored.logprobs.items()}
         tokens.append(
             WorstToken(
@@ -167,11 +219,9 @@ def _worst(measured: Measured, tokenizer: Any | None) -> tuple[WorstToken, ...]:
 
 def _around(sample: Sample, position: int, tokenizer: Any | None) -> str:
     """The response around a token, with the token in brackets; token ids without a tokenizer."""
-    before, at, after = (
-        sample.tokens[max(0, position - CONTEXT_BEFORE) : position],
-        sample.tokens[position : position + 1],
-        sample.tokens[position + 1 : position + 1 + CONTEXT_AFTER],
-    )
+    before = sample.tokens[max(0, position - CONTEXT_BEFORE) : position]
+    at = sample.tokens[position : position + 1]
+    after = sample.tokens[position + 1 : position + 1 + CONTEXT_AFTER]
     if tokenizer is None:
         return " ".join([*map(str, before), f"[{at[0]}]", *map(str, after)])
     return f"{tokenizer.decode(before)}[{tokenizer.decode(at)}]{tokenizer.decode(after)}"
@@ -198,7 +248,8 @@ def _joined(
     ranks: list[dict[Precision, Answers]],
     routings: dict[str, Tensor],
 ) -> Measured:
-    reference, ours = theirs[question.dtype], ranks[0][question.dtype]
+    reference = theirs[question.dtype]
+    ours = ranks[0][question.dtype]
     drawn_logprobs = np.concatenate([sample.logprobs for sample in drawn.samples]).astype(np.float64)
     lengths = [len(sample.tokens) for sample in drawn.samples]
     scored = Scored(

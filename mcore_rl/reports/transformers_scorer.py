@@ -1,33 +1,51 @@
 """transformers' side of a log-probability report: one device, eager attention, sequence by sequence, no padding.
 
-It computes with transformers alone, so that it is independent of our code; but for ``rounded_model``, which puts the
-rounding of engines in fp8 into transformers' model.
+It computes with transformers alone, so that it is independent of our code; but for the rounding of engines in fp8,
+which is put into transformers' model, one group of layers after another.
+
+What an engine in fp8 does otherwise than one in bfloat16 is three things: its matrices are rounded, what they multiply
+is rounded, and its kernels add in an order of their own.  transformers in float32 shows the first two, each alone.
+Matrices are exchanged in place.  Products are caught where they are computed (``torch.nn.functional.linear``), since
+experts are no modules in transformers 5.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from mcore_rl.arrays import Float64Array
+from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.checkpoints.rest import part_in
+from mcore_rl.checkpoints.rounded_weights import rounded_tensors
+from mcore_rl.checkpoints.stacked import expert_parameters
 from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import Quantization
+from mcore_rl.families.family import Family
+from mcore_rl.families.stacks import StackedPart, stacked_parts
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
-from mcore_rl.reports.question import TIE, Answers, Question, VllmSamples, floats
-from mcore_rl.reports.rounded_model import rounded_scores
+from mcore_rl.reports.question import ALL, TIE, Answers, Question, RoundedScores, VllmSamples, floats
 from mcore_rl.reports.transformers_config import effective_config
-from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
+from mcore_rl.rollout.protocol import Sample, Sampling
+from mcore_rl.weights.quantised import rounded_activations
+from mcore_rl.weights.quantised_shards import LayerGroup, group_of, is_quantised
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 EVERYTHING = "the whole distribution at temperature 1"
 TRUNCATED = "what top-p and top-k leave"
+LAYERS = "layers."  # begins the name of a layer's tensor in transformers' decoder
+Distribution = Callable[[Tensor], Tensor]  # the model's logits to those that tokens are drawn with
 
 
 @torch.no_grad()
@@ -37,7 +55,8 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # The whole of a multimodal checkpoint, which trainer and engine compute the text part of.
     of_model: Any = AutoModelForCausalLM if part_in(question.hf) is None else AutoModelForImageTextToText
-    device, passes = device_of(detect(Device.auto), 0), {}
+    device = device_of(detect(Device.auto), 0)
+    passes = {}
     for precision in question.precisions:
         with phase("transformers", dtype=precision.value):
             dtype = getattr(torch, precision.value)
@@ -47,7 +66,7 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
             )
             passes[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
             if precision is Precision.float32 and question.quantization is not Quantization.none:
-                logprobs_of = partial(response_logprobs, model, drawn, question.sampling.temperature)
+                logprobs_of = partial(_sampled_logprobs, model, drawn, question.sampling.temperature)
                 passes[precision] = replace(passes[precision], rounded=rounded_scores(model, question, logprobs_of))
             del model
     return passes
@@ -55,22 +74,18 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Answers]:
 
 def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Answers:
     choices = _Choices(model)
-    others = {EVERYTHING: 1.0} if sampling.temperature != 1 else {}
-    rows: dict[str, list[Tensor]] = {name: [] for name in ("", *others, *([TRUNCATED] * sampling.truncated))}
-    for sample in drawn.samples:
-        logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
-        scaled_NV = logits_NV / sampling.temperature
-        rows[""].append(_chosen(scaled_NV, tokens_N1))
-        for name, temperature in others.items():
-            rows[name].append(_chosen(logits_NV / temperature, tokens_N1))
-        if sampling.truncated:
-            rows[TRUNCATED].append(_chosen(_truncated(scaled_NV, sampling), tokens_N1))
+    tempered = _tempered(sampling.temperature)
+    distributions = {"": tempered}
+    if sampling.temperature != 1:
+        distributions[EVERYTHING] = _tempered(1.0)
+    if sampling.truncated:
+        distributions[TRUNCATED] = lambda logits_NV: _truncated(tempered(logits_NV), sampling)
+    values = _logprobs(model, drawn, distributions)
     routing_TLK = choices.taken()
-    tops = []
-    for sample in drawn.greedy:
-        logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
-        tops.append(logits_NV.gather(1, tokens_N1)[:, 0] >= logits_NV.amax(1) - TIE)
-    values = {name: floats(torch.cat(parts)) for name, parts in rows.items()}
+    tops = [
+        logits_NV.gather(1, tokens_N1)[:, 0] >= logits_NV.amax(1) - TIE
+        for logits_NV, tokens_N1 in _response_logits(model, drawn, drawn.greedy)
+    ]
     return Answers(
         logprobs=values.pop(""),
         is_top1=torch.cat(tops).cpu().numpy(),
@@ -80,25 +95,31 @@ def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> An
     )
 
 
-def response_logprobs(model: Any, drawn: VllmSamples, temperature: float) -> Float64Array:
-    """Log-probs of the samples' response tokens."""
-    rows = []
-    for sample in drawn.samples:
-        logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
-        rows.append(_chosen(logits_NV / temperature, tokens_N1))
-    return floats(torch.cat(rows))
+def _tempered(temperature: float) -> Distribution:
+    return lambda logits_NV: logits_NV / temperature
 
 
-def _response_logits(model: Any, prompt: Prompt, sample: Sample) -> tuple[Tensor, Tensor]:
-    """(logits before each response token, float32 [N, V]; the tokens, int64 [N, 1])."""
-    tokens = torch.tensor([[*prompt.tokens, *sample.tokens.tolist()]], device=model.device)
-    logits = model(tokens, use_cache=False).logits[0].float()
-    begin = len(prompt.tokens)
-    return logits[begin - 1 : -1], tokens[0, begin:, None]
+def _sampled_logprobs(model: Any, drawn: VllmSamples, temperature: float) -> Float64Array:
+    return _logprobs(model, drawn, {"": _tempered(temperature)})[""]
 
 
-def _chosen(scaled_NV: Tensor, tokens_N1: Tensor) -> Tensor:
-    return torch.log_softmax(scaled_NV, -1).gather(1, tokens_N1)[:, 0]
+def _logprobs(model: Any, drawn: VllmSamples, distributions: Mapping[str, Distribution]) -> dict[str, Float64Array]:
+    """Log-probs of the samples' response tokens under each distribution."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in distributions}
+    for logits_NV, tokens_N1 in _response_logits(model, drawn, drawn.samples):
+        for name, distribution in distributions.items():
+            logprobs_NV = torch.log_softmax(distribution(logits_NV), -1)
+            rows[name].append(logprobs_NV.gather(1, tokens_N1)[:, 0])
+    return {name: floats(torch.cat(parts)) for name, parts in rows.items()}
+
+
+def _response_logits(model: Any, drawn: VllmSamples, samples: Sequence[Sample]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits before each response token, float32 [N, V]; the tokens, int64 [N, 1]) of each of ``samples``."""
+    for sample in samples:
+        prompt = drawn.prompts[sample.prompt_id].tokens
+        tokens = torch.tensor([[*prompt, *sample.tokens.tolist()]], device=model.device)
+        logits = model(tokens, use_cache=False).logits[0].float()
+        yield logits[len(prompt) - 1 : -1], tokens[0, len(prompt) :, None]
 
 
 def _truncated(scaled_NV: Tensor, sampling: Sampling) -> Tensor:
@@ -140,3 +161,70 @@ class _Choices:
         empty = torch.zeros_like(next(iter(chosen.values())))
         self._layers = {}
         return torch.stack([chosen.get(layer, empty) for layer in range(self._num_layers)], dim=1)
+
+
+class RoundedActivations(TorchFunctionMode):
+    """While it is entered, rounds what is multiplied by one of ``matrices``."""
+
+    def __init__(self, quantization: Quantization, matrices: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.quantization = quantization
+        self.addresses = {matrix.data_ptr() for matrix in matrices}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls ``func``; of a product with one of the matrices the input is rounded first."""
+        if func is torch.nn.functional.linear and args[1].data_ptr() in self.addresses:
+            args = (rounded_activations(args[0], self.quantization), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def rounded_scores(model: Any, question: Question, logprobs_of: Callable[[], Float64Array]) -> dict[str, RoundedScores]:
+    """Log-probs of ``model`` after rounding, by group of layers, and of all together; ``model`` is left as it was.
+
+    model: transformers' of ``question.hf``, in float32.  logprobs_of: scores the tokens with it.
+    """
+    checkpoint, plain = open_hf(question.hf)
+    table = RolloutTable(plain.family, plain.model, question.rollout)
+    present = {group_of(rule) for rule in table.rules if is_quantised(rule) and table.layers(rule)}
+    groups: dict[str, Collection[LayerGroup]] = {ALL: present}
+    if len(present) > 1:
+        groups |= {group.value: (group,) for group in LayerGroup if group in present}
+    place_of = _Places(model, plain.family, plain.model)
+    scores = {}
+    with checkpoint:
+        for name, members in groups.items():
+            exchanged: dict[str, Tensor] = {}
+            for tensor, values in rounded_tensors(checkpoint, table, question.quantization, members):
+                exchanged[tensor] = place_of(tensor)
+                exchanged[tensor].copy_(values)
+            weights = logprobs_of()
+            with RoundedActivations(question.quantization, exchanged.values()):
+                scores[name] = RoundedScores(weights=weights, activations=logprobs_of())
+            for tensor, there in exchanged.items():
+                values = torch.empty(there.shape)
+                checkpoint.read_into(tensor, TensorSlice.whole(there.shape), values)
+                there.copy_(values)
+    return scores
+
+
+class _Places:
+    """Where transformers' decoder has a tensor of the files, as a view of its parameter."""
+
+    def __init__(self, model: Any, family: Family, config: ModelConfig) -> None:
+        self.parameters: dict[str, Tensor] = dict(model.get_decoder().named_parameters())
+        self.parts: dict[str, StackedPart] = {}
+        if config.moe is not None:
+            self.parts = stacked_parts(expert_parameters(family), config)
+
+    def __call__(self, name: str) -> Tensor:
+        part = self.parts.get(name)
+        if part is None:
+            return self.parameters[_in_decoder(name)].data
+        view: Tensor = part.within(self.parameters[_in_decoder(part.stored)].data[part.expert])
+        return view
+
+
+def _in_decoder(name: str) -> str:
+    return name[name.index(LAYERS) :]

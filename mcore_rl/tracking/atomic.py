@@ -20,3 +20,9 @@ def replaced(path: Path) -> Iterator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``path`` as ``replaced`` does."""
+    with replaced(path) as new:
+        new.write_text(text, encoding="utf-8")

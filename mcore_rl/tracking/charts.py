@@ -1,21 +1,28 @@
 """Line charts and stacked bars as SVG text, coloured by the page's style sheet.
 
 A chart is ``WIDTH`` by ``HEIGHT`` units and scales to its column.  The numbers under the pointer are written here, for
-every position; the page's script only looks up the nearest one.  Many steps become bins (``chart_points``): a band from
-the lowest to the highest value of each, and a line through the means.  An axis has ticks at both ends; what lies beyond
-it is marked at its edge and counted in the caption.
+every position; the page's script only looks up the nearest one.  An axis has ticks at both ends; what lies beyond it is
+marked at its edge and counted in the caption.
+
+Many steps become bins: a band from the lowest to the highest value of each, and a line through the means.  Bins are
+ranges of steps, the same for all curves of a chart, so that a curve with few points keeps them all.  A smoothed value
+is the mean of the values around it, near ones counting more, as many before as after, so that it does not lag; at the
+ends there are fewer.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from mcore_rl.tracking.chart_points import Series, StepBin, axis_ends, bin_width, bins, spans_decades
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.arrays import Float64Array
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import NUM_COLOURS
 
@@ -28,7 +35,140 @@ BOTTOM = 34
 MAX_BARS = 100
 MAX_BANDS = 3  # curves of one chart; bands of more hide one another, and the numbers under the pointer tell the range
 MAX_MARKED = 40  # points; more of them are a line
+MAX_BINS = 240  # of a chart; a finer line is not seen
+MIN_SMOOTHED = 20  # values; fewer are read without help
+FINE = 1e6  # bins of a chart by hours whose points each have their own
+WINDOW = 0.05  # of the values, in a smoothed one
+Point = tuple[float, float | None]
+_Starts = NDArray[np.intp]
 _Rows = dict[tuple[float, float], list[str]]  # first and last step -> numbers as text, "" where there is none
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line.  points: (step, number), None is a gap.  intervals: step -> (low, high) around its point.
+
+    smooth: draw the mean of the values around each over the values, if they are many.  colour: an index of the page's
+    palette; None: that of its place in the chart.
+    """
+
+    label: str
+    points: Sequence[Point]
+    intervals: dict[float, tuple[float, float]] = field(default_factory=dict)
+    smooth: bool = False
+    colour: int | None = None
+
+
+@dataclass(frozen=True)
+class StepBin:
+    """The values of some steps, ``first`` to ``last``.  mean, low, high: of the numbers; None where there are none.
+
+    smooth: the mean of their smoothed values; None if the line is not smoothed.
+    """
+
+    first: float
+    last: float
+    mean: float | None
+    low: float | None
+    high: float | None
+    smooth: float | None
+
+    @property
+    def place(self) -> float:
+        """Where it is drawn, as a step."""
+        return (self.first + self.last) / 2
+
+
+def bin_width(series: Iterable[Series], *, hours: bool = False) -> float:
+    """How many steps, or hours, a bin of the chart of ``series`` covers: 1 step while each may have its own."""
+    places = [place for each in series for place, _ in each.points]
+    most = max((len(each.points) for each in series), default=0)
+    if hours:
+        return (max(places) - min(places) or 1.0) / (MAX_BINS if most > MAX_BINS else FINE)
+    return 1 if most <= MAX_BINS else math.ceil((max(places) - min(places) + 1) / MAX_BINS)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether nine tenths of ``values``, all above 0, span three powers of ten: a linear axis hides the small ones."""
+    ordered = sorted(values)
+    lower, upper = _nine_tenths(ordered)
+    return len(ordered) >= MIN_SMOOTHED and ordered[0] > 0 and upper >= 1000 * lower
+
+
+def _nine_tenths(ordered: Sequence[float]) -> tuple[float, float]:
+    """The least and the greatest of the middle nine tenths."""
+    last = len(ordered) - 1
+    return ordered[math.ceil(0.05 * last)], ordered[math.floor(0.95 * last)]
+
+
+def bins(series: Series, origin: float, width: float) -> list[StepBin]:
+    """The bins of ``series`` that have points, in order; ``width`` steps each, the first from ``origin``."""
+    if not series.points:
+        return []
+    steps = np.array([step for step, _ in series.points])
+    values = np.array([math.nan if value is None else value for _, value in series.points])
+    starts = np.flatnonzero(np.diff(np.floor((steps - origin) / width), prepend=-1.0))
+    columns = [steps[starts], steps[np.append(starts[1:], len(steps)) - 1], _mean_of_each(values, starts)]
+    columns += [np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)]
+    if series.smooth and np.isfinite(values).sum() >= MIN_SMOOTHED:
+        columns.append(_mean_of_each(_smooth(values), starts))
+    else:
+        columns.append(np.full(len(starts), np.nan))
+    first, last, *numbers = (column.tolist() for column in columns)
+    told = ([None if math.isnan(value) else value for value in column] for column in numbers)
+    return [StepBin(*row) for row in zip(first, last, *told, strict=True)]
+
+
+def _mean_of_each(values: Float64Array, starts: _Starts) -> Float64Array:
+    """The mean of the numbers from each start to the next; NaN where there is none."""
+    there = np.isfinite(values)
+    sums = np.add.reduceat(np.where(there, values, 0.0), starts)
+    counts = np.add.reduceat(there.astype(float), starts)
+    means: Float64Array = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    return means
+
+
+def window(count: int) -> int:
+    """How many of ``count`` values make a smoothed one: 5, 9, 13, ..."""
+    return 4 * max(1, round(WINDOW * count / 4)) + 1
+
+
+def _smooth(values: Float64Array) -> Float64Array:
+    """The weighted mean of the numbers around each; NaN stays where it is, and counts for nothing.
+
+    The weights fall from the middle to the ends of the window in a straight line: it is the mean of means.
+    """
+    there = np.isfinite(values)
+    numbers = values[there]
+    half = window(len(numbers)) // 4
+    smoothed = np.full(len(values), np.nan)
+    smoothed[there] = _means(_means(numbers, half), half)
+    return smoothed
+
+
+def _means(numbers: Float64Array, half: int) -> Float64Array:
+    """The mean of each number and of ``half`` on either side, as far as there are."""
+    sums = np.concatenate([[0.0], np.cumsum(numbers)])
+    at = np.arange(len(numbers))
+    starts = np.maximum(at - half, 0)
+    ends = np.minimum(at + half + 1, len(numbers))
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+def axis_ends(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the greatest of ``values``, without the few that would make a flat line of all others.
+
+    Left out are at most two, or one in 500: those that are farther from nine tenths of the values than four times the
+    range of these.  A chart says how many it leaves out.
+    """
+    ordered = sorted(values)
+    lower, upper = _nine_tenths(ordered)
+    reach = 4 * (upper - lower)
+    near = [value for value in ordered if lower - reach <= value <= upper + reach]
+    few = 0 < len(ordered) - len(near) <= max(2, len(ordered) // 500)
+    if len(ordered) < MIN_SMOOTHED or reach <= 0 or not few:
+        return ordered[0], ordered[-1]
+    return near[0], near[-1]
 
 
 @dataclass(frozen=True)
@@ -253,20 +393,21 @@ def _line(curve: Curve, x: Scale, y: Scale, banded: bool) -> str:
         f'<line class="interval" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}"/>'
         for step, (low, high) in curve.series.intervals.items()
     ]
+    runs = _runs(curve.bins)
+    means = [[(x(each.place), y.inside(each.mean or 0.0)) for each in run] for run in runs]
+    binned = any(each.last > each.first for each in curve.bins)
     smoothed = any(each.smooth is not None for each in curve.bins)
-    if any(each.last > each.first for each in curve.bins):
-        for run in _runs(curve.bins) if banded else []:
+    if binned and banded:
+        for run in runs:
             tops = [f"{x(each.place):.1f},{y.inside(each.high or 0.0):.1f}" for each in run]
             bottoms = [f"{x(each.place):.1f},{y.inside(each.low or 0.0):.1f}" for each in run]
             elements.append(f'<polygon class="band" points="{" ".join(tops + bottoms[::-1])}"/>')
-        elements += [_polyline([(x(b.place), y.inside(_shown(b))) for b in run], "") for run in _runs(curve.bins)]
-    else:
-        raw = [[(x(each.place), y.inside(each.mean or 0.0)) for each in run] for run in _runs(curve.bins)]
-        elements += [_polyline(run, ' class="raw"' if smoothed else "") for run in raw]
-        if smoothed:
-            elements += [_polyline([(x(b.place), y.inside(_shown(b))) for b in run], "") for run in _runs(curve.bins)]
-        few = sum(map(len, raw)) <= MAX_MARKED and not smoothed
-        elements += [_dot(*point) for run in raw if few or len(run) == 1 for point in run]
+    if smoothed and not binned:
+        elements += [_polyline(points, ' class="raw"') for points in means]
+    elements += [_polyline([(x(b.place), y.inside(_shown(b))) for b in run], "") for run in runs]
+    if not binned:
+        few = sum(map(len, means)) <= MAX_MARKED and not smoothed
+        elements += [_dot(*point) for points in means if few or len(points) == 1 for point in points]
     for each in curve.bins:
         if each.high is not None and each.high > y.high:
             elements.append(_mark(x(each.place), y.end, -1))

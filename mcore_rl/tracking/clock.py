@@ -1,9 +1,11 @@
-"""Measures where the seconds of a step go.
+"""Measures where the seconds of a step go, and keeps when its phases were open: ``timeline.jsonl``, an object a step.
 
 A phase inside another is a part of it: ``time/validate/generate`` counts in ``time/validate`` and never in
 ``time/generate``, so top-level phases add up to at most the step, and the rest is the controller's own overhead.
 Phases may also overlap without nesting, as in asyncio tasks; overlapping time counts once.  For one thread; no device
 is synchronised.
+
+metrics.jsonl has how long a phase took in all; timeline.jsonl has when, so that a reader sees what waits for what.
 
 The invariant: ``time/step * (1 - perf/overhead_share)`` is the time in which at least one phase was open.
 """
@@ -11,12 +13,28 @@ The invariant: ``time/step * (1 - perf/overhead_share)`` is the time in which at
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from mcore_rl.tracking.jsonl import StepFile, read_steps
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.tracking.timeline import PhaseSpan
+
+TIMELINE = "timeline.jsonl"
+MAX_SPANS = 500  # of a step in the file; no step of ours has a tenth of it
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """A phase was open from start to end, seconds since the step began.  phase: ``validate/generate`` is a part.
+
+    A name that no phase has is of a task beside the phases: ``next step`` or ``drawing``, of rollouts drawn ahead.
+    """
+
+    phase: str
+    start: float
+    end: float
 
 
 @dataclass
@@ -108,3 +126,29 @@ class Clock:
             return phase
         around = self._open[-1]
         return around if around.rpartition("/")[2] == phase else f"{around}/{phase}"  # again, by another task
+
+
+class TimelineFile(StepFile):
+    """Appends to a timeline.jsonl."""
+
+    def write(self, step: int, spans: Sequence[PhaseSpan]) -> None:
+        """Write and flush the line of one step.  OSError: it did not fit on the disk."""
+        written = [[span.phase, round(span.start, 4), round(span.end, 4)] for span in spans[:MAX_SPANS]]
+        self.append({"step": step, "spans": written})
+
+
+def read_timeline(path: Path) -> dict[int, tuple[PhaseSpan, ...]]:
+    """The spans of each step of a timeline.jsonl; {} if there is no file.  Lines that are none are left out."""
+    timeline = {}
+    for row in read_steps(path):
+        spans = row.get("spans")
+        if isinstance(spans, list):
+            timeline[row["step"]] = tuple(PhaseSpan(*span) for span in spans if _is_span(span))
+    return timeline
+
+
+def _is_span(span: object) -> bool:
+    match span:
+        case [str(), int() | float() as start, int() | float() as end]:
+            return 0 <= start <= end
+    return False

@@ -82,7 +82,6 @@ OFFLINE_COLUMNS = (
 )
 IDLE = (("engines", APART), ("trainer", "perf/trainer_idle_share"))
 AHEAD = (("buffer", "rollout/buffer"), ("staleness", "rollout/staleness_max"))
-MAX_WIDTH = 100
 # What a narrow terminal does without, the first named first; metrics.jsonl has all of it.
 LEFT_OUT = (
     "MFU", "logp diff", "grad", "lr", "entropy", "length", "buffer", "stale", "tok/s", "trn idle", "eng idle", "KL",

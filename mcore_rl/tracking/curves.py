@@ -10,8 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.tracking.chart_points import MAX_BINS, MIN_SMOOTHED, Series, window
-from mcore_rl.tracking.charts import line_chart
+from mcore_rl.tracking.charts import MAX_BINS, MIN_SMOOTHED, Series, line_chart, window
 from mcore_rl.tracking.metrics import Metric, is_metric, metric_of
 from mcore_rl.tracking.page import LIGHT, details, text
 from mcore_rl.tracking.run_files import RecordedRun

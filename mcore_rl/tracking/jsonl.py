@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.json_text import read_json
-from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.atomic import write_whole
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -59,8 +59,7 @@ class StepFile:
 
     def __init__(self, path: Path, keep: int) -> None:
         kept = [row for row in read_steps(path) if row["step"] <= keep]
-        with replaced(path) as new:
-            new.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        write_whole(path, "".join(map(_line, kept)))
         self._file = path.open("ab", buffering=0)
         self._unsent = b""
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.jsonl import StepFile, read_steps
 from mcore_rl.tracking.metrics import is_phase
-from mcore_rl.tracking.timeline import PhaseSpan
 
 LANES = "lanes.jsonl"
 TRAINER = "trainer"

@@ -25,12 +25,12 @@ from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.errors import Violation, pip_line
 from mcore_rl.secrets import redact
-from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.atomic import write_whole
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import Lane, StepLanes
 from mcore_rl.tracking.messages import warn
 from mcore_rl.tracking.samples import Kind, Rows
 from mcore_rl.tracking.schedule import ScheduledStep
-from mcore_rl.tracking.timeline import PhaseSpan
 
 MAX_PARAMS, MAX_PARAM = 100, 6000  # parameters in a batch and characters of one that mlflow takes
 NO_METRIC_NAME = re.compile(r"[^\w\-. /:]")  # what mlflow takes in no name of a metric
@@ -121,7 +121,9 @@ class TensorboardSink(Sink):
 
 
 class ServiceSink(Sink, ABC):
-    """A run of a service.  Raises whatever the service raises."""
+    """A run of a service.  Raises whatever the service raises.  _service: what logs and finishes it."""
+
+    _service: Any
 
     def __init__(self, start: LoggerStart) -> None:
         trainer = start.trainer
@@ -140,9 +142,9 @@ class ServiceSink(Sink, ABC):
     def _start(self, logs: Path, project: str, title: str, config: dict[str, Any], before: str | None) -> str:
         """Begins a run, or goes on with the one whose id is ``before``; its id."""
 
-    @abstractmethod
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the numbers of a step."""
+        self._service.log(dict(metrics), step=step)
 
     @abstractmethod
     def _show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -151,8 +153,7 @@ class ServiceSink(Sink, ABC):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the step's metrics under their own names."""
         if self._id is not None:  # only now, so that a start that fails leaves the id of the run before
-            with replaced(self._id_file) as new:
-                new.write_text(self._id + "\n", encoding="utf-8")
+            write_whole(self._id_file, self._id + "\n")
             self._id = None
         self._log(step, metrics)
 
@@ -163,6 +164,10 @@ class ServiceSink(Sink, ABC):
         shown = [{name: value for name, value in row.items() if name != "images"} for row in rows()[: self._num_shown]]
         if shown:
             self._show(step, shown)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._service.finish()
 
 
 class WandbSink(ServiceSink):
@@ -191,7 +196,7 @@ class WandbSink(ServiceSink):
             settings=wandb.Settings(console="off", disable_git=True, init_timeout=INIT_S, finish_timeout=FINISH_S),
         )
         try:
-            self._run: Any = start()
+            self._service = start()
         except wandb.errors.CommError as error:
             if isinstance(error, wandb.errors.AuthenticationError):
                 raise
@@ -199,20 +204,13 @@ class WandbSink(ServiceSink):
             remedy = f"The run goes on offline; send it later: wandb sync {logs}/wandb/offline-run-*"
             warn(f"wandb: its server does not answer ({why}). {remedy}")
             wandb.teardown()  # its service takes the id for used
-            self._run = start(mode="offline")
+            self._service = start(mode="offline")
         return named
-
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
     def _show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(dict.fromkeys(name for row in rows for name in row))
         table = self._wandb.Table(columns=columns, data=[[_cell(row.get(name)) for name in columns] for row in rows])
-        self._run.log({"validation/samples": table}, step=step)
-
-    def close(self) -> None:
-        """Wait until everything is sent."""
-        self._run.finish()
+        self._service.log({"validation/samples": table}, step=step)
 
 
 class MlflowSink(ServiceSink):
@@ -232,7 +230,7 @@ class MlflowSink(ServiceSink):
         here = not mlflow.environment_variables.MLFLOW_TRACKING_URI.is_set()
         self._client: Any = mlflow.MlflowClient(f"sqlite:///{logs.resolve()}/mlflow.db" if here else None)
         if before is not None:
-            self._run = before
+            self._run: str = before
             self._client.update_run(before, status="RUNNING")
             return before
         known = self._client.get_experiment_by_name(project)
@@ -272,21 +270,14 @@ class SwanlabSink(ServiceSink):
     def _start(self, logs: Path, project: str, title: str, config: dict[str, Any], before: str | None) -> str:
         import swanlab
 
-        self._swanlab: Any = swanlab
+        self._service = swanlab
         where = logs / "swanlab"
         where.mkdir(exist_ok=True)
-        self._swanlab.init(project=project, experiment_name=title, config=config, logdir=str(where))
+        swanlab.init(project=project, experiment_name=title, config=config, logdir=str(where))
         return title
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
     def _show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._swanlab.log({"validation/samples": [self._swanlab.Text(_markdown(row)) for row in rows]}, step=step)
-
-    def close(self) -> None:
-        """Wait until everything is sent."""
-        self._swanlab.finish()
+        self._service.log({"validation/samples": [self._service.Text(_markdown(row)) for row in rows]}, step=step)
 
 
 class TrackioSink(ServiceSink):
@@ -297,21 +288,14 @@ class TrackioSink(ServiceSink):
     def _start(self, logs: Path, project: str, title: str, config: dict[str, Any], before: str | None) -> str:
         import trackio
 
-        self._trackio: Any = trackio
+        self._service = trackio
         resume = "allow" if before is not None else "never"
-        self._trackio.init(project=project, name=before or title, config=config, resume=resume, embed=False)
+        trackio.init(project=project, name=before or title, config=config, resume=resume, embed=False)
         return before or title
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackio.log(dict(metrics), step=step)
-
     def _show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        text = self._trackio.Markdown("\n\n---\n\n".join(map(_markdown, rows)))
-        self._trackio.log({"validation/samples": text}, step=step)
-
-    def close(self) -> None:
-        """Wait until everything is sent."""
-        self._trackio.finish()
+        text = self._service.Markdown("\n\n---\n\n".join(map(_markdown, rows)))
+        self._service.log({"validation/samples": text}, step=step)
 
 
 @dataclass(frozen=True)

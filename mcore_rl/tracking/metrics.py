@@ -389,12 +389,17 @@ METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 
 
-@cache
 def metric_of(key: str) -> Metric:
     """The row of ``key``.  AssertionError if there is none: add a metric here before you report it."""
+    return matched(key)[0]
+
+
+@cache
+def matched(key: str) -> tuple[Metric, dict[str, str]]:
+    """The row of ``key``, and what stands for its placeholders.  AssertionError: see ``metric_of``."""
     for metric, pattern in _patterns():
-        if pattern.fullmatch(key):
-            return metric
+        if match := pattern.fullmatch(key):
+            return metric, match.groupdict()
     raise AssertionError(f"{key}: no such metric. Name it in mcore_rl/tracking/metrics.py, or mend the spelling")
 
 
@@ -412,11 +417,12 @@ def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
     """
     rows = sorted(METRICS, key=lambda metric: "{" in metric.key)
     sections = {row.key.partition("/")[0] for row in rows} - {"{role}"}
-    foreign = re.compile(rf"(?!(?:{'|'.join(sorted(sections))})/)\w+/\w+")
-    return tuple(
-        (row, foreign if row.key == _OF_OWN_LOSS else re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row.key))))
+    foreign = rf"(?!(?:{'|'.join(sorted(sections))})/)(?P<role>\w+)/(?P<metric>\w+)"
+    patterns = (
+        foreign if row.key == _OF_OWN_LOSS else re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(row.key))
         for row in rows
     )
+    return tuple(zip(rows, map(re.compile, patterns), strict=True))
 
 
 def markdown() -> str:

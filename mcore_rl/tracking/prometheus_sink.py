@@ -32,7 +32,7 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.loggers import Sink
-from mcore_rl.tracking.metrics import METRICS, metric_of
+from mcore_rl.tracking.metrics import METRICS, matched
 
 PATH = "/metrics"
 HOST = "trainer.prometheus.host"
@@ -75,12 +75,6 @@ def exposed_metrics() -> dict[str, list[str]]:
     return {exposed_name(each.key): ["run", *labels_of(each.key)] for each in METRICS} | {name: ["run"] for name in OWN}
 
 
-@cache
-def _places(row: str) -> re.Pattern[str]:
-    """A pattern of the keys of a row, with a group for each placeholder."""
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(row)))
-
-
 class _Newest(Collector):
     """Metrics of the newest step, as Prometheus collects them.  run: what it is called.  step: the last before it."""
 
@@ -102,14 +96,11 @@ class _Newest(Collector):
         """What is served now, a family for each metric."""
         families: dict[str, GaugeMetricFamily] = {}
         for key, value in self._numbers.items():
-            row = metric_of(key)
-            matched = _places(row.key).fullmatch(key)
-            assert matched is not None, key
+            row, places = matched(key)
             name = exposed_name(row.key)
-            labels = labels_of(row.key)
             if name not in families:
-                families[name] = GaugeMetricFamily(name, f"{row.help} ({row.unit})", labels=["run", *labels])
-            families[name].add_metric([self._run, *(matched[label] for label in labels)], value)
+                families[name] = GaugeMetricFamily(name, f"{row.help} ({row.unit})", labels=["run", *places])
+            families[name].add_metric([self._run, *places.values()], value)
         yield from families.values()
         for name, value in {STEP: self._step, TOTAL: self._total, TIME: self._ended}.items():
             family = GaugeMetricFamily(name, OWN[name], labels=["run"])

@@ -121,37 +121,31 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page, 304 if the browser has it; 403 for another host, 404 for another path."""
-        self._answer(lambda body: self.wfile.write(body))
-
-    def do_HEAD(self) -> None:
-        """As GET, without the page."""
-        self._answer(lambda body: None)
-
-    def _answer(self, write: Callable[[bytes], object]) -> None:
         if (self.headers.get("Host") or "").partition(":")[0] not in HOSTS:
-            return self._refuse(403, write)
+            return self._refuse(403)
         if not secrets.compare_digest(self.path.encode(), self.server.path.encode()):
-            return self._refuse(404, write)
+            return self._refuse(404)
         try:
-            tag, body = self.server.page.get()
+            tag, page = self.server.page.get()
         except ConfigError:
-            return self._refuse(410, write)  # the run's directory is gone
-        same = self.headers.get("If-None-Match") == tag
-        self._head(304 if same else 200, HEADERS | {"ETag": tag} | ({} if same else {"Content-Length": str(len(body))}))
-        if not same:
-            write(body)
+            return self._refuse(410)  # the run's directory is gone
+        if self.headers.get("If-None-Match") == tag:
+            return self._send(304, {"ETag": tag})
+        return self._send(200, {"ETag": tag}, page)
 
-    def _refuse(self, status: int, write: Callable[[bytes], object]) -> None:
-        body = f"{status}\n".encode()
-        plain = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(body))}
-        self._head(status, HEADERS | plain)
-        write(body)
+    do_HEAD = do_GET  # without the body
 
-    def _head(self, status: int, headers: dict[str, str]) -> None:
+    def _refuse(self, status: int) -> None:
+        self._send(status, {"Content-Type": "text/plain; charset=utf-8"}, f"{status}\n".encode())
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
+        length = {} if body is None else {"Content-Length": str(len(body))}
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in (HEADERS | headers | length).items():
             self.send_header(name, value)
         self.end_headers()
+        if body is not None and self.command == "GET":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Says nothing: the terminal has the address, and no line for every look."""

@@ -41,7 +41,7 @@ import mcore_rl
 from mcore_rl.hub.names import with_names
 from mcore_rl.json_text import read_json
 from mcore_rl.secrets import redact_settings, without_secrets
-from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.atomic import write_whole
 from mcore_rl.tracking.samples import sample_files
 
 PACKAGES = (
@@ -59,7 +59,8 @@ RECORDS = (
     "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
     "media", "report.html",
 )  # fmt: skip
-SETTINGS = ("config.yaml", "environment.json", "plan.json")  # without which records say nothing
+ENVIRONMENT = "environment.json"
+SETTINGS = ("config.yaml", ENVIRONMENT, "plan.json")  # without which records say nothing
 FINISHED = "finished_step"
 
 
@@ -95,8 +96,8 @@ def prepare(
             for step, path in sample_files(run_dir, kind).items():
                 if step > resumed_step:
                     path.unlink()
-    with replaced(run_dir / "config.yaml") as new:
-        new.write_text(yaml.safe_dump(with_names(plain(config)), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.safe_dump(with_names(plain(config)), sort_keys=False, allow_unicode=True)
+    write_whole(run_dir / "config.yaml", text)
     environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
@@ -107,8 +108,7 @@ def prepare(
         "commit": _commit(),
         "hardware": _hardware() | plain(devices),
     }
-    with replaced(run_dir / "environment.json") as new:
-        new.write_text(json.dumps(redact_settings(environment), indent=2) + "\n", encoding="utf-8")
+    write_whole(run_dir / ENVIRONMENT, json.dumps(redact_settings(environment), indent=2) + "\n")
 
 
 def earlier_records(run_dir: Path) -> list[Path]:
@@ -122,17 +122,16 @@ def write_finished(run_dir: Path, step: int) -> None:
 
     Where the file cannot be written, the run counts as one that has still to export.
     """
-    path = run_dir / "environment.json"
+    path = run_dir / ENVIRONMENT
     with suppress(OSError, ValueError):
         environment = read_json(path.read_text(encoding="utf-8"))
-        with replaced(path) as new:
-            new.write_text(json.dumps({**environment, FINISHED: step}, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({**environment, FINISHED: step}, indent=2) + "\n")
 
 
 def finished_step(run_dir: Path) -> int | None:
     """The step that ``write_finished`` noted; None if the run has not ended, or its file cannot be read."""
     try:
-        step = read_json((run_dir / "environment.json").read_text(encoding="utf-8"))[FINISHED]
+        step = read_json((run_dir / ENVIRONMENT).read_text(encoding="utf-8"))[FINISHED]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return step if isinstance(step, int) else None

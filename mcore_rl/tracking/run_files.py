@@ -16,11 +16,11 @@ import yaml
 
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.json_text import read_json
+from mcore_rl.tracking.clock import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.lanes import LANES, StepLanes, read_lanes
 from mcore_rl.tracking.metrics import PHASES, is_phase
 from mcore_rl.tracking.samples import Kind, sample_files
-from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.verdict import Accuracy
 
 NUMBER = (int, float)  # a union would be made anew for each of a million numbers

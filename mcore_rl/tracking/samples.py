@@ -1,4 +1,7 @@
-"""Samples as parquet: ``rollouts/step_N.parquet`` and ``validation/step_N.parquet`` of the run directory."""
+"""Samples as parquet: ``rollouts/step_N.parquet`` and ``validation/step_N.parquet`` of the run directory.
+
+Thumbnails of their pictures are in ``media/``, by the picture's sha256.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from mcore_rl.tracking.atomic import replaced
 
 Kind = Literal["rollouts", "validation", "record"]
 Rows = Callable[[], Sequence[dict[str, Any]]]
+SIDE = 256  # pixels of the longer side of a thumbnail
 
 
 def write_samples(run_dir: Path, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> Path:
@@ -38,6 +42,11 @@ def sample_files(run_dir: Path, kind: Kind) -> dict[int, Path]:
         if match := re.fullmatch(r"step_(\d+)\.parquet", path.name):
             files[int(match[1])] = path
     return dict(sorted(files.items()))
+
+
+def thumbnail_file(run_dir: Path, sha256: str) -> Path:
+    """The file of the thumbnail of a picture."""
+    return run_dir / "media" / f"{sha256}.webp"
 
 
 def _column(values: list[Any]) -> Any:

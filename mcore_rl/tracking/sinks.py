@@ -21,6 +21,7 @@ from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.hub.names import with_names
 from mcore_rl.secrets import redact, redact_settings
+from mcore_rl.tracking.clock import TIMELINE, PhaseSpan, TimelineFile
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
 from mcore_rl.tracking.lanes import LANES, Lane, LanesFile, StepLanes
@@ -30,7 +31,6 @@ from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, Rows, write_samples
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
-from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile
 
 MAX_UNSENT = 8  # files of samples, which hold the responses of a step each
 Samples = tuple[int, Kind, Rows]

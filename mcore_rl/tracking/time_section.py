@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.tracking.charts import BarSeries, stacked_bars, ticks
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.console import spent
 from mcore_rl.tracking.lanes import TRAINER, LaneSpan, State, StepLanes, idle_share
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.page import NEUTRAL, NUM_COLOURS, table, text
 from mcore_rl.tracking.run_files import RecordedRun
-from mcore_rl.tracking.timeline import PhaseSpan
 
 STEPS_SHOWN = 6
 COLOURS: Mapping[State, int] = {  # of the page's palette; grey stands, red is in trouble

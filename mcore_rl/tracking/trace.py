@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.atomic import write_whole
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import LANES, TRAINER, StepLanes
 from mcore_rl.tracking.metrics import is_phase
 from mcore_rl.tracking.run_files import RecordedRun, read_run
-from mcore_rl.tracking.timeline import PhaseSpan
 
 PHASES_TRACKS = ("phases", "phases, beside")  # those that overlap without nesting are on the second
 COUNTERS = ("rollout/buffer", "rollout/under_way", "rollout/staleness_max")
@@ -33,8 +33,7 @@ def write_trace(run_dir: Path | str, path: Path) -> Path:
         raise ConfigError([Violation("run_dir", run_dir, problem, remedy)])
     content = {"traceEvents": list(events(run)), "displayTimeUnit": "ms", "otherData": {"run": run.name}}
     try:
-        with replaced(path) as new:
-            new.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+        write_whole(path, json.dumps(content, separators=(",", ":")))
     except OSError as error:
         problem = f"cannot be written: {error}"
         raise ConfigError([Violation("--trace", path, problem, "Name a file that can be")]) from error

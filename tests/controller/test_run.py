@@ -30,7 +30,7 @@ from mcore_rl.errors import DeadEngineError, WorkerError
 from mcore_rl.rollout.vllm.engine.process_group import is_helper
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.watchdog import Watchdog
-from mcore_rl.tracking.timeline import read_timeline
+from mcore_rl.tracking.clock import read_timeline
 from tests.support import prompt_files
 from tests.support.run_task import AGREEMENT, SPEED, holders_of, is_in, nothing_left, overrides, write_task
 

@@ -11,8 +11,8 @@ import pytest
 
 from mcore_rl.controller.rollouts.stream import DRAWING
 from mcore_rl.controller.step.preemption import REQUEUE
+from mcore_rl.tracking.clock import read_timeline
 from mcore_rl.tracking.lanes import LANES, LaneSpan, State, read_lanes
-from mcore_rl.tracking.timeline import read_timeline
 from tests.support.ahead_runs import APART, lines, prompts, staleness, versions
 from tests.support.crash_runs import bits_of, doing, drawing, nothing_survives, says, start
 from tests.support.run_task import write_task

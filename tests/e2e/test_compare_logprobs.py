@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoints.convert import to_megatron
 from mcore_rl.cli import main
-from mcore_rl.reports import vllm_scorer
+from mcore_rl.reports import scoring
 from tests.support import tiny_models
 from tests.support.fp8_on_cpu import put_on_path
 
@@ -128,12 +128,12 @@ def test_another_configuration_of_vllm_is_the_cause(
     other = shutil.copytree(tmp_path / "hf", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(changed_config(config, changed)))
-    start = vllm_scorer.start_engine
+    start = scoring.start_engine
 
     def start_other(name: str, directory: Path, *args: Any, **options: Any) -> Any:
         return start(name, other, *args, **options)
 
-    monkeypatch.setattr(vllm_scorer, "start_engine", start_other)
+    monkeypatch.setattr(scoring, "start_engine", start_other)
     code, report, said = run(capsys, tmp_path / "hf", "--max-abs-diff", "100", "--mean-abs-diff", "100")
     (configuration,) = (finding for finding in report["findings"] if finding["cause"] == "configuration")
     if not named:

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.controller.rollouts.rollout_source import DRAWN_AHEAD
 from mcore_rl.controller.step.preemption import REQUEUE
-from mcore_rl.tracking.timeline import read_timeline
+from mcore_rl.tracking.clock import read_timeline
 from tests.support.ahead_runs import APART, lines, prompts, same_training, staleness, versions
 from tests.support.crash_runs import doing, drawing, nothing_survives, says, start
 from tests.support.run_task import nothing_left, overrides, write_task

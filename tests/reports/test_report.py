@@ -18,6 +18,7 @@ from mcore_rl.reports.report import (
     Bin,
     DifferenceLimits,
     Evidence,
+    Finding,
     LogprobReport,
     MismatchCause,
     Replay,
@@ -54,8 +55,12 @@ def moved(by: float, seed: int = 1) -> np.ndarray:
     return scored().logprobs[TRANSFORMERS] + by * np.random.default_rng(seed).standard_normal(N)
 
 
+def listed(given: Scored, evidence: Evidence, dtype: str = "float32") -> tuple[Finding, ...]:
+    return findings(given, evidence, dtype, rounding_report(given, evidence))
+
+
 def found_in(given: Scored, evidence: Evidence, dtype: str = "float32") -> dict[MismatchCause, bool | None]:
-    return {finding.cause: finding.found for finding in findings(given, evidence, dtype)}
+    return {finding.cause: finding.found for finding in listed(given, evidence, dtype)}
 
 
 def replay(differs: float, logprobs: np.ndarray, name: str = TRANSFORMERS) -> Evidence:
@@ -156,20 +161,20 @@ def test_agreement_has_no_cause() -> None:
     evidence = Evidence(differing_weights={VLLM: {}, MEGATRON: {}}, num_responses=3)
     assert set(found_in(given, evidence).values()) == {False, None}
     pairs = [statistics(*pair, given) for pair in PAIRS]
-    assert verdict(pairs, findings(given, evidence, "float32")).startswith("They agree")
+    assert verdict(pairs, listed(given, evidence)).startswith("They agree")
 
 
 def test_weights_are_named_first() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
     evidence = Evidence(differing_weights={VLLM: {}, MEGATRON: {f"w{i}": float(i) for i in range(1, 8)}})
-    weights = findings(given, evidence, "float32")[0]
+    weights = listed(given, evidence)[0]
     assert weights.found and weights.cause is MismatchCause.weights
     assert weights.evidence == (
         "megatron holds 7 tensors otherwise than --hf: w7 (by 7.0e+00), w6 (by 6.0e+00), w5 (by 5.0e+00), "
         "w4 (by 4.0e+00), w3 (by 3.0e+00) and 2 more"
     )
     pairs = [statistics(*pair, given) for pair in PAIRS]
-    assert "Cause: the weights" in verdict(pairs, findings(given, evidence, "float32"))
+    assert "Cause: the weights" in verdict(pairs, listed(given, evidence))
     # Also where nobody sees it in the numbers: an expert that no token went to.
     assert not verdict([statistics(*PAIRS[0], scored())], [weights]).startswith("They agree")
     assert found_in(given, Evidence())[MismatchCause.weights] is None
@@ -185,20 +190,20 @@ def test_another_configuration_is_found_whatever_the_numbers_say() -> None:
     assert found_in(given, Evidence(configs=same))[MismatchCause.configuration] is False
     assert found_in(given, Evidence())[MismatchCause.configuration] is None
     other = Evidence(configs=same | {VLLM: model(norm_epsilon=1e-3)})
-    causes = findings(given, other, "float32")
+    causes = listed(given, other)
     (configuration,) = (each for each in causes if each.cause is MismatchCause.configuration)
     assert configuration.evidence == "norm_epsilon of layer 0: vllm 0.001, transformers 1e-06, megatron 1e-06"
     assert configuration.found
     pairs = [statistics(*pair, given) for pair in PAIRS]
     assert "Cause: the configuration is not the same" in verdict(pairs, causes)
     weights = dataclasses.replace(other, differing_weights={VLLM: {"w": 1.0}})
-    assert "the weights and the configuration are" in verdict(pairs, findings(given, weights, "float32"))
+    assert "the weights and the configuration are" in verdict(pairs, listed(given, weights))
 
 
 def test_what_a_side_does_not_tell_is_said() -> None:
     told = {VLLM: {"layer 0": {"norm_epsilon": 1e-6}}, TRANSFORMERS: model(), MEGATRON: model()}
-    listed = findings(scored(), Evidence(configs=told, unstated=True), "float32")
-    (configuration,) = (each for each in listed if each.cause is MismatchCause.configuration)
+    outcomes = listed(scored(), Evidence(configs=told, unstated=True))
+    (configuration,) = (each for each in outcomes if each.cause is MismatchCause.configuration)
     assert not configuration.found
     assert "not read back from vllm: moe.top_k" in configuration.evidence
     assert "does not say what it was trained with" in configuration.evidence
@@ -209,7 +214,7 @@ def test_another_temperature_is_found() -> None:
     other = moved(0.5)
     given = scored(**{VLLM: other + NOISE})
     evidence = Evidence(sampled_from={"something else": moved(0.5, seed=2), "temperature 1": other})
-    (sampling,) = (each for each in findings(given, evidence, "float32") if each.cause is MismatchCause.sampling)
+    (sampling,) = (each for each in listed(given, evidence) if each.cause is MismatchCause.sampling)
     assert sampling.found and "those of temperature 1" in sampling.evidence
     assert not found_in(scored(), evidence)[MismatchCause.sampling], "it drew as asked"
 
@@ -246,7 +251,7 @@ def test_the_routing_of_vllm_is_compared_where_it_is_recorded() -> None:
     theirs = Replay(differs=0.0, logprobs=given.logprobs[MEGATRON])
     went_elsewhere = Replay(differs=0.02, logprobs=given.logprobs[VLLM] + NOISE)
     evidence = Evidence(replays={TRANSFORMERS: theirs, VLLM: went_elsewhere})
-    (routing,) = (each for each in findings(given, evidence, "float32") if each.cause is MismatchCause.routing)
+    (routing,) = (each for each in listed(given, evidence) if each.cause is MismatchCause.routing)
     assert (
         routing.found and "2.00% of tokens and layers chose other experts in Megatron than in vllm" in routing.evidence
     )
@@ -306,15 +311,15 @@ def test_quantisation_is_the_cause_where_rounding_explains_it() -> None:
 def test_tokenisation_is_found_and_explains_nothing() -> None:
     given = scored()
     evidence = Evidence(num_responses=3, retokenised=2)
-    listed = findings(given, evidence, "float32")
-    assert listed[-1].found and "2 of 3 responses" in listed[-1].evidence
-    assert verdict([statistics(*pair, given) for pair in PAIRS], listed).startswith("They agree")
+    outcomes = listed(given, evidence)
+    assert outcomes[-1].found and "2 of 3 responses" in outcomes[-1].evidence
+    assert verdict([statistics(*pair, given) for pair in PAIRS], outcomes).startswith("They agree")
 
 
 def test_what_nothing_explains_is_said() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
-    listed = findings(given, Evidence(differing_weights={VLLM: {}, MEGATRON: {}}), "float32")
-    assert "nothing that was examined explains it" in verdict([statistics(*pair, given) for pair in PAIRS], listed)
+    outcomes = listed(given, Evidence(differing_weights={VLLM: {}, MEGATRON: {}}))
+    assert "nothing that was examined explains it" in verdict([statistics(*pair, given) for pair in PAIRS], outcomes)
 
 
 def test_the_report_is_json() -> None:
@@ -324,7 +329,7 @@ def test_the_report_is_json() -> None:
         settings={"dtype": "float32"},
         num_tokens=N,
         verdict="fine",
-        findings=findings(given, Evidence(), "float32"),
+        findings=listed(given, Evidence()),
         pairs=pairs,
         top1=Top1(count=4, agreement={MEGATRON: 1.0}),
         worst=(),
@@ -332,7 +337,7 @@ def test_the_report_is_json() -> None:
     )
     assert report.is_sound
     assert not dataclasses.replace(report, exceeded=("too far",)).is_sound
-    other = findings(given, Evidence(configs={VLLM: model(), MEGATRON: model(norm_epsilon=1.0)}), "float32")
+    other = listed(given, Evidence(configs={VLLM: model(), MEGATRON: model(norm_epsilon=1.0)}))
     assert not dataclasses.replace(report, findings=other).is_sound
     read = json.loads(json.dumps(report.as_json()))
     assert [finding["cause"] for finding in read["findings"]] == [cause.value for cause in MismatchCause]

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import TRAINER, LaneSpan, State, StepLanes, trainer_lane
 from mcore_rl.tracking.sinks import Tracker
-from mcore_rl.tracking.timeline import PhaseSpan
 
 NUM_PROMPTS = 200
 PHASE_SECONDS = {"generate": 4.0, "score": 0.2, "logprobs": 0.8, "reference": 0.7, "advantages": 0.02}

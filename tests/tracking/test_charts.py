@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mcore_rl.tracking.chart_points import MAX_BINS, Series
-from mcore_rl.tracking.charts import BarSeries, decades, line_chart, stacked_bars, ticks
+from mcore_rl.tracking.charts import MAX_BINS, BarSeries, Series, decades, line_chart, stacked_bars, ticks
 from tests.tracking.pages import numbers_under_the_pointer
 
 Element = ElementTree.Element

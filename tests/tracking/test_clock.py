@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.clock import Clock, PhaseSpan
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.tracking.timeline import PhaseSpan
 
 
 class Hand:

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from mcore_rl.tracking.console import COLUMNS, MAX_WIDTH, SUPERVISED_COLUMNS, ConsoleSink, LiveLine, duration, number
+from mcore_rl.tracking.console import COLUMNS, SUPERVISED_COLUMNS, ConsoleSink, LiveLine, duration, number
 from mcore_rl.tracking.lanes import Lane, State
 from mcore_rl.tracking.metrics import metric_of
 
@@ -26,6 +26,7 @@ STEP = {
     "time/step": 12.34,
 }
 VALUES = ["0.513", "41.0%", "30.0%", "131", "0.811", "-1.2e-05", "0.520", "2.5e-06", "2534", "38.4%", "12.3"]
+MAX_WIDTH = 100  # columns of the widest row
 
 
 def written(terminal: bool, steps: range, metrics: dict[str, float], total: int = 1000, width: int = MAX_WIDTH) -> str:

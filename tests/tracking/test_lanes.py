@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import (
     GAP_S,
     MAX_LANES,
@@ -25,7 +26,6 @@ from mcore_rl.tracking.lanes import (
     trainer_state,
 )
 from mcore_rl.tracking.metrics import PHASES
-from mcore_rl.tracking.timeline import PhaseSpan
 
 
 class Time:

@@ -15,8 +15,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.tables import plan_page
 from mcore_rl.tracking.report import write_comparison, write_report
-from mcore_rl.tracking.samples import write_samples
-from mcore_rl.tracking.thumbnails import thumbnail_file
+from mcore_rl.tracking.samples import thumbnail_file, write_samples
 from tests.support import models
 from tests.support.browser import Browser, browser, needs_chromium
 from tests.support.pictures import encoded

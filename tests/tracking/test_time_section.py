@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import State
 from mcore_rl.tracking.metrics import PHASES
 from mcore_rl.tracking.page import NEUTRAL
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.time_section import COLOURS, LABELS, NAMES, PHASE_COLOURS, time_section, timeline
-from mcore_rl.tracking.timeline import PhaseSpan
 from tests.tracking.pages import words
 from tests.tracking.recorded_run import record
 

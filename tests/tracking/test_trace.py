@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.tracking.clock import TIMELINE, PhaseSpan, TimelineFile, read_timeline
 from mcore_rl.tracking.lanes import LANES, read_lanes
-from mcore_rl.tracking.timeline import TIMELINE, PhaseSpan, TimelineFile, read_timeline
 from mcore_rl.tracking.trace import PHASES_TRACKS
 from tests.tracking.recorded_run import record
 

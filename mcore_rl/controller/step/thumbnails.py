@@ -17,7 +17,7 @@ from mcore_rl.data.prompts import PromptSet
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import DataError
 from mcore_rl.tracking.atomic import replaced
-from mcore_rl.tracking.thumbnails import SIDE, thumbnail_file
+from mcore_rl.tracking.samples import SIDE, thumbnail_file
 
 OF_A_STEP = 16  # pictures: a quarter of what a report shows
 OF_A_VALIDATION = 64  # as many as a report shows; its prompts are the same at every step

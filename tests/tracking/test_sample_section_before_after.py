@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from mcore_rl.tracking.before_after import before_after, pairs
 from mcore_rl.tracking.run_files import read_run
+from mcore_rl.tracking.sample_section import before_after, pairs
 from mcore_rl.tracking.samples import write_samples
 
 

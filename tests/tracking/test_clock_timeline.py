@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tracking.timeline import MAX_SPANS, PhaseSpan, TimelineFile, read_timeline
+from mcore_rl.tracking.clock import MAX_SPANS, PhaseSpan, TimelineFile, read_timeline
 
 
 def test_spans_read_back_and_a_resumed_run_drops_later_steps(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.tracking.run_files import read_run
-from mcore_rl.tracking.sample_browser import (
+from mcore_rl.tracking.sample_section import (
     MAX_BYTES,
     MAX_STEPS,
     MAX_TEXT,
@@ -18,8 +18,7 @@ from mcore_rl.tracking.sample_browser import (
     sample_browser,
     shortened,
 )
-from mcore_rl.tracking.samples import write_samples
-from mcore_rl.tracking.thumbnails import thumbnail_file
+from mcore_rl.tracking.samples import thumbnail_file, write_samples
 from tests.support.pictures import encoded, noise
 
 HOSTILE = (

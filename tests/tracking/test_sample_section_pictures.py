@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tracking.thumbnails import MAX_BYTES, MAX_SHOWN, ShownPictures, thumbnail_file
+from mcore_rl.tracking.sample_section import MAX_PICTURE_BYTES, MAX_PICTURES, ShownPictures
+from mcore_rl.tracking.samples import thumbnail_file
 from tests.support.pictures import encoded, noise
 
 WEBP = encoded(noise(8, 8), "WEBP")
@@ -19,7 +20,7 @@ def images(*keys: str) -> list[dict[str, str]]:
 
 
 def test_the_first_of_the_order_are_shown(tmp_path: Path) -> None:
-    keys = [f"{number:064x}" for number in range(MAX_SHOWN + 6)]
+    keys = [f"{number:064x}" for number in range(MAX_PICTURES + 6)]
     (tmp_path / "media").mkdir()
     for key in keys[1:]:
         thumbnail_file(tmp_path, key).write_bytes(WEBP)
@@ -43,7 +44,7 @@ def test_what_is_no_thumbnail_is_left_out(tmp_path: Path) -> None:
     key, svg, large = (f"{number:064x}" for number in range(3))
     thumbnail_file(tmp_path, key).write_bytes(WEBP)
     thumbnail_file(tmp_path, svg).write_bytes(b"<svg onload='alert(1)'/>")
-    thumbnail_file(tmp_path, large).write_bytes(WEBP + bytes(MAX_BYTES))
+    thumbnail_file(tmp_path, large).write_bytes(WEBP + bytes(MAX_PICTURE_BYTES))
     shown = ShownPictures(tmp_path)
     numbers = shown.numbers_of(images("../secret", svg, large, key))
     assert [bool(address) for _, address in shown.plain(numbers)] == [False, False, False, True]

@@ -18,7 +18,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import Quantization, parse_rollout_layout
 from mcore_rl.reports.question import Question, RoundedScores
-from mcore_rl.reports.rounded_model import rounded_scores
+from mcore_rl.reports.transformers_scorer import rounded_scores
 from mcore_rl.rollout.protocol import Sampling
 from tests.support import quantised_engines
 

@@ -12,7 +12,7 @@ import yaml
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.run import RunConfig
-from mcore_rl.tracking.head_card import facts, head_card, title_of
+from mcore_rl.tracking.report import facts, head_card, title_of
 from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.run_owner import OWNER, Owner, start_of

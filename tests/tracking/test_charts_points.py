@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from statistics import fmean
 
 import pytest
 
-from mcore_rl.tracking.chart_points import (
+from mcore_rl.tracking.charts import (
     MAX_BINS,
     Series,
     axis_ends,
     bin_width,
     bins,
-    smooth,
     spans_decades,
     window,
 )
+
+
+def smooth(values: Sequence[float | None]) -> list[float | None]:
+    """The smoothed line of a chart that has a bin for each value."""
+    series = Series("a", [(float(step), value) for step, value in enumerate(values)], smooth=True)
+    return [each.smooth for each in bins(series, 0.0, 1.0)]
 
 
 def test_a_smoothed_value_is_the_mean_of_means_around_it() -> None:
