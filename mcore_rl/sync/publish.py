@@ -1,18 +1,24 @@
 """The trainer's end of a weight update: one ``Publisher`` on every training rank.
 
-The plan is made once.  ``publish`` sends this rank's live parameters along it: in messages that are packed into shared
-memory, or in rounds with all other members.  ``update`` pauses the engines and calls their workers; ``check`` verifies
-their weights afterwards.
+``PlannedSend`` is what a rank sends of one table: the weights themselves, or the adapters beside them.  Its plan is
+made once, in messages that are packed into shared memory, or in rounds with all other members; ``publish`` sends this
+rank's live parameters along it.  ``update`` pauses the engines and calls their workers; ``check`` verifies their
+weights afterwards.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import cast
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.checkpoints.export import BUCKET_BYTES
@@ -20,16 +26,164 @@ from mcore_rl.config.rollout import Quantization
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening, SentAdapters
-from mcore_rl.sync.planned_send import PlannedSend, SendClock
 from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.binding import bind
-from mcore_rl.weights.published import PublishedTensors, ScaledAdapters, StoredKey, StoredTensors
-from mcore_rl.weights.reshard import ReshardPlan
+from mcore_rl.weights.fingerprint import fingerprint
+from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
+from mcore_rl.weights.published import PublishedTensors, PublishedView, ScaledAdapters, StoredKey, StoredTensors
+from mcore_rl.weights.quantised import SCALES, QuantisedMatrix
+from mcore_rl.weights.quantised_shards import is_quantised
+from mcore_rl.weights.reshard import Copy, plan_reshard
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
-from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
+from mcore_rl.weights.rounds import Round, Rounds, rounds_id
 from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.views import view_of
+
+
+class PlannedSend:
+    """The tensors of ``table`` that training rank ``rank`` sends to the ranks of ``rollout``.
+
+    tensors: its live ones.  published: what is sent of them.  sites: of the transport.  dtype: of vLLM's tensors.
+    quantization: in which the rollout ranks hold what they are sent.
+    message_bytes: the largest size of a message, or of what a rank sends or receives in a round.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        rollout: RolloutTable,
+        rank: int,
+        tensors: dict[StoredKey, Tensor],
+        published: PublishedView,
+        sites: Sites | None,
+        *,
+        dtype: torch.dtype,
+        message_bytes: int,
+        quantization: Quantization = Quantization.none,
+    ) -> None:
+        self.quantization = quantization
+        self.table, self.rollout, self.rank, self.dtype = table, rollout, rank, dtype
+        self.tensors, self._published, self.message_bytes = tensors, published, message_bytes
+        self.plan = plan_reshard(table, rollout, dtype.itemsize, sites)
+        self.sent, self.rounds = list[Message](), list[Round]()
+        if sites is None:
+            self.sent = messages_from(self.plan, rank, message_bytes)
+            self.id = plan_id(self.plan, message_bytes)
+        else:
+            rounds = Rounds(self.plan, message_bytes)
+            self.rounds, self.id = rounds.of(rank), rounds_id(rounds)
+
+    @torch.no_grad()
+    def send(self, outgoing: Outgoing | RoundOutgoing, clock: SendClock) -> None:
+        """Send everything; returns when it has left this process."""
+        if self.plan.sites is not None:
+            with clock.waiting():
+                cast(RoundOutgoing, outgoing).send(self.rounds, self)
+            return
+        slots = cast(Outgoing, outgoing)
+        for message in self.sent:
+            with clock.waiting():
+                buffer = slots.buffer(message.num_bytes)
+            with clock.packing():
+                for part in message.parts:
+                    space = buffer[part.begin : part.begin + part.num_bytes].view(self.dtype_of(part))
+                    space.view(part.target_slice.shape).copy_(self.live(part))
+            slots.send(buffer, message.target_rank)
+        with clock.waiting():
+            slots.flush()
+
+    def live(self, part: MessagePart) -> Tensor:
+        """The current elements of ``part``, as a view; merged with their adapters, if they have any."""
+        return view_of(self._published[part.chunk, part.source], part.source_slice)
+
+    def dtype_of(self, part: MessagePart) -> torch.dtype:
+        """The dtype in which ``part`` is sent."""
+        return self.dtype if part.dtype is None else getattr(torch, part.dtype)
+
+    def forget(self) -> None:
+        """Free what was made of the tensors; call it when the weights may change."""
+        self._published.forget()
+
+    @torch.no_grad()
+    def fingerprints(self) -> dict[tuple[int, str, int], int]:
+        """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint.
+
+        Collective over the training ranks where the rollout ranks quantise: a scale may be of elements of several.
+        """
+        sums: dict[tuple[int, str, int], int] = {}
+        tensors = {tensor.name: tensor for tensor in self.rollout.tensors(0)}
+        quantised: dict[str, list[Copy]] = {name: [] for name, tensor in tensors.items() if self.quantises(tensor)}
+        try:
+            for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
+                if copy.target in quantised:
+                    quantised[copy.target].append(copy)
+                    continue
+                name = tensors[copy.target].rule.dtype
+                sent = self._sent(copy, self.dtype if name is None else getattr(torch, name))
+                key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
+                sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
+            for target, copies in quantised.items():
+                for key, value in self._quantised_sums(tensors[target], copies):
+                    sums[key] = sums.get(key, 0) + value
+        finally:  # the weights may change before the next use
+            self._published.forget()
+        return sums
+
+    def _sent(self, copy: Copy, dtype: torch.dtype) -> Tensor:
+        return view_of(self._published[copy.chunk, copy.source], copy.source_slice).to(dtype)
+
+    def quantises(self, tensor: RolloutTensor) -> bool:
+        """Whether the rollout ranks quantise ``tensor``."""
+        return self.quantization is not Quantization.none and is_quantised(tensor.rule)
+
+    def _quantised_sums(
+        self, tensor: RolloutTensor, copies: Sequence[Copy]
+    ) -> Iterator[tuple[tuple[int, str, int], int]]:
+        """(key, summand) of the bytes and the scales of ``tensor``; ``copies``: what this rank sends of it."""
+        *slots, rows, columns = self.rollout.shape(tensor)
+        matrix = QuantisedMatrix(self.quantization, (rows, columns))
+        each = matrix.magnitudes(next(iter(self.tensors.values())).device)
+        ranks, count = self.rollout.layout.world_size, prod(slots)
+        magnitudes = each.expand(ranks, count, *each.shape).clone()
+        for copy in copies:
+            matrix.widen(
+                magnitudes[copy.target_rank, copy.slot or 0], self._sent(copy, self.dtype), copy.target_slice.start
+            )
+        if dist.is_initialized():
+            dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
+        scales = matrix.scales(magnitudes)
+        for copy in copies:
+            start, slot = copy.target_slice.start, -1 if copy.slot is None else copy.slot
+            held = matrix.quantise(self._sent(copy, self.dtype), start, scales[copy.target_rank, copy.slot or 0])
+            yield (copy.target_rank, tensor.name, slot), fingerprint(held.view(torch.uint8), start)
+        if self.rank == 0:  # they are sums over the training ranks
+            for rank, slot in product(range(ranks), range(count)):
+                key = (rank, tensor.name + SCALES, slot if slots else -1)
+                yield key, fingerprint(scales[rank, slot], (0, 0))
+
+
+class SendClock:
+    """Seconds spent packing and waiting."""
+
+    def __init__(self) -> None:
+        self.pack_s = self.wait_s = 0.0
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Within: it packs."""
+        begun = time.perf_counter()
+        yield
+        self.pack_s += time.perf_counter() - begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within: it waits."""
+        begun = time.perf_counter()
+        yield
+        self.wait_s += time.perf_counter() - begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +258,40 @@ class Publisher(PlannedSend):
         self._has_base = False  # whether all engines of the channel do
 
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
-        """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
-        transport = at_attempt(self.transport, attempt)
-        return opening_of(
-            self.plan, transport, self.dtype, self.bucket_bytes, self.id, first_rank,
-            adapters=self.adapters, language=self.language, quantization=self.quantization,
-        ).packed()  # fmt: skip
+        """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``.
+
+        Raises SyncError if the transport's address counts other ranks than the plan.
+        """
+        transport, table, rollout = at_attempt(self.transport, attempt), self.table, self.rollout
+        address = transport.address
+        if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
+            raise SyncError(
+                f"The channel is for {address.num_trainers} training and {address.num_rollout} rollout ranks, the plan "
+                f"for {table.layout.world_size} and {rollout.layout.world_size}. Make the Address from the layouts"
+            )
+        adapters = None
+        if self.adapters is not None:
+            held = self.adapters.rollout
+            assert isinstance(held, RolloutAdapterTable)
+            adapters = SentAdapters(lora=held.lora, adapter=held.adapter, plan=self.adapters.id)
+        return Opening(
+            family=table.family.name,
+            model=table.model,
+            parallel=table.parallel,
+            world_size=table.layout.world_size,
+            rollout=rollout.layout,
+            first_rank=first_rank,
+            dtype=str(self.dtype).removeprefix("torch."),
+            message_bytes=self.message_bytes,
+            sites=transport.sites,
+            bucket_bytes=self.bucket_bytes,
+            plan=self.id,
+            language_plan=None if self.language is None else self.language.id,
+            adapters=adapters,
+            quantization=self.quantization,
+            transport=transport.name,
+            fields=msgspec.Raw(msgspec.json.encode(transport)),
+        ).packed()
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -188,52 +370,3 @@ def message_bytes(table: Table, bucket_bytes: int, sites: Sites | None) -> int:
     Of rounds half a bucket each: one that is packed, and two that are received or handed over.
     """
     return bucket_bytes // (2 if sites is not None else 4 * max(2, table.layout.tp))
-
-
-def opening_of(
-    plan: ReshardPlan,
-    transport: Transport,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    made: str,
-    first_rank: int = 0,
-    adapters: PlannedSend | None = None,
-    language: PlannedSend | None = None,
-    quantization: Quantization = Quantization.none,
-) -> Opening:
-    """The opening for the workers of an engine.
-
-    made: the hash of the plan's messages or rounds.  first_rank: the first rollout rank of that engine.  adapters: that
-    the engine applies.  language: what updates after the first send, if not everything.
-    """
-    address, table, rollout = transport.address, plan.table, plan.rollout
-    if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
-        raise SyncError(
-            f"The channel is for {address.num_trainers} training and {address.num_rollout} rollout ranks, the plan for "
-            f"{table.layout.world_size} and {rollout.layout.world_size}. Make the Address from the layouts"
-        )
-    return Opening(
-        family=table.family.name,
-        model=table.model,
-        parallel=table.parallel,
-        world_size=table.layout.world_size,
-        rollout=rollout.layout,
-        first_rank=first_rank,
-        dtype=str(dtype).removeprefix("torch."),
-        message_bytes=message_bytes(table, bucket_bytes, transport.sites),
-        sites=transport.sites,
-        bucket_bytes=bucket_bytes,
-        plan=made,
-        language_plan=None if language is None else language.id,
-        adapters=None if adapters is None else sent_adapters(adapters),
-        quantization=quantization,
-        transport=transport.name,
-        fields=msgspec.Raw(msgspec.json.encode(transport)),
-    )
-
-
-def sent_adapters(adapters: PlannedSend) -> SentAdapters:
-    """What a worker must know of the adapters that it is sent."""
-    table = adapters.rollout
-    assert isinstance(table, RolloutAdapterTable)
-    return SentAdapters(lora=table.lora, adapter=table.adapter, plan=adapters.id)

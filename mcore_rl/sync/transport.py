@@ -25,10 +25,22 @@ from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
 
 
-class Outgoing(Protocol):
-    """The sending end, of one training rank."""
+class SendingEnd(Protocol):
+    """What the sending end of a training rank is, whatever it sends."""
 
     members: Members
+
+    def release(self) -> None:
+        """Free the memory of the buffers until the next update."""
+        ...
+
+    def close(self) -> None:
+        """Leave the channel."""
+        ...
+
+
+class Outgoing(SendingEnd, Protocol):
+    """The sending end of messages."""
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Uint8 [num_bytes] to fill for the next message; waits until one of two is free."""
@@ -40,14 +52,6 @@ class Outgoing(Protocol):
 
     def flush(self) -> None:
         """Wait until everything has left this process."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory of the buffers until the next update."""
-        ...
-
-    def close(self) -> None:
-        """Leave the channel."""
         ...
 
 
@@ -63,21 +67,11 @@ class Parameters(Protocol):
         ...
 
 
-class RoundOutgoing(Protocol):
-    """The sending end of one training rank, where updates go in rounds."""
-
-    members: Members
+class RoundOutgoing(SendingEnd, Protocol):
+    """The sending end where updates go in rounds."""
 
     def send(self, rounds: Sequence[Round], parameters: Parameters) -> None:
         """Take part in ``rounds``; return when everything has left this process."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory of the buffers until the next update."""
-        ...
-
-    def close(self) -> None:
-        """Leave the channel."""
         ...
 
 

@@ -21,7 +21,7 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.sync.check import expected_weights
 from mcore_rl.sync.members import Address
-from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
+from mcore_rl.sync.publish import Publisher, message_bytes
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import messages_to
 from mcore_rl.weights.quantised import SCALES, quantise
@@ -254,9 +254,9 @@ def test_a_failure_is_told_and_the_channel_is_closed(tmp_path: Path) -> None:
 def test_an_address_that_was_not_made_from_the_layouts_is_refused(tmp_path: Path) -> None:
     made = world(tmp_path, "llama", "tp=2", "tp=1")
     publisher = made.publishers[0]
-    wrong = Recorder(Address(store=NOWHERE, name="x", num_trainers=2, num_rollout=3))
+    publisher.transport = Recorder(Address(store=NOWHERE, name="x", num_trainers=2, num_rollout=3))
     with pytest.raises(SyncError, match=r"for 2 training and 3 rollout ranks, the plan for 2 and 1\. Make the Address"):
-        opening_of(publisher.plan, wrong, torch.float32, BUCKET_BYTES, "")
+        publisher.opening()
 
 
 @pytest.mark.parametrize(("tp", "share"), [(1, 8), (2, 8), (4, 16)])

@@ -26,9 +26,8 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.proofs.tracer import Tracer, direct_tensors, index
-from mcore_rl.sync.exchange import Exchange, Transfer
 from mcore_rl.sync.members import Address, Members
-from mcore_rl.sync.routed import RoutedTransport
+from mcore_rl.sync.routed import Exchange, RoutedTransport, Transfer
 from mcore_rl.weights.messages import MessagePart
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable

@@ -12,8 +12,8 @@ from torch.distributed import HashStore, distributed_c10d
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.device_details import UNWATCHED
-from mcore_rl.sync import exchange
-from mcore_rl.sync.exchange import Exchange
+from mcore_rl.sync import routed
+from mcore_rl.sync.routed import Exchange
 
 
 def members() -> Any:
@@ -45,7 +45,7 @@ def test_the_group_is_made_without_a_watchdog_and_no_other_group_is(monkeypatch:
 
     for name in UNWATCHED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(exchange, "listen_towards", lambda _: None)
+    monkeypatch.setattr(routed, "listen_towards", lambda _: None)
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", seen)
     Exchange(members(), 1, "gloo", torch.device("cpu")).close()
     assert [made[0].get(name) for name in UNWATCHED] == ["1"]
