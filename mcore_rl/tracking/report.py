@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_rl.config.written_keys import leaf_values
+from mcore_rl.config.names import leaf_values
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import OFFLINE_LOSSES, before_after
 from mcore_rl.tracking.console import number
