@@ -125,10 +125,7 @@ def train(
         run = _composed("train", [*_overrides(config), *overrides_of(more)], config_dir, config_name)
         run, files = _with_inputs(run, dataset, eval_dataset, functions)
         _write(files, Path(run.trainer.default_local_dir))
-    run = PROGRAMS["train"].ready(run)
-    from mcore_rl.controller.programs.train import run_training
-
-    return _result(run, run_training(run, callbacks))
+    return _run("train", run, callbacks)
 
 
 def sft(
@@ -139,10 +136,7 @@ def sft(
     config_name: str | None = None,
 ) -> RunResult:
     """Supervised fine-tuning, as ``mcore-rl sft`` does it; arguments and errors are those of ``train``."""
-    run = PROGRAMS["sft"].ready(_composed("sft", config, config_dir, config_name))
-    from mcore_rl.controller.programs.sft import SFT
-
-    return _result(run, SFT.train(run, callbacks))
+    return _run("sft", _composed("sft", config, config_dir, config_name), callbacks)
 
 
 def prefer(
@@ -153,10 +147,7 @@ def prefer(
     config_name: str | None = None,
 ) -> RunResult:
     """Learning from preferred answers, as ``mcore-rl prefer`` does it; arguments and errors are those of ``train``."""
-    run = PROGRAMS["prefer"].ready(_composed("prefer", config, config_dir, config_name))
-    from mcore_rl.controller.programs.prefer import PREFER
-
-    return _result(run, PREFER.train(run, callbacks))
+    return _run("prefer", _composed("prefer", config, config_dir, config_name), callbacks)
 
 
 def reward(
@@ -167,10 +158,7 @@ def reward(
     config_name: str | None = None,
 ) -> RunResult:
     """Training a reward model, as ``mcore-rl reward`` does it; arguments and errors are those of ``train``."""
-    run = PROGRAMS["reward"].ready(_composed("reward", config, config_dir, config_name))
-    from mcore_rl.controller.programs.reward import REWARD
-
-    return _result(run, REWARD.train(run, callbacks))
+    return _run("reward", _composed("reward", config, config_dir, config_name), callbacks)
 
 
 def overrides_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -321,9 +309,12 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _result(run: RunConfig | OfflineConfig, running: Coroutine[Any, Any, int]) -> RunResult:
+def _run(program: str, config: RunConfig | OfflineConfig, callbacks: Sequence[Callback]) -> RunResult:
+    """Check ``config``, import what is slow to import, and run it."""
+    run = PROGRAMS[program].ready(config)
+    _, act = PROGRAMS[program].acts()
     directory = Path(run.trainer.default_local_dir).resolve()
-    return RunResult(directory, finished=_ended(running) == 0)
+    return RunResult(directory, finished=_ended(act(run, callbacks)) == 0)
 
 
 def _ended(running: Coroutine[Any, Any, int]) -> int:

@@ -201,7 +201,7 @@ class TrainBatch:
 
 
 HIDDEN = "teacher_hidden_MH"
-TAUGHT_BY = "taught_by_S"  # of ``extra_S``, with several teachers: a number of ``config.teachers.Teachers.names``
+TAUGHT_BY = "taught_by_S"  # of ``extra_S``, with several teachers: a number of ``config.roles.Teachers.names``
 _NOT_OF_TOKENS = ("lengths_S", HIDDEN, "extra_T", "extra_S", "pairs_S", "images_S", "patches")
 _ON_HOST = ("teacher_scored_T",)
 _TOKEN_FIELDS = tuple(each.name for each in fields(TrainBatch) if each.name not in _NOT_OF_TOKENS)

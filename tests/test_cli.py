@@ -26,10 +26,10 @@ from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.bounds import bound_violations
 from mcore_rl.config.compose import changes_as_yaml, compose
+from mcore_rl.config.names import leaf_values
 from mcore_rl.config.resources import PAGES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.typed import put
-from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
 from mcore_rl.errors import ConfigError, Violation
 from tests.house.source import ROOT

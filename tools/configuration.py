@@ -3,36 +3,40 @@
 python tools/configuration.py            # writes the page
 python tools/configuration.py --check    # exits with 1 where it is out of date
 
-A key's values and default are those of its field, its meaning is in the docstring of its dataclass
-(``config/meanings.py``), and ``config/key_readers.py`` says who reads it.
+A key's values and default are those of its field.  Its meaning is an entry of its dataclass's docstring: an entry
+begins a line, or follows a sentence and two spaces, with the names of fields and a colon, and ends at the next entry or
+at an empty line.  A subclass has the entries of its bases.  A field whose values are an Enum needs none if the Enum's
+docstring says all.  Who reads a key is asked of every published algorithm, since a run refuses what nothing reads
+(``config/unread_keys.py``); tests/house/test_key_readers.py holds the answers against computed advantages and losses.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from mcore_rl.config.algorithm_presets import offer_algorithms
-from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, algorithms
 from mcore_rl.config.bounds import LARGEST_FLOAT, LARGEST_INT, PathKind, Setting, setting_of
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.compose import read
+from mcore_rl.config.compose import compose, offer_algorithms, read
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
-from mcore_rl.config.key_readers import readers_text
-from mcore_rl.config.meanings import about, entries, meaning
-from mcore_rl.config.names import key_of
+from mcore_rl.config.names import field_of, has_key, key_of, value_at
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.reward_training import RewardTrainingConfig
-from mcore_rl.config.run import any_run_schema
+from mcore_rl.config.run import RunConfig, any_run_schema, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import defaults, merge
+from mcore_rl.config.unread_keys import why_unread
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMANDS: dict[str, type[Any]] = {
@@ -80,7 +84,7 @@ REFUSED = {
         "trainer.record_rollouts",
         "trainer.replay",
     ),
-    "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs", "rollout.return_routed_experts"),
+    "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs"),
     "evaluate": ("reward.judge.path",),
 }
 BLIND = ("actor.microbatch_patches",)  # of trainers that read text alone
@@ -218,6 +222,151 @@ def page() -> str:
         lines += [f"\n## {titles[section]}\n", *(f"{note}\n" for note in notes(section))]
         lines += [f"| {' | '.join(HEADS)} |", f"|{'---|' * len(HEADS)}", *rows_of(rows)]
     return PAGES.sub(r"[\1](\1.md)", "\n".join(lines)) + "\n"
+
+
+ENTRY = re.compile(r"(?:^ *|(?<=\.  ))((?:\w+, )*\w+): ", re.MULTILINE)
+WORDS = {"None": "`null`", "True": "`true`", "False": "`false`"}
+SPECIAL = re.compile(r"\b(?:None|True|False)\b|[<*]")
+
+
+def in_markdown(text: str) -> str:
+    """A docstring in one line of markdown, in the words of yaml."""
+    line = re.sub(r"``([^`]+)``", r"`\1`", " ".join(text.split()))
+    pieces = line.split("`")  # every second one is code
+    pieces[::2] = [SPECIAL.sub(lambda word: WORDS.get(word[0], f"\\{word[0]}"), each) for each in pieces[::2]]
+    return "`".join(pieces).replace("|", "\\|")
+
+
+def _entries(schema: type[Any]) -> tuple[str, dict[str, str]]:
+    """(what the docstring of ``schema`` says before its first entry, its entries), without those of its bases."""
+    names = {each.name for each in fields(schema)}
+    text = inspect.cleandoc(schema.__doc__ or "")
+    starts = [match for match in ENTRY.finditer(text) if set(match[1].split(", ")) <= names]
+    ends = [*(match.start() for match in starts), len(text)][1:]
+    before = text[: starts[0].start()] if starts else text
+    made = dict[str, str]()
+    for match, end in zip(starts, ends, strict=True):
+        named, entry = match[1].split(", "), text[match.end() : end].partition("\n\n")[0]
+        several = f"{', '.join(f'``{name}``' for name in named)}: " if len(named) > 1 else ""
+        made |= dict.fromkeys(named, several + entry)
+    return before, made
+
+
+@cache
+def entries(schema: type[Any]) -> dict[str, str]:
+    """The entry of each field of a dataclass that has one, as markdown."""
+    classes = [each for each in reversed(schema.__mro__) if is_dataclass(each) and "__doc__" in vars(each)]
+    return {name: in_markdown(text) for each in classes for name, text in _entries(each)[1].items()}
+
+
+def about(schema: type[Any]) -> str:
+    """What the docstring of a dataclass says of the whole group, as markdown."""
+    return " ".join(in_markdown(each) for each in _entries(schema)[0].split("\n\n") if each.strip())
+
+
+def meaning(schema: type[Any], name: str, kind: Any) -> str:
+    """What the field ``name`` of ``schema`` means, as markdown; "" if nothing says so.  kind: of its values."""
+    entry = entries(schema).get(name, "")  # type: ignore[arg-type]  # a class is hashable
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return entry
+    values = in_markdown(kind.__doc__ or "")
+    return f"{re.sub(f'see `{kind.__name__}`[.;]?', '', entry).strip()} {values}".strip()
+
+
+@cache
+def runs() -> Mapping[str, RunConfig]:
+    """A run of each published algorithm, with nothing else written."""
+    return {name: run_with(name) for name in algorithms()}
+
+
+def readers(key: str) -> dict[str, tuple[str, ...]]:
+    """Algorithm -> the overrides without which it would not read ``key``, as a refusal's remedies write them.
+
+    An algorithm is absent if it has no use for the key, or refuses one of these overrides.
+    """
+    reading = {}
+    for name, run in runs().items():
+        remedies = tuple(dict.fromkeys(remedy for _, remedy in why_unread(run, key)))
+        if all(_is_setting(each) and not _is_refused(name, each) for each in remedies):
+            reading[name] = remedies
+    return reading
+
+
+def _is_setting(remedy: str) -> bool:
+    """Whether ``remedy`` is an override that leaves the algorithm what it is."""
+    key, written, _ = remedy.partition("=")
+    return bool(written) and key not in (ESTIMATOR_KEY, LOSS_KEY) and " " not in key
+
+
+@cache
+def _is_refused(name: str, override: str) -> bool:
+    """Whether a run of the algorithm ``name`` refuses ``override``."""
+    key = override.partition("=")[0]
+    run = run_with(name, override.partition(", or ")[0])
+    return any(each.key == key for each in run_violations(run, planned=True))
+
+
+@cache
+def run_with(name: str, *overrides: str) -> RunConfig:
+    """A run of the algorithm ``name`` with ``overrides``; none counts as written, so that none is refused as unread."""
+    run = compose(RunConfig, "train", [f"algorithm={name}", *overrides])
+    run.written = frozenset()
+    return run
+
+
+def changed(run: RunConfig, key: str, value: Any) -> RunConfig:
+    """A copy of ``run`` with another value."""
+    *groups, name = field_of(key).split(".")
+    copied = copy.deepcopy(run)
+    setattr(reduce(getattr, groups, copied), name, value)
+    return copied
+
+
+def as_condition(remedy: str, key: str) -> str:
+    """``remedy`` with every value that makes ``key`` read, where its values are few."""
+    switch, _, _ = remedy.partition("=")
+    for run in runs().values():
+        value = value_at(run, switch) if has_key(run, switch) else None
+        if not isinstance(value, Enum) or remedy not in [each for _, each in why_unread(run, key)]:
+            continue
+        reading = [
+            each for each in type(value) if all(remedy != one for _, one in why_unread(changed(run, switch, each), key))
+        ]
+        if len(reading) > 1 and len(reading) == len(type(value)) - 1:
+            (other,) = set(type(value)) - set(reading)
+            return f"`{switch}` other than `{other.value}`"
+        return f"`{switch}={'` or `'.join(each.value for each in reading)}`"
+    return f"`{remedy}`" if remedy.endswith(("=true", "=false")) else f"`{remedy}`, say"
+
+
+def named(names: Sequence[str], among: Sequence[str], everyone: str) -> str:
+    """``names`` in a table: all ``among`` which they are, all but a few, or these.  everyone: the word for all."""
+    rest = [each for each in among if each not in names]
+    if not rest:
+        return everyone
+    return f"{everyone} but {_listed(rest)}" if len(rest) < len(names) else _listed(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{each}`" for each in names)
+
+
+def readers_text(key: str) -> str:
+    """The algorithms that read ``key``, as markdown; "" if all do, and "no algorithm" if none does."""
+    reading = readers(key)
+    if not reading:
+        return "no algorithm"
+    by_themselves = [name for name, remedies in reading.items() if not remedies]
+    if len(by_themselves) == len(algorithms()):
+        return ""
+    told = [named(by_themselves, list(algorithms()), "all")] if by_themselves else []
+    asked = [name for name, remedies in reading.items() if remedies]
+    if asked:
+        remedies = dict.fromkeys(each for name in asked for each in reading[name])
+        conditions = " and ".join(as_condition(each, key) for each in remedies)
+        rest = [name for name in algorithms() if name not in by_themselves]
+        told.append(f"{named(asked, rest, 'the others' if told else 'all')} with {conditions}")
+    return "; ".join(told)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

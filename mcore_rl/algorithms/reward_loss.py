@@ -20,8 +20,7 @@ from torch.nn.functional import logsigmoid
 from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT, wins
 from mcore_rl.algorithms.role_loss import RoleLoss
-from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
-from mcore_rl.config.reward_training import TrainedRewardConfig
+from mcore_rl.config.reward_training import RewardLoss, RewardLossConfig, TrainedRewardConfig
 from mcore_rl.types import LossInputs, LossSums
 
 STEP_LABEL_T, STEP_LABEL_N = "step_label_T", "step_label_N"  # of a batch, and of what a loss sees of it
@@ -87,7 +86,7 @@ def losses(
 
     first_U, second_U: numbers of the preferred answer of each pair, and of the other; of answers by themselves, their
     numbers and None.  extra_S: ``margin_S`` and ``weight_S``, if they are not 0 and 1, and ``label_S`` of answers.
-    The formulas and their papers are in ``config/reward_loss.py``.
+    The formulas and their papers are in ``config/reward_training.py``.
     """
     chosen_U = score_S[first_U]
     nothing_U = torch.zeros_like(score_S[first_U])

@@ -57,8 +57,9 @@ EVALUATE = """\
   mcore-rl evaluate path=answers.parquet pairs=pairs.parquet   for mcore-rl prefer and reward
 """
 EVERY_KEY = "all"  # the word after --cfg
-# (what comes before a process is started, the whole run), each of a configuration, with the exit code.
-Acts = tuple[Callable[[Any], int], Callable[[Any], Coroutine[Any, Any, int]]]
+# (what comes before a process is started, the whole run), each of a configuration, with the exit code.  A run that
+# trains also takes callbacks.
+Acts = tuple[Callable[[Any], int], Callable[..., Coroutine[Any, Any, int]]]
 
 
 @dataclass(frozen=True)

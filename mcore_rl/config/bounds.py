@@ -28,7 +28,6 @@ from mcore_rl.secrets import has_url_password, without_url_passwords
 T = TypeVar("T")
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e12  # where a range ends at inf
 LONGEST_TEXT = 4096
-CONTROL = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes that are no UTF-8, separators of lines
 
 
 @dataclass(frozen=True)

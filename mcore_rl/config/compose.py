@@ -1,16 +1,19 @@
 """Composes one typed configuration: command-line overrides over yaml values over the defaults of dataclasses.
 
 Hydra reads the yaml files with their ``defaults``, and the grammar of overrides.  What it gives is a tree of plain
-values, each number and boolean as the text that was written (``yaml_files.py``, ``override_text.py``).  ``typed.py``
-makes the dataclasses of it, which are the only schema.
+values, each number and boolean as the text that was written (``yaml_files.py``, ``keep_text``).  ``typed.py`` makes
+the dataclasses of it, which are the only schema.
 
 The yaml files of ``mcore_rl/conf`` and the objects of ``config/algorithms`` hold values; a directory of the user's may
-hold more of both.
+hold more of both.  Algorithms have no yaml files: each is offered to hydra as the choice ``algorithm=NAME``, and
+``algorithm=FILE.py`` chooses that of a Python file, ``FILE.py:NAME`` one of several.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,19 +27,25 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcore_rl.config.algorithm_presets import GROUP as ALGORITHM
-from mcore_rl.config.algorithm_presets import offer_algorithms, offered
+from mcore_rl.config.algorithm_object import Algorithm
+from mcore_rl.config.algorithm_registry import (
+    ESTIMATOR_KEY,
+    LOSS_KEY,
+    algorithms,
+    algorithms_of_file,
+    estimators,
+    policy_losses,
+)
 from mcore_rl.config.generate import dtype_of
-from mcore_rl.config.names import NO_KEY, meant
-from mcore_rl.config.override_text import keep_text
+from mcore_rl.config.names import NO_KEY, Composed, leaves, meant
 from mcore_rl.config.trl_names import trl_remedy
 from mcore_rl.config.typed import Tree, composed, defaults, merge, plain, put, typed
-from mcore_rl.config.written_keys import Composed, leaves
-from mcore_rl.config.yaml_files import YamlFile, read_defaults, searched
+from mcore_rl.config.yaml_files import FREE, YamlFile, read_defaults, searched
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
 OURS = "mcore_rl.conf"
+ALGORITHM = "algorithm"  # the group of hydra's in which the algorithms are offered
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
 MAX_KEY = 200  # characters of a key, or of the name of a choice: hydra looks for files of these names
 MAX_OVERRIDE, MAX_BRACKETS = 65_536, 64  # hydra's parser takes seconds for more
@@ -251,3 +260,113 @@ def _written(overrides: Iterable[Override], files: Sequence[YamlFile]) -> set[st
     if any(file.chooses for file in files):
         written |= {key for file in files for key in leaves(file.values)}
     return written
+
+
+# What hydra would read in another way than the type of its key, before it looks at that: 1e3 is 1000.0 to it, and
+# ``~/x`` has characters that its grammar has no use for.  In quotes each stays the text that was written.
+TOKENS = re.compile(
+    r"""'(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | \$\{[^{}]*\}  # quoted, or an interpolation: as it is
+      | [\[\]{},] | (?:\\.|[^\[\]{},'"\\$]|\$(?!\{))+""",
+    re.VERBOSE,
+)
+READ_BY_HYDRA = re.compile(r"[+-]?[\d.][\d._]*(?:e[+-]?[\d_]+)?|[+-]?(?:inf|nan)|true|false", re.IGNORECASE)
+UNREADABLE = re.compile(r"[^()'\"\\$]*[^\w\s()'\"\\$/\-+.*:%?@|,][^()'\"\\$]*", re.ASCII)
+
+
+def is_free(key: str) -> bool:
+    """Whether no dataclass declares the type of a dotted key, which is a ``FREE`` group or in one."""
+    return not set(FREE).isdisjoint(key.lstrip("+~").split("."))
+
+
+def keep_text(override: str) -> str:
+    """``override`` with the numbers, booleans and unreadable texts of its value in quotes, but in ``FREE`` groups."""
+    key, equals, value = override.partition("=")
+    if is_free(key) or not equals:
+        return override
+    inside: list[tuple[str, bool]] = []  # of each bracket that is open: itself, and whether it is a free group's
+    name = ""
+
+    def kept(match: re.Match[str]) -> str:
+        nonlocal name
+        token = match[0]
+        if token in ("[", "{"):
+            free = bool(inside and inside[-1][1]) or is_free(name)
+            inside.append((token, free))
+        elif token in ("]", "}") and inside:
+            inside.pop()
+        elif inside and inside[-1][0] == "{" and ":" in token:
+            name, _, rest = token.partition(":")
+            name = name.strip()
+            return token if inside[-1][1] or is_free(name) else f"{token[: len(token) - len(rest)]}{_quoted(rest)}"
+        elif not inside or (inside[-1][0] == "[" and not inside[-1][1]):
+            token = _quoted(token)
+        name = ""
+        return token
+
+    return f"{key}={TOKENS.sub(kept, value)}"
+
+
+def _quoted(text: str) -> str:
+    word = text.strip()
+    quoted = READ_BY_HYDRA.fullmatch(word) or UNREADABLE.fullmatch(word)
+    return text.replace(word, f"'{word}'") if quoted else text
+
+
+def preset(algorithm: Algorithm, home: Path | None = None) -> dict[str, object]:
+    """The dotted keys that ``algorithm`` sets, with plain values.
+
+    home: the user's file that defines it; an estimator or loss of that file is named ``FILE.py:NAME``.
+    """
+    values = {key: each.value for key, each in algorithm.all_settings().items()}
+    if home is not None and estimators().get(algorithm.advantages.name) is not algorithm.advantages:
+        values[ESTIMATOR_KEY] = f"{home.resolve()}:{algorithm.advantages.name}"
+    if home is not None and policy_losses().get(algorithm.loss.name) is not algorithm.loss:
+        values[LOSS_KEY] = f"{home.resolve()}:{algorithm.loss.name}"
+    return {key: value.value if isinstance(value, Enum) else value for key, value in values.items()}
+
+
+def offer_algorithms(overrides: Sequence[str], directory: Path | None) -> list[str]:
+    """Offers hydra the package's algorithms, those of ``directory/algorithm``, and that of ``algorithm=FILE.py``.
+
+    Returns ``overrides``, in which ``algorithm=FILE.py`` is replaced by the name of that file's algorithm.
+    Raises ConfigError if a file defines no usable algorithm.
+    """
+    _offer_own()
+    for path in sorted((directory / ALGORITHM).glob("*.py")) if directory else ():
+        _store(algorithms_of_file(path, ALGORITHM, str(path)).values(), path)
+    return [_by_name(override) for override in overrides]
+
+
+@cache
+def _offer_own() -> None:
+    """Once: it takes a fifth of the time of a composition, and no file of a user's may reuse a name of these."""
+    _store(algorithms().values())
+
+
+def _store(among: Iterable[Algorithm], home: Path | None = None) -> None:
+    for algorithm in among:
+        values = OmegaConf.create()
+        for key, value in preset(algorithm, home).items():
+            OmegaConf.update(values, key, value)
+        ConfigStore.instance().store(group=ALGORITHM, name=algorithm.name, node=values, package="_global_")
+
+
+def offered() -> set[str]:
+    """The names that ``algorithm=NAME`` may choose, of all that was offered."""
+    _offer_own()
+    return {each.removesuffix(".yaml") for each in ConfigStore.instance().list(ALGORITHM)}
+
+
+def _by_name(override: str) -> str:
+    key, _, value = override.partition("=")
+    if key != ALGORITHM or not (value.endswith(".py") or ".py:" in value):
+        return override
+    file, _, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    theirs = algorithms_of_file(Path(file), ALGORITHM, value)
+    if not name and len(theirs) == 1:
+        name = next(iter(theirs))
+    if name not in theirs:
+        remedy = meant(name, theirs, f"Write {ALGORITHM}={file}:NAME, one of {', '.join(theirs)}")
+        raise ConfigError([Violation(ALGORITHM, value, "does not say which algorithm of the file", remedy)])
+    _store([theirs[name]], Path(file))
+    return f"{ALGORITHM}={name}"

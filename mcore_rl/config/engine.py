@@ -18,6 +18,8 @@ from mcore_rl.config.bounds import (
     Share,
     check,
 )
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
 
 
@@ -251,3 +253,21 @@ def _optimizer_rules(optim: OptimizerConfig, prefix: str) -> Iterator[Violation]
             f"a {optim.lr_schedule.value} schedule must end after its {optim.lr_warmup_steps} steps of warm-up",
             f"Write more than {optim.lr_warmup_steps}, or leave it out: it follows from the run",
         )
+
+
+def why_not_shared(
+    engine: EngineConfig, model: ModelConfig, parallel: ParallelConfig, *, transformer_engine: bool
+) -> str | None:
+    """Why an engine computes the prompt of several samples once for each; None: once for all.
+
+    transformer_engine: whether its layers are used.
+    """
+    reasons = {
+        "share_prompts=off": engine.share_prompts is SharePrompts.off,
+        "microbatches are not packed (microbatch_sequences)": engine.microbatch_tokens is None,
+        f"parallel.cp={parallel.cp} cuts each sequence": parallel.cp > 1,
+        "Transformer Engine's attention takes whole sequences; layer_spec=local takes branches": transformer_engine,
+        "layers of linear attention carry a state from token to token": model.linear_attention is not None,
+        "the model sees pictures, which stand in prompts": model.vision is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.cluster import ClusterConfig, cluster_violations
+from mcore_rl.config.cluster import ClusterConfig, ReachedRates, ResidualMemory, cluster_violations
 from mcore_rl.config.compose import ERRORS, as_yaml, compose, words
-from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.prefer import PreferConfig
@@ -24,8 +23,9 @@ from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import Tree, merge, put, typed
-from mcore_rl.config.yaml_files import parse_yaml, read_yaml
+from mcore_rl.config.yaml_files import parse_yaml, read_limited, read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.json_text import read_json
 
 SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
     "train": RunConfig,
@@ -36,6 +36,10 @@ SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
 
 MAX_NAME = 255  # bytes of a file's name, in all usual file systems
 PREFIX = "cluster."  # of a cluster's keys on a command line
+MEASURED = "cluster.measured"  # names a doctor.json, what mcore-rl doctor measured on the cluster
+FORMAT, VERSION = "mcore-rl doctor", 1
+RATES_KEY, RESIDUALS_KEY = "rates", "residuals"  # keys of a doctor.json
+MAX_BYTES = 16 << 20  # of a doctor.json
 
 
 def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[str], list[str], list[Violation]]:
@@ -245,3 +249,47 @@ def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             wrong.append(Violation(key, text, words(error), "Write key=value; lists as key=[a,b]"))
     refuse_if_any(wrong)
     return pairs
+
+
+def take_measured(cluster: ClusterConfig) -> None:
+    """Sets ``cluster.reached`` and ``cluster.residuals`` from the file ``cluster.measured``; what its yaml sets stays.
+
+    Raises ConfigError if the file is missing, is no doctor.json, is of other devices, or has nothing to plan with.
+    """
+    values = _read_measured(cluster.measured)
+    device, name = values.get("device"), values.get("device_name")
+    if device != cluster.device.value or (cluster.device_name and name != cluster.device_name):
+        problem = f"was measured on {name} ({device}), and the cluster {cluster.name} has "
+        problem += f"{cluster.device_name or 'other devices'} ({cluster.device.value})"
+        raise _unmeasured(cluster.measured, problem, "Run mcore-rl doctor there, or name the cluster that it is of")
+    taken = list[tuple[ReachedRates | ResidualMemory, str, float]]()
+    for group, written in ((RATES_KEY, cluster.reached), (RESIDUALS_KEY, cluster.residuals)):
+        numbers = values.get(group, {})
+        taken += [(written, each.name, numbers[each.name]) for each in fields(written) if each.name in numbers]
+    if not taken:
+        raise _unmeasured(cluster.measured, "has nothing to plan with", "Run mcore-rl doctor without --only")
+    for written, key, number in taken:
+        if getattr(written, key) is None:
+            setattr(written, key, float(number))
+
+
+def _read_measured(path: str) -> dict[str, Any]:
+    try:
+        values = read_json(read_limited(Path(path), MAX_BYTES))
+    except ConfigError as error:
+        raise ConfigError([replace(each, key=MEASURED, value=path) for each in error.violations]) from error
+    except ValueError as error:
+        raise _unmeasured(
+            path, "is no JSON", "Write the path of a doctor.json, which mcore-rl doctor writes"
+        ) from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise _unmeasured(path, "is not what mcore-rl doctor writes", "Write the path of a doctor.json")
+    if values.get("version") != VERSION:
+        raise _unmeasured(
+            path, f"is of format {values.get('version')}, and this is {VERSION}", "Run mcore-rl doctor again"
+        )
+    return values
+
+
+def _unmeasured(path: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError([Violation(MEASURED, path, problem, remedy)])

@@ -11,11 +11,10 @@ from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import AnswersConfig, ImagesConfig, data_violations
 from mcore_rl.config.engine import SharePrompts
 from mcore_rl.config.lora import LoraConfig
-from mcore_rl.config.pictures import picture_violations
 from mcore_rl.config.preference import parted_pairs
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
-from mcore_rl.config.role_groups import RoleGroups
+from mcore_rl.config.role_groups import RoleGroups, picture_violations
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Mode, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from mcore_rl.config.algorithm_object import ACTOR
+from mcore_rl.config.data import ImagesConfig
 from mcore_rl.config.names import has_key
 from mcore_rl.config.role import Role
-from mcore_rl.config.roles import RoleConfig, TeacherConfig, TrainedConfig
-from mcore_rl.config.teachers import BY_SOURCE
+from mcore_rl.config.roles import BY_SOURCE, RoleConfig, SeeingConfig, TeacherConfig, TrainedConfig
 from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
+from mcore_rl.errors import Violation
 
 POLICY = "model.path"
 MODEL_VIEW = "model"  # in the run directory: links to the policy's checkpoint beside its changed config.json
@@ -127,3 +128,25 @@ def group_defaults(schema: type[Any]) -> dict[str, dict[str, Any]]:
         if issubclass(kind, TrainedConfig):
             defaults[name]["ppo_mini_batch_size"] = "${actor.ppo_mini_batch_size}"
     return defaults
+
+
+def picture_violations(data: object, roles: Mapping[str, RoleConfig]) -> Iterator[Violation]:
+    """Settings of pictures where models are given none, and microbatches that cannot hold any.
+
+    data: the group ``data``.  roles: the configuration of each role with processes of its own, by name.
+    """
+    may_see = isinstance(data, ImagesConfig)
+    if isinstance(data, ImagesConfig) and data.sees_pictures:
+        for name, role in roles.items():
+            if role.microbatch_sequences is not None:
+                problem = "leaves sequences unpacked, and those with pictures are packed"
+                remedy = f"Write {name}.microbatch_tokens=16384, say, in its place"
+                yield Violation(f"{name}.microbatch_sequences", role.microbatch_sequences, problem, remedy)
+        return
+    problem = "is not read: the model is given no pictures"
+    remedy = "Leave it out, or write data.image_key=images, say" if may_see else "Leave it out"
+    for name, role in roles.items():
+        if role.microbatch_patches is not None:
+            yield Violation(f"{name}.microbatch_patches", role.microbatch_patches, problem, remedy)
+        if isinstance(role, SeeingConfig) and role.vision is not None:
+            yield Violation(f"{name}.vision", role.vision.value, problem, remedy)

@@ -28,31 +28,27 @@ from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.clipping import PpoClipConfig
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.judge import judge_violations
-from mcore_rl.config.names import has_key, value_at
+from mcore_rl.config.names import Composed, has_key, value_at
 from mcore_rl.config.pairs import PairsConfig, needs_answers, pair_violations
-from mcore_rl.config.pictures import picture_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.role import Every, Head, Role
-from mcore_rl.config.role_groups import RoleGroups
+from mcore_rl.config.role_groups import RoleGroups, picture_violations
 from mcore_rl.config.role_table import ROLES, role_table
-from mcore_rl.config.roles import ActorConfig, RoleConfig, RouterReplay, TeacherConfig
+from mcore_rl.config.roles import BY_SOURCE, REST, ActorConfig, RoleConfig, RouterReplay, TeacherConfig, Teachers
 from mcore_rl.config.rollout import (
     Quantization,
     RolloutConfig,
     ServingConfig,
     rollout_config_violations,
-    routing_violations,
 )
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.stages import Pass
-from mcore_rl.config.teachers import BY_SOURCE, REST, Teachers
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.vllm_fields import TOWER_GRAPHS
-from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 
 T = TypeVar("T")
@@ -252,7 +248,6 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: data_violations(run.data),
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),
-        lambda run: routing_violations(run.rollout, "false; actor.router_replay=r3 lets engines record"),
         lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
         lambda run: judge_violations(run.reward.judge),

@@ -1,4 +1,4 @@
-"""The report of an examination: a table for the terminal, and ``doctor.json`` for programs (``config/measured.py``)."""
+"""The report of an examination: a table for the terminal, and ``doctor.json`` for programs (``config/launch.py``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from mcore_rl import __version__
 from mcore_rl.config.cluster import ResidualMemory
-from mcore_rl.config.measured import FORMAT, RATES_KEY, RESIDUALS_KEY, VERSION
+from mcore_rl.config.launch import FORMAT, RATES_KEY, RESIDUALS_KEY, VERSION
 from mcore_rl.doctor.checks import SEVERITY, Diagnosis, Subject, Verdict, worst
 from mcore_rl.tracking.atomic import replaced
 

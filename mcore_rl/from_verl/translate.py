@@ -268,8 +268,7 @@ def _composed(answer: Answer, algorithm: str, settings: dict[str, TranslatedSett
 @cache
 def _base(program: str, algorithm: str) -> Any:
     """What hydra composes of our files alone."""
-    from mcore_rl.config.algorithm_presets import offer_algorithms
-    from mcore_rl.config.compose import read
+    from mcore_rl.config.compose import offer_algorithms, read
 
     choices = [f"algorithm={algorithm}"] if algorithm else []
     return read(program, program, None, offer_algorithms(choices, None))

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.written_keys import leaf_values
+from mcore_rl.config.names import leaf_values
 from mcore_rl.from_verl.facts import FSDP, MEGATRON, PROGRAM, VERL_GROUPS, VerlGroups, defaults, newest_with
 from mcore_rl.from_verl.programs import ASYNC, ONE_STEP_OFF, SYNC, Launch
 from mcore_rl.from_verl.shell import OUTPUT

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mcore_rl.config.algorithm_object import ACTOR, TEACHER
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.engine import EngineConfig, SharePrompts
+from mcore_rl.config.engine import EngineConfig, SharePrompts, why_not_shared
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.offline import OfflineConfig
@@ -23,7 +23,6 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, Quantization, rollout_violations
 from mcore_rl.config.router_replay import replay_model_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.config.stages import Pass, Update
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement, TrainerConfig

@@ -16,9 +16,8 @@ from mcore_rl.config.lora import LoraConfig, PublishedLora, is_the_base
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
-from mcore_rl.config.roles import AdaptedConfig, trains_tower
+from mcore_rl.config.roles import AdaptedConfig, snapshot_of, trains_tower
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.families.flops import PatchGrid, tower_flops
 from mcore_rl.planning.activations import (
     Kernels,

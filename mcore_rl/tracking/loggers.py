@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.names import leaf_values
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.config.written_keys import leaf_values
 from mcore_rl.errors import Violation, pip_line
 from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import write_whole

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.config.written_keys import leaf_values
+from mcore_rl.config.names import leaf_values
 from mcore_rl.tracking.atomic import write_whole
 from mcore_rl.tracking.console import duration, number, spent
 from mcore_rl.tracking.curves import curves, names_of

@@ -30,13 +30,13 @@ from mcore_rl.config.engine import (
     SharePrompts,
     engine_violations,
     muon_problem,
+    why_not_shared,
 )
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups, sum_over

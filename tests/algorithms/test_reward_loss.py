@@ -20,8 +20,7 @@ from mcore_rl.algorithms.reward_loss import (
     pair_calibration_error,
     scores_loss,
 )
-from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
-from mcore_rl.config.reward_training import TrainedRewardConfig
+from mcore_rl.config.reward_training import RewardLoss, RewardLossConfig, TrainedRewardConfig
 from mcore_rl.types import LossInputs, LossSums
 from tests.algorithms.loss_cases import (
     Minibatch,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mcore_rl.config.algorithm import CorrectionLevel, Divergence
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.preference import PreferenceLoss
-from mcore_rl.config.reward_loss import RewardLoss
+from mcore_rl.config.reward_training import RewardLoss
 from mcore_rl.config.role import Head
 from tests.invariance.problems import WHOLE, Case, Problem
 from tests.support.picture_models import ALONE

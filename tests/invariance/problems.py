@@ -10,7 +10,7 @@ from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.lora import ALL_LINEAR
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from mcore_rl.config.preference import PreferenceLoss
-from mcore_rl.config.reward_loss import RewardLoss
+from mcore_rl.config.reward_training import RewardLoss
 from mcore_rl.config.role import Head
 from tests.support import models, picture_models
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.preference import MARGIN
 from mcore_rl.algorithms.reward_loss import losses, score_sums
-from mcore_rl.config.reward_loss import RewardLossConfig
+from mcore_rl.config.reward_training import RewardLossConfig
 from tests.support.oracles import oracles
 
 PAIRS = 6

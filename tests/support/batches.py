@@ -14,7 +14,7 @@ from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import CorrectionLevel, OffPolicy, RolloutCorrectionConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss
-from mcore_rl.config.reward_loss import RewardLoss, RewardLossConfig
+from mcore_rl.config.reward_training import RewardLoss, RewardLossConfig
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.training.model import padded_vocab_size
 from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch

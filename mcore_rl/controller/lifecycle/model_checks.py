@@ -22,10 +22,9 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.role_groups import POLICY
-from mcore_rl.config.roles import AdaptedConfig, RoleConfig
+from mcore_rl.config.roles import BY_SOURCE, AdaptedConfig, RoleConfig, Teachers
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.teachers import BY_SOURCE, Teachers
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.packing import budget_violations
 from mcore_rl.data.pairs import MEMBERS

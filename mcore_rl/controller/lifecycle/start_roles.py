@@ -9,9 +9,8 @@ from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
-from mcore_rl.config.roles import AdaptedConfig, trains_tower
+from mcore_rl.config.roles import AdaptedConfig, snapshot_of, trains_tower
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.teachers import snapshot_of
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform

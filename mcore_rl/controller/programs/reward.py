@@ -23,8 +23,7 @@ from mcore_rl.algorithms.reward_loss import (
     pair_calibration_error,
     score_sums,
 )
-from mcore_rl.config.reward_loss import RewardLossConfig
-from mcore_rl.config.reward_training import ACTOR, RewardTrainingConfig
+from mcore_rl.config.reward_training import ACTOR, RewardLossConfig, RewardTrainingConfig
 from mcore_rl.config.stages import TOKENS
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.offline import Load, OfflineProgram, OfflineRun

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import Outcomes
+from mcore_rl.config.roles import Teachers
 from mcore_rl.config.stages import OUTCOME
-from mcore_rl.config.teachers import Teachers
 from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment

@@ -1,4 +1,4 @@
-"""Scores each sequence of a step with its own teacher, where there are several (``config/teachers.py``).
+"""Scores each sequence of a step with its own teacher, where there are several (``Teachers``).
 
 One call of the workers, in which they take one teacher after the other: each scores its own sequences alone, and all
 ranks have some of every teacher's, since the ranks of a mixture of experts compute a pass together.
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.config.roles import Teachers, snapshot_of
 from mcore_rl.config.stages import Pass
-from mcore_rl.config.teachers import Teachers, snapshot_of
 from mcore_rl.data.balance import balance
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup

@@ -20,9 +20,8 @@ from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.algorithms.selection import Moments, SequencesInStep, num_selected, select_tokens, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.algorithm_object import TEACHER
-from mcore_rl.config.roles import ActorConfig, TrainedConfig
+from mcore_rl.config.roles import ActorConfig, Teachers, TrainedConfig
 from mcore_rl.config.stages import INPUTS, TOKENS, Pass, is_field
-from mcore_rl.config.teachers import Teachers
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.pixels import StepPictures
 from mcore_rl.controller.step.teaching import score_by_teacher

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.step_batch import StepBatch
-from mcore_rl.config.teachers import Teachers
+from mcore_rl.config.roles import Teachers
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment

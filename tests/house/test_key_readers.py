@@ -29,11 +29,11 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.algorithms.prime import ProcessNorm
-from mcore_rl.config.key_readers import as_condition, changed, named, readers, readers_text, run_with, runs
 from mcore_rl.config.names import has_key, value_at
 from mcore_rl.config.run import RunConfig
 from mcore_rl.types import TrainBatch
 from tests.algorithms.loss_cases import drawn, whole
+from tools.configuration import as_condition, changed, named, readers, readers_text, run_with, runs
 
 # Other values of each key that advantages, losses and gradients are computed with.  The others, which the controller,
 # the engine or the optimizer reads, are in tests/config/test_unread_keys.py.

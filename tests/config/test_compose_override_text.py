@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mcore_rl.config.override_text import keep_text
+from mcore_rl.config.compose import keep_text
 
 
 @pytest.mark.parametrize(

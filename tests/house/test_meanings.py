@@ -9,8 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from mcore_rl.config.bounds import setting_of
-from mcore_rl.config.meanings import about, entries, in_markdown, meaning
-from tools.configuration import COMMANDS
+from tools.configuration import COMMANDS, about, entries, in_markdown, meaning
 
 
 def groups(schema: type[Any]) -> set[type[Any]]:

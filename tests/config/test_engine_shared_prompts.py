@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.config.compose import compose
-from mcore_rl.config.engine import EngineConfig, SharePrompts
+from mcore_rl.config.engine import EngineConfig, SharePrompts, why_not_shared
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import ConfigError
 from tests.support import models
 

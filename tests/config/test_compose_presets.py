@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from mcore_rl.cli import main
-from mcore_rl.config.algorithm_presets import preset
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.clipping import PpoClipConfig
-from mcore_rl.config.compose import compose
+from mcore_rl.config.compose import compose, preset
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.errors import ConfigError

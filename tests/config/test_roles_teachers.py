@@ -9,8 +9,8 @@ import pytest
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import as_yaml, compose
 from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.roles import Teachers, snapshot_of
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.teachers import Teachers, snapshot_of
 from mcore_rl.errors import ConfigError
 
 TAUGHT = ("algorithm=distill", "model.path=m", "data.train_files=[t]", "data.val_files=[v]")
