@@ -50,7 +50,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.export import BUCKET_BYTES, export_stream, save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
-from mcore_rl.checkpoints.safetensors import TensorSpec, checksum, tensor_bytes
+from mcore_rl.checkpoints.safetensors import TensorSpec, tensor_bytes
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import ParallelConfig
@@ -272,7 +272,7 @@ def same(one: Path, other: Path) -> None:
     with HfCheckpoint.open(one) as ours, HfCheckpoint.open(other) as theirs:
         assert ours.tensors.keys() == theirs.tensors.keys()
         for name in ours.tensors:
-            assert checksum(ours.read(name)) == checksum(theirs.read(name)), f"{name} came out changed"
+            assert tensor_bytes(ours.read(name)) == tensor_bytes(theirs.read(name)), f"{name} came out changed"
 
 
 def other_rows(bridges: Path, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:

@@ -23,8 +23,8 @@ from pathlib import Path
 import yaml
 
 from mcore_rl.cli import main as command
+from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import expand
-from mcore_rl.from_verl.written import launch_of
 from mcore_rl.secrets import without_secrets
 
 ARGUMENTS = ("8", "checkpoints")

@@ -54,9 +54,9 @@ from mcore_rl.reports.report import (
     statistics,
     verdict,
 )
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
-from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
+from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.vllm.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 
 CONTEXT_BEFORE = 12  # tokens shown before a worst token
 CONTEXT_AFTER = 4
