@@ -40,7 +40,7 @@ class Whereabouts:
 
     @classmethod
     def here(cls) -> Whereabouts:
-        """Those of this process."""
+        """The whereabouts of this process."""
         return cls(os.getpid(), ray.get_runtime_context().get_node_id())
 
 

@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """See ``engine_arguments``."""
+        """The keyword arguments of vLLM's ``AsyncEngineArgs``."""
         return engine_arguments(
             self.directory,
             self.config,
