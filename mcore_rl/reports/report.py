@@ -130,7 +130,7 @@ class Finding:
     evidence: str
 
 
-Outcome = tuple[bool | None, str]  # found and evidence of a ``Finding``
+Examined = tuple[bool | None, str]  # found and evidence of a ``Finding``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ def verdict(pairs: Sequence[PairStatistics], outcomes: Sequence[Finding]) -> str
     return f"{who}. Cause: {', '.join(causes)}."
 
 
-def _weights(evidence: Evidence) -> Outcome:
+def _weights(evidence: Evidence) -> Examined:
     if evidence.differing_weights is None:
         return None, "not examined"
     wrong = {holder: names for holder, names in evidence.differing_weights.items() if names}
@@ -347,7 +347,7 @@ def _weights(evidence: Evidence) -> Outcome:
     return True, "; ".join(messages)
 
 
-def _configuration(evidence: Evidence) -> Outcome:
+def _configuration(evidence: Evidence) -> Examined:
     if not evidence.configs:
         return None, "not examined"
     lines = config_differences(evidence.configs)
@@ -359,7 +359,7 @@ def _configuration(evidence: Evidence) -> Outcome:
     return bool(lines), words
 
 
-def _sampling(scored: Scored, evidence: Evidence) -> Outcome:
+def _sampling(scored: Scored, evidence: Evidence) -> Examined:
     drawn = scored.logprobs[VLLM]
     before = _mean_abs(drawn, scored.logprobs[TRANSFORMERS])
     others = {name: _mean_abs(drawn, other) for name, other in evidence.sampled_from.items()}
@@ -373,7 +373,7 @@ def _sampling(scored: Scored, evidence: Evidence) -> Outcome:
     return False, words
 
 
-def _routing(scored: Scored, evidence: Evidence) -> Outcome:
+def _routing(scored: Scored, evidence: Evidence) -> Examined:
     if not evidence.replays:
         return None, "the model has no experts"
     is_cause = False
@@ -422,7 +422,7 @@ def _mean_and_max(name: str, d_N: Float64Array) -> dict[str, float]:
     return {f"{name}_mean": float(abs_N.mean()), f"{name}_max": float(abs_N.max())}
 
 
-def _quantisation(parts: RoundingReport | None) -> Outcome:
+def _quantisation(parts: RoundingReport | None) -> Examined:
     if parts is None:
         return False, "vLLM holds plain weights"
     words = f"vllm is {parts.whole_mean:.1e} from transformers in float32; rounding weights and inputs as vllm does "
@@ -430,7 +430,7 @@ def _quantisation(parts: RoundingReport | None) -> Outcome:
     return parts.is_explained, words
 
 
-def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Outcome:
+def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Examined:
     if not evidence.float32:
         words = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
         return False, words
@@ -447,7 +447,7 @@ def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Outcome:
     return after <= EXPLAINED * before and alike, words
 
 
-def _tokenisation(evidence: Evidence) -> Outcome:
+def _tokenisation(evidence: Evidence) -> Examined:
     if not evidence.num_responses:
         return None, "no tokenizer"
     words = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"
