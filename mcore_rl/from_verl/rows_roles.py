@@ -425,7 +425,8 @@ ACTOR_ROWS = [
     *router_replay(ACTOR),
 ]
 
-REF, REFERENCE = "actor_rollout_ref.ref", "the actor's: the reference is a snapshot of its first weights, swapped in"
+REF = "actor_rollout_ref.ref"
+REFERENCE = "the actor's: the reference is a snapshot of its first weights, swapped in"
 REFERENCE_ROWS = [
     gone(f"{REF}.megatron.{{tensor,pipeline,virtual_pipeline,expert}}_model_parallel_size", REFERENCE),
     gone(f"{REF}.megatron.{{context_parallel_size,expert_tensor_parallel_size,seed,dtype}}", REFERENCE),

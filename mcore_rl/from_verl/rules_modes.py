@@ -9,7 +9,8 @@ from mcore_rl.from_verl.answer import Answer
 from mcore_rl.from_verl.row import within
 from mcore_rl.from_verl.written import ASYNC, SYNC, Verl
 
-BATCH, MINI = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+BATCH = "data.train_batch_size"
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 STALENESS, SYNC_STEP, BATCHES, PARTIAL = within(
     "async_training", "staleness_threshold trigger_parameter_sync_step require_batches partial_rollout"
 )
@@ -20,7 +21,8 @@ DISTILLATION = "distillation"
 TEACHING = f"{DISTILLATION}.distillation_loss"
 MODELS = f"{DISTILLATION}.teacher_models"
 ONLY = "teacher_model"  # verl's name of the only teacher, which it drops where others are named
-TEACHER, KEY = f"{MODELS}.{ONLY}.model_path", f"{DISTILLATION}.teacher_key"
+TEACHER = f"{MODELS}.{ONLY}.model_path"
+KEY = f"{DISTILLATION}.teacher_key"
 SAMPLED = ("k1", "kl")  # verl's names of log p_policy - log p_teacher
 OF_LARGEST = ("forward_kl_topk", "reverse_kl_topk", "jsd_topk")  # over some tokens of the vocabulary
 

@@ -8,7 +8,8 @@ from mcore_rl.from_verl.answer import Answer, Difference, Entry
 from mcore_rl.from_verl.rows_run import STILLS
 from mcore_rl.from_verl.written import MODEL_PATHS, Verl
 
-KEY, OTHERS = "data.image_key", ("data.video_key", "data.audio_key")
+KEY = "data.image_key"
+OTHERS = ("data.video_key", "data.audio_key")
 COLUMN = "images"  # verl's default, of fine-tuning too, whose yaml has no such key
 FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
 ROLLOUT = "actor_rollout_ref.rollout"

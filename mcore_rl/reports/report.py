@@ -22,14 +22,17 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, unread
 from mcore_rl.reports.question import ALL, RoundedScores
 
-VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
+VLLM = "vllm"
+TRANSFORMERS = "transformers"
+MEGATRON = "megatron"
 SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
 PAIRS = ((VLLM, TRANSFORMERS), (MEGATRON, TRANSFORMERS), (VLLM, MEGATRON))
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 RATIO_BOUNDS = (0.8, 1.2)  # PPO's clip range of 0.2 (arXiv:1707.06347)
 ROUNDING = 1e-4  # nats: effect of the order of float32 sums on a log-prob; measured maxima are in docs/logprobs.md
 EXPLAINED = 0.5  # a cause explains the difference if removing it leaves at most this share of the mean
-MAX_WORST, MAX_NAMED = 10, 5
+MAX_WORST = 10
+MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
