@@ -21,8 +21,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import expand
+from mcore_rl.from_verl.written import launch_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "mcore_rl" / "from_verl" / "keys.json"

@@ -62,10 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``."""
+    from mcore_rl.from_verl.answer import yaml_of
     from mcore_rl.from_verl.facts import versions
     from mcore_rl.from_verl.models import model_facts
     from mcore_rl.from_verl.translate import translate
-    from mcore_rl.from_verl.yaml_text import yaml_of
     from mcore_rl.secrets import redacted
 
     if options.version and options.version not in versions():
@@ -90,9 +90,8 @@ def run(options: argparse.Namespace) -> int:
 def read(source: str, words: Sequence[str], version: str) -> tuple[Verl, list[str]]:
     """(verl's configuration of a file, a command, or standard input; what a script would have run besides)."""
     from mcore_rl.config.yaml_files import read_limited
-    from mcore_rl.from_verl.programs import Launch, launch_of
     from mcore_rl.from_verl.shell import Expanded, expand, words_of
-    from mcore_rl.from_verl.written import MAX_BYTES, of_launch, of_tree, read_tree
+    from mcore_rl.from_verl.written import MAX_BYTES, Launch, launch_of, of_launch, of_tree, read_tree
 
     path = Path(source)
     is_file = "\n" not in source and len(source) < 4096 and path.is_file()
@@ -132,7 +131,7 @@ def read(source: str, words: Sequence[str], version: str) -> tuple[Verl, list[st
 
 def besides(programs: Sequence[Sequence[str]]) -> list[str]:
     """Programs other than verl's that decide what a script does, and the files that it did not read."""
-    from mcore_rl.from_verl.programs import launch_of
+    from mcore_rl.from_verl.written import launch_of
 
     names = list[str]()
     for words in programs:
@@ -182,8 +181,7 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
 
 def said(entries: list[Entry]) -> list[str]:
     """The lines of entries of which the same is said."""
-    from mcore_rl.from_verl.answer import Difference
-    from mcore_rl.from_verl.yaml_text import shown
+    from mcore_rl.from_verl.answer import Difference, shown
 
     first = entries[0]
     if first.kind is Difference.default:

@@ -1,12 +1,15 @@
-"""What follows from verl's keys: settings of ours, and entries of the list that ``from-verl`` shows."""
+"""What follows from verl's keys: settings of ours, which a yaml file has, and entries of the list of ``from-verl``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from mcore_rl.from_verl.written import Verl
+
+DOCUMENT_END = "...\n"  # after a value alone, as yaml writes it
 
 
 class Difference(Enum):
@@ -87,3 +90,60 @@ class Answer:
         """An entry of the list, if ``key`` was written."""
         if key in self.verl.written:
             self.entries.append(Entry(kind, key, self.verl.written[key], ours, text))
+
+    def absent(self, key: str, text: str, ours: str = "") -> None:
+        """An entry of what is not here."""
+        self.tell(Difference.absent, key, text, ours)
+
+    def unknown(self, key: str, text: str) -> None:
+        """An entry of what is not understood."""
+        self.tell(Difference.unknown, key, text)
+
+    def changed(self, key: str, text: str, ours: str) -> None:
+        """An entry of what means something else here."""
+        self.tell(Difference.changed, key, text, ours)
+
+    def dropped(self, key: str, text: str) -> None:
+        """An entry of what is not needed here."""
+        self.tell(Difference.dropped, key, text)
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {shown(each)}' for name, each in value.items())}}}"
+    return "null" if value is None else str(value)
+
+
+def yaml_of(program: str, algorithm: str, settings: Mapping[str, TranslatedSetting], head: str) -> str:
+    """The yaml file of a run of ``program``.  algorithm: its choice; "": none.  head: the first comment."""
+    import yaml
+
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    lines += ["defaults:", f"  - {program}"]
+    lines += [f"  - override algorithm: {algorithm}"] if algorithm else []
+    lines += ["  - _self_"]
+    tree: dict[str, Any] = {}
+    for key, setting in settings.items():
+        *groups, name = key.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = setting
+
+    def written(values: Mapping[str, Any], depth: int) -> Iterator[str]:
+        for name, each in values.items():
+            indent = "  " * depth
+            if not isinstance(each, TranslatedSetting):
+                yield f"{indent}{name}:"
+                yield from written(each, depth + 1)
+                continue
+            text = yaml.safe_dump(each.value, default_flow_style=True, width=10**6, sort_keys=False)
+            mark = "" if each.written else "  # verl's default"
+            yield f"{indent}{name}: {text.removesuffix(DOCUMENT_END).strip()}{mark}"
+
+    return "\n".join([*lines, "", *written(tree, 0)]) + "\n"

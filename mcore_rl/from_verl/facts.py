@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 KEYS = Path(__file__).with_name("keys.json")
-MEGATRON, FSDP = "ppo_megatron_trainer", "ppo_trainer"  # verl's names of its configurations
-GENERATION, EVALUATION = "generation", "evaluation"
-SFT, EARLY_SFT = "sft_trainer_engine", "sft_trainer"
+# verl's names of its configurations.
+MEGATRON = "ppo_megatron_trainer"
+FSDP = "ppo_trainer"
+GENERATION = "generation"
+EVALUATION = "evaluation"
+SFT = "sft_trainer_engine"
+EARLY_SFT = "sft_trainer"
 PROGRAM = {  # verl's configuration -> our program
     MEGATRON: "train",
     FSDP: "train",

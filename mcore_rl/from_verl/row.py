@@ -57,11 +57,6 @@ class KeyRow:
         return re.compile(text.replace(r"\*", r"[^.]*"))
 
     @property
-    def is_one(self) -> bool:
-        """Whether it is about a single key."""
-        return not set("{*").intersection(self.verl)
-
-    @property
     def names(self) -> list[str]:
         """The keys that it is about, alternatives written out."""
         return alternatives(self.verl)
@@ -78,6 +73,11 @@ def alternatives(text: str) -> list[str]:
         return [text]
     inside, _, after = rest.partition("}")
     return [name for each in inside.split(",") for name in alternatives(f"{before}{each}{after}")]
+
+
+def within(group: str, names: str) -> list[str]:
+    """The keys of a group.  names: with spaces between."""
+    return [f"{group}.{name}" for name in names.split()]
 
 
 def to(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mcore_rl.from_verl.row import KeyRow, absent, gone, of_names, part, to
-from mcore_rl.from_verl.rows_engine import profiler
-from mcore_rl.from_verl.rows_pictures import engine_pictures
+from mcore_rl.from_verl.rows_roles import profiler
+from mcore_rl.from_verl.rows_run import STILLS, sizes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MICROBATCHES = "the actor's microbatches"
@@ -17,6 +19,27 @@ BFLOAT16 = "bfloat16 and float32 are here"
 DTYPE = of_names(
     {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "float": "float32", "auto": None}, BFLOAT16
 )
+LIMIT = "pictures of a row: more is refused"
+LIMIT_OF_ENGINE = "pictures of a row: more is refused, and 0 is a run of text"
+PATCHES = "engines are given patches, and process no picture (docs/rollout.md)"
+
+
+def or_any(most: Any) -> Any:
+    """A number of pictures: 0 is null here."""
+    return most or None
+
+
+def engine_pictures(rollout: str) -> list[KeyRow]:
+    """The rows of engines.  rollout: verl's group of them."""
+    vllm = f"{rollout}.engine_kwargs.vllm"
+    return [
+        to(f"{vllm}.limit_mm_per_prompt.image", "data.max_images", or_any, LIMIT_OF_ENGINE),
+        to(f"{rollout}.limit_images", "data.max_images", or_any, LIMIT),  # in verl, too, it goes before vLLM's
+        absent(f"{vllm}.limit_mm_per_prompt.{{video,audio}}", STILLS),
+        *sizes(f"{vllm}.mm_processor_kwargs"),
+        gone(f"{vllm}.{{disable_mm_preprocessor_cache,mm_processor_cache_gb}}", PATCHES),
+    ]
+
 
 ROLLOUT_ROWS = [
     to(f"{ROLLOUT}.n", "rollout.n"),

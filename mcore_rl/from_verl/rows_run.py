@@ -1,10 +1,9 @@
-"""The rows of data, algorithm and trainer."""
+"""The rows of data, pictures, algorithm and trainer, and of verl's ``sft_trainer`` and ``fsdp_sft_trainer``."""
 
 from __future__ import annotations
 
-from mcore_rl.from_verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
-from mcore_rl.from_verl.rows_pictures import pictures
-from mcore_rl.from_verl.rows_roles import KL, NO_SUCH_KL, REMOTE
+from mcore_rl.from_verl.row import KeyRow, absent, gone, listed, of_names, or_all, or_never, part, to
+from mcore_rl.from_verl.rows_roles import FSDP, FSDP_CP, KL, NO_SUCH_KL, REMOTE, RESUME, megatron, model, optimizer
 
 CORRECTION = "algorithm.rollout_correction"
 OWN_DATASET = "files are parquet in the field's schema: a dataset class of one's own is not here"
@@ -23,6 +22,35 @@ METRIC = of_names(
     {"acc": "acc", "score": "score", "seq_reward": "score", "seq_final_reward": "score", "None": "acc"},
     "groups are compared by `acc` or `score`",
 )
+PICTURES = (
+    "asked for by name (verl's default is `images`, of any model): from-verl writes it if the script does, or names a "
+    "model of pictures"
+)
+STILLS = "pictures alone are read: rows with videos or sounds are refused"
+SIZE = "pixels of a picture; without it from-verl writes those of the model's own processor, 12,845,056 of Qwen2.5-VL"
+ONE_SIZING = "a picture is sized once, by the tower's own patches"
+
+
+def sizes(verl: str) -> list[KeyRow]:
+    """The rows of what a processor is told.  verl: the group of it."""
+    return [
+        to(f"{verl}.{{min_pixels,size.shortest_edge}}", "data.image_min_pixels"),
+        to(f"{verl}.{{max_pixels,size.longest_edge}}", "data.image_max_pixels", note=SIZE),
+        gone(verl, "an empty group"),
+        absent(f"{verl}.*", "a picture has its fewest and most pixels, and no other setting"),
+    ]
+
+
+def pictures() -> list[KeyRow]:
+    """The rows of a run's data."""
+    return [
+        part("data.image_key", "data.image_key", "pictures", PICTURES),
+        part("data.{video_key,audio_key}", "data.image_key", "pictures", STILLS),
+        *sizes("data.mm_processor_kwargs"),
+        gone("data.image_patch_size", ONE_SIZING),
+        gone("data.return_multi_modal_inputs", "pictures stay with their rows"),
+    ]
+
 
 DATA_ROWS = [
     to("data.train_files", "data.train_files", listed, "always a list", needed=True),
@@ -278,4 +306,74 @@ TRAINER_ROWS = [
     absent("skip.{rollout,async_rollout,rollout_tq}.enable", "responses are always drawn anew"),
     gone("skip.{rollout,async_rollout,rollout_tq}.{action,dump_dir,steps}", "read with skip.*.enable alone"),
     gone("transfer_queue.*", "samples go through Ray's object store"),
+]
+
+CUT = of_names({name: name for name in ("error", "left", "right")}, "`error`, `left` or `right`")
+BATCHES = "one budget of tokens, which packed rows fill: the numbers of a run do not depend on it"
+COLUMNS = "a row is `data.messages_key`, or `data.prompt_key` and `data.response_key`"
+
+SFT_ROWS = [
+    to("data.train_files", "data.train_files", listed, "always a list"),
+    to("data.val_files", "data.val_files", listed, "always a list"),
+    to("data.train_batch_size", "data.train_batch_size", note="rows of an optimizer step, also here"),
+    part(
+        "data.{use_dynamic_bsz,max_token_len_per_gpu,micro_batch_size_per_gpu}",
+        "actor.microbatch_tokens",
+        "fine_tuning_batches",
+        BATCHES,
+    ),
+    gone("data.micro_batch_size", BATCHES),
+    part("data.{messages_key,multiturn.enable,multiturn.messages_key}", "data.messages_key", "conversation", COLUMNS),
+    part("data.{prompt_key,prompt_dict_keys}", "data.prompt_key", "conversation", COLUMNS),
+    part("data.{response_key,response_dict_keys}", "data.response_key", "conversation", COLUMNS),
+    gone("data.{tools_key,multiturn.tools_key}", "the column `tools` of a row is given to its chat template"),
+    gone(
+        "data.{enable_thinking_key,enable_thinking_default,multiturn.enable_thinking_key}",
+        "data.chat_template_kwargs, for all rows",
+    ),
+    to("data.max_length", "data.max_length"),
+    to("data.truncation", "data.truncation", CUT),
+    to("data.train_max_samples", "data.train_max_samples", or_all, "-1 is null"),
+    to("data.val_max_samples", "data.val_max_samples", or_all, "-1 is null"),
+    to("data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
+    to("data.apply_chat_template_kwargs.*", "data.chat_template_kwargs"),
+    gone("data.{pad_mode,balance_dp_token,use_shm,num_workers,ignore_input_ids_mismatch}", "rows are packed"),
+    absent("data.chat_template", "the tokenizer's folder has the template: change it in your copy"),
+    *pictures(),
+    absent("data.custom_cls.{path,name}", OWN_DATASET),
+    to("model.{path,partial_pretrain}", "model.path", needed=True),
+    to("model.tokenizer_path", "model.tokenizer_path"),
+    to("model.override_config.*", "model.config_overrides", note="fields of config.json"),
+    *model("model", "actor"),
+    gone("model.{strategy,fsdp_config}", FSDP),
+    gone("model.fsdp_config.*", FSDP),
+    *optimizer("optim", "actor.optim"),
+    part("optim.{warmup_steps_ratio}", "actor.optim.warmup_ratio", "warmup", "a share of the run stays one"),
+    part("optim.lr_scheduler", "actor.optim.lr_schedule", "decay", "`wsd` is not here"),
+    gone("{optim,model}", "groups that are chosen by name: Megatron's AdamW, a Hugging Face model"),
+    gone("{engine,model_engine}", "Megatron"),
+    *megatron("engine", "actor"),
+    to("{engine.ulysses_sequence_parallel_size,ulysses_sequence_parallel_size}", "actor.parallel.cp", note=FSDP_CP),
+    gone("engine.*", FSDP),
+    gone("use_remove_padding", "rows are packed"),
+    gone("{checkpoint,trainer.checkpoint}.*", RESUME),
+    gone("{profiler,global_profiler}.*", "trainer.profile_steps traces steps with torch's profiler"),
+    to("trainer.total_epochs", "trainer.total_epochs"),
+    to("trainer.total_training_steps", "trainer.total_training_steps"),
+    to("trainer.project_name", "trainer.project_name", keeps=True),
+    to("trainer.experiment_name", "trainer.experiment_name", keeps=True),
+    part("trainer.logger", "trainer.logger", "loggers", "metrics.jsonl is always written"),
+    to("trainer.nnodes", "trainer.nnodes", note="of torchrun, too"),
+    to("trainer.n_gpus_per_node", "trainer.n_gpus_per_node", note="of torchrun, too"),
+    to("trainer.save_freq", "trainer.save_freq", or_never, "never is 0, verl's -1; the end is always saved"),
+    to("trainer.test_freq", "trainer.test_freq", or_never, "never is 0, verl's -1"),
+    to("trainer.resume_mode", "trainer.resume_mode", RESUME_MODE, "`disable` is `off`, `resume_path` is `path`"),
+    to("trainer.resume_from_path", "trainer.resume_from_path", lambda path: path or None, "a checkpoint of ours"),
+    to("trainer.default_local_dir", "trainer.default_local_dir", note="everything of the run is there", keeps=True),
+    to("trainer.max_ckpt_to_keep", "trainer.max_to_keep", note="and the best is always kept"),
+    to("trainer.seed", "data.seed", note="another order of the same rows", keeps=True),
+    to("trainer.device", "trainer.device", DEVICE, "by itself the accelerator"),
+    gone(
+        "trainer.{default_hdfs_dir,resume_path,balance_batch,profile_interval}", "checkpoints are in the run directory"
+    ),
 ]

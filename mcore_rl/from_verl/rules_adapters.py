@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.config.lora import ALL_LINEAR
-from mcore_rl.from_verl.answer import Answer, Difference
+from mcore_rl.from_verl.answer import Answer, shown
+from mcore_rl.from_verl.row import within
 from mcore_rl.from_verl.rules_pictures import ADAPTERS, tower_names
 from mcore_rl.from_verl.written import Verl
-from mcore_rl.from_verl.yaml_text import shown
 
 # Megatron-Bridge's names of layers, of whole weights and of parts, by their ends -> the Hugging Face model's.
 BRIDGE = {
@@ -38,51 +38,51 @@ def lora(verl: Verl, answer: Answer, role: str) -> None:
     if verl[f"{group}.lora.rank"]:
         _of_bridge(verl, answer, role, f"{group}.lora")
         return
-    rank, path = f"{group}.lora_rank", f"{group}.lora_adapter_path"
+    rank, path = within(group, "lora_rank lora_adapter_path")
     if not verl[rank]:
         if verl[path]:
             text = f"its rank is in adapter_config.json: write {role}.lora.rank and {role}.lora.path"
-            answer.tell(Difference.absent, path, text)
+            answer.absent(path, text)
         return
     answer.set(f"{role}.lora.rank", verl[rank], rank)
     answer.set(f"{role}.lora.alpha", verl[f"{group}.lora_alpha"] or 16, f"{group}.lora_alpha")
     for name in ("target_modules", "exclude_modules"):
-        value = verl[f"{group}.{name}"]
+        key = f"{group}.{name}"
+        value = verl[key]
         if value in (None, [], "null"):
             continue
         if name == "exclude_modules" and (tower := tower_names(value)):
             rest = [each for each in value if each not in tower] if isinstance(value, list) else []
             if not rest:
-                answer.tell(Difference.dropped, f"{group}.{name}", ADAPTERS)
+                answer.dropped(key, ADAPTERS)
                 continue
-            answer.tell(Difference.changed, f"{group}.{name}", ADAPTERS, f"{role}.lora.{name}={shown(rest)}")
+            answer.changed(key, ADAPTERS, f"{role}.lora.{name}={shown(rest)}")
             value = rest
         if isinstance(value, str) and value != ALL_LINEAR:
-            answer.tell(Difference.absent, f"{group}.{name}", "a pattern: here are names, or ends of names")
+            answer.absent(key, "a pattern: here are names, or ends of names")
             continue
-        answer.set(f"{role}.lora.{name}", value if isinstance(value, list) else [value], f"{group}.{name}")
+        answer.set(f"{role}.lora.{name}", value if isinstance(value, list) else [value], key)
     if verl[path]:
         ours = f"{role}.lora.path"
         answer.set(ours, verl[path], path)
         if role == "actor":
             text = "the KL reference is the model with these adapters, and verl's is the model without any"
-            answer.tell(Difference.changed, path, text, ours)
+            answer.changed(path, text, ours)
 
 
 def _of_bridge(verl: Verl, answer: Answer, role: str, group: str) -> None:
     """Megatron-Bridge's adapters as PEFT's of the same rank, scale and layers."""
-    rank, alpha, merge, path, dropout, kind, first = (
-        f"{group}.{name}"
-        for name in ("rank", "alpha", "merge", "adapter_path", "dropout", "type", "lora_A_init_method")
+    rank, alpha, merge, path, dropout, kind, first = within(
+        group, "rank alpha merge adapter_path dropout type lora_A_init_method"
     )
     answer.set(f"{role}.lora.rank", verl[rank], rank)
-    answer.tell(Difference.changed, rank, OWN_A, f"{role}.lora.rank={verl[rank]}")
+    answer.changed(rank, OWN_A, f"{role}.lora.rank={verl[rank]}")
     answer.set(f"{role}.lora.alpha", verl[alpha], alpha)
     for name in ("target_modules", "exclude_modules"):
         key = f"{group}.{name}"
         layers, unknown = _layers(verl[key] or [])
         if unknown:
-            answer.tell(Difference.absent, key, f"{', '.join(unknown)}: write {role}.lora.{name} with names of layers")
+            answer.absent(key, f"{', '.join(unknown)}: write {role}.lora.{name} with names of layers")
         if layers:
             answer.set(f"{role}.lora.{name}", layers, key)
     if role == "actor" and verl.program == "train":
@@ -90,14 +90,14 @@ def _of_bridge(verl: Verl, answer: Answer, role: str, group: str) -> None:
     if verl[first] == "kaiming":
         answer.set(f"{role}.lora.init", "kaiming", first)
     elif first in verl.written:
-        answer.tell(Difference.changed, first, "A is uniform within 1 / sqrt(inputs)", f"{role}.lora.init=kaiming")
+        answer.changed(first, "A is uniform within 1 / sqrt(inputs)", f"{role}.lora.init=kaiming")
     if verl[path]:
         text = f"Megatron-Bridge's files: write {role}.lora.path, a directory that PEFT saved"
-        answer.tell(Difference.absent, path, text)
+        answer.absent(path, text)
     if verl[dropout]:
-        answer.tell(Difference.absent, dropout, "updates would be of another policy than the one that sampled")
+        answer.absent(dropout, "updates would be of another policy than the one that sampled")
     if verl[kind] not in (None, *KINDS):
-        answer.tell(Difference.absent, kind, f"there are {', '.join(KINDS)}: plain low-rank adapters are trained")
+        answer.absent(kind, f"there are {', '.join(KINDS)}: plain low-rank adapters are trained")
 
 
 def _layers(named: Any) -> tuple[list[str], list[str]]:

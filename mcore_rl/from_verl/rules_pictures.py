@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from mcore_rl.from_verl.answer import Answer, Difference, Entry
-from mcore_rl.from_verl.rows_pictures import STILLS
+from mcore_rl.from_verl.rows_run import STILLS
 from mcore_rl.from_verl.written import MODEL_PATHS, Verl
 
-KEY, OTHERS = "data.image_key", ("data.video_key", "data.audio_key")
+KEY = "data.image_key"
+OTHERS = ("data.video_key", "data.audio_key")
 COLUMN = "images"  # verl's default, of fine-tuning too, whose yaml has no such key
 FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,7 +45,7 @@ def pictures(verl: Verl, answer: Answer) -> None:
     hints = [key for key in verl.written if hints_at_pictures(verl, key)]
     if text := why_text(verl, answer, asked):
         for key in (*asked, *hints):
-            answer.tell(Difference.dropped, key, text)
+            answer.dropped(key, text)
         return
     if not (asked or hints or answer.model.sees):
         if KEY in verl.defaulted and answer.model.sees is None:
@@ -52,19 +53,19 @@ def pictures(verl: Verl, answer: Answer) -> None:
         return
     answer.set(KEY, verl[KEY] or COLUMN, KEY)
     for key in hints if not (asked or answer.model.sees) else ():
-        answer.tell(Difference.unknown, key, GUESSED)
+        answer.unknown(key, GUESSED)
     for key in asked:
         if key in OTHERS:
-            answer.tell(Difference.absent, key, STILLS)
+            answer.absent(key, STILLS)
         if verl.written.get(LIMIT) == 0:
-            answer.tell(Difference.absent, key, NO_ROOM)
+            answer.absent(key, NO_ROOM)
     told_of = next((key for key in (KEY, *MODEL_PATHS, *asked, *hints) if key in verl.written), KEY)
     if answer.model.tower == "":
-        answer.tell(Difference.absent, told_of, UNREAD)
+        answer.absent(told_of, UNREAD)
     elif answer.model.tower is None:
         sizes = [f"data.image_{name}_pixels" for name in ("min", "max")]
         if unsized := [size for size in sizes if size not in answer.settings]:
-            answer.tell(Difference.unknown, told_of, UNSIZED.format(" and ".join(unsized)))
+            answer.unknown(told_of, UNSIZED.format(" and ".join(unsized)))
     else:
         fewest, most = PIXELS[answer.model.tower]
         answer.set("data.image_min_pixels", fewest, "the processor's min_pixels")
@@ -74,7 +75,7 @@ def pictures(verl: Verl, answer: Answer) -> None:
     for role, places in verl.places.items():
         rank = f"{places.model}.lora_rank"
         if role == "actor" and verl[rank] and not tower_names(verl[f"{places.model}.exclude_modules"]):
-            answer.tell(Difference.changed, rank, ADAPTERS, f"actor.lora.rank={verl[rank]}")
+            answer.changed(rank, ADAPTERS, f"actor.lora.rank={verl[rank]}")
 
 
 def hints_at_pictures(verl: Verl, key: str) -> bool:

@@ -152,7 +152,8 @@ def _job(
 
 def _followed(ours: socket.socket, program: GuardedProgram) -> tuple[bytes, str, str]:
     """(records, messages, what limit was broken) of the cage, until all that is in it has ended."""
-    records, messages = bytearray(), bytearray()
+    records = bytearray()
+    messages = bytearray()
     is_started = False
     deadline = time.monotonic() + START_S
     with selectors.DefaultSelector() as selector:
@@ -177,14 +178,16 @@ def _followed(ours: socket.socket, program: GuardedProgram) -> tuple[bytes, str,
 
 def _programs(records: str) -> list[list[str]]:
     """The words of each program, from what the functions of prologue.sh wrote, each its process id before it."""
-    programs, open_ones = list[list[str]](), dict[str, list[str]]()
+    programs = list[list[str]]()
+    open_ones = dict[str, list[str]]()
     for record in records.split("\0"):
-        pid, mark, word = record[: len(record) - len(record.lstrip("0123456789"))], "", ""
-        mark, word = record[len(pid) : len(pid) + 1], record[len(pid) + 1 :]
+        said = record.lstrip("0123456789")
+        pid = record.removesuffix(said)
+        mark = said[:1]
         if mark == "(":
             open_ones[pid] = []
         elif mark == "=" and pid in open_ones:
-            open_ones[pid].append(word)
+            open_ones[pid].append(said[1:])
         elif mark == ")" and pid in open_ones:
             programs.append(open_ones.pop(pid))
     return programs

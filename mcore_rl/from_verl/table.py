@@ -9,8 +9,7 @@ from mcore_rl.from_verl.facts import PROGRAM, keys_of
 from mcore_rl.from_verl.row import KeyRow
 from mcore_rl.from_verl.rows_roles import ACTOR_ROWS, CRITIC_ROWS, MODEL_ROWS, REFERENCE_ROWS
 from mcore_rl.from_verl.rows_rollout import EVALUATION_ROWS, GENERATION_ROWS, REWARD_ROWS, ROLLOUT_ROWS
-from mcore_rl.from_verl.rows_run import ALGORITHM_ROWS, DATA_ROWS, TRAINER_ROWS
-from mcore_rl.from_verl.rows_sft import SFT_ROWS
+from mcore_rl.from_verl.rows_run import ALGORITHM_ROWS, DATA_ROWS, SFT_ROWS, TRAINER_ROWS
 
 
 @dataclass(frozen=True)

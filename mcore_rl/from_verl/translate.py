@@ -16,14 +16,13 @@ from typing import Any
 from mcore_rl.config.algorithm_registry import algorithms, estimators
 from mcore_rl.config.bounds import settings
 from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting
+from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting, shown
 from mcore_rl.from_verl.row import KeyRow, NotHereError, same
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for, rows_of
 from mcore_rl.from_verl.written import MODEL_PATHS, Verl
-from mcore_rl.from_verl.yaml_text import shown
 
-EMPTY = (None, False, 0, "", "null", "None")
+EMPTY: tuple[object, ...] = (None, False, 0, "", "null", "None", [], {})
 NOT_READ = "is not read: "
 EMPTY_VALUE = "???"  # composing refuses it until it is written
 
@@ -61,17 +60,11 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     """``verl`` in our keys.  model: what is known of the model that it trains."""
     answer = Answer(verl, model or ModelFacts())
     for text, why in verl.unread:
-        needless = (
-            (row := row_for(text.partition("=")[0].lstrip("+~"), verl.program)) and not row.ours and not row.absent
-        )
-        answer.entries.append(
-            Entry(
-                Difference.dropped if needless else Difference.unknown,
-                text,
-                "",
-                text=row.note if row and needless else why,
-            )
-        )
+        row = row_for(_key_of(text), verl.program)
+        if row is not None and not row.ours and not row.absent:
+            answer.entries.append(Entry(Difference.dropped, text, "", text=row.note))
+        else:
+            answer.entries.append(Entry(Difference.unknown, text, "", text=why))
     idle = _idle_groups(verl)
     rows = [row for row in rows_of(verl.program) if not any(_is_of(row, group) for group in idle)]
     for key in verl.written:
@@ -89,7 +82,7 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     _tell_of_rules(answer)
     if answer.model.refused:
         for key in MODEL_PATHS:
-            answer.tell(Difference.absent, key, answer.model.refused)
+            answer.absent(key, answer.model.refused)
     if answer.model.checkpoint and verl.program == "train":
         answer.settings["recipe.checkpoint"] = TranslatedSetting(answer.model.checkpoint, (), written=True)
     algorithm = _algorithm(answer) if verl.program == "train" else ""
@@ -97,11 +90,15 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     violations, run = _refused(answer, algorithm)
     _compare_defaults(answer, run if run is not None else _composed(answer, algorithm, {}))
     for text, _ in verl.unread:
-        key = text.partition("=")[0].lstrip("+~")
-        row = row_for(key, verl.program)
-        if row is not None and (name := _empty(row, key)):
+        row = row_for(_key_of(text), verl.program)
+        if row is not None and (name := _empty(row, _key_of(text))):
             answer.settings[name] = TranslatedSetting(EMPTY_VALUE, (), written=True)
     return Translation(verl, verl.program, algorithm, answer.settings, answer.entries, violations, run)
+
+
+def _key_of(word: str) -> str:
+    """The key of an override."""
+    return word.partition("=")[0].lstrip("+~")
 
 
 def _empty(row: KeyRow, key: str) -> str:
@@ -137,9 +134,9 @@ def _tell_unknown(answer: Answer, key: str, idle: Mapping[str, str]) -> None:
     if row is None:
         near = get_close_matches(key, answer.verl.keys - {*answer.verl.written}, 1)
         remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all of ours"
-        answer.tell(Difference.unknown, key, f"verl has no such key in the versions that are known; {remedy}")
+        answer.unknown(key, f"verl has no such key in the versions that are known; {remedy}")
     elif why := next((why for group, why in idle.items() if _is_of(row, group)), ""):
-        answer.tell(Difference.dropped, key, why)
+        answer.dropped(key, why)
 
 
 def _apply(answer: Answer, row: KeyRow) -> None:
@@ -152,31 +149,23 @@ def _apply(answer: Answer, row: KeyRow) -> None:
     else:
         keys = [key for key in row.names if key in verl.keys]
     for key in keys:
-        written, value = key in verl.written, verl[key]
+        written = key in verl.written
+        value = verl[key]
         try:
             ours = row.convert(value)
         except (NotHereError, ValueError, TypeError) as error:
-            answer.tell(Difference.absent, key, str(error), row.ours[0] if row.ours else "")
+            answer.absent(key, str(error), row.ours[0] if row.ours else "")
             continue
         if row.ours and "*" in row.verl:
-            names = (
-                key[len(row.verl.partition("{")[0].partition("*")[0].rstrip(".")) + 1 :]
-                if "{" not in row.verl
-                else key.rpartition(".")[2]
-            )
+            names = key.removeprefix(row.verl.partition("*")[0]) if "{" not in row.verl else key.rpartition(".")[2]
             answer.add(row.ours[0], names.split("."), ours, key)
             if row.differs:
-                answer.tell(Difference.changed, key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
+                answer.changed(key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
         elif row.ours:
             _take(answer, row, key, ours, written=written)
         elif written:
-            harmless = (
-                not row.absent
-                or row.convert is not same
-                or value in EMPTY
-                or value == verl.defaults.get(key)
-                or value in ([], {})
-            )
+            is_needless = not row.absent or row.convert is not same
+            harmless = is_needless or value in EMPTY or value == verl.defaults.get(key)
             answer.tell(Difference.dropped if harmless else Difference.absent, key, row.note)
 
 
@@ -192,15 +181,15 @@ def _take(answer: Answer, row: KeyRow, key: str, ours: Any, *, written: bool) ->
             answer.entries.append(Entry(Difference.default, key, ours, name))  # compared with ours later
         return
     if ours is None and (row.convert is not same or not _takes_null(name, answer.verl.program)):
-        answer.tell(Difference.dropped, key, row.note or "the default here")
+        answer.dropped(key, row.note or "the default here")
         return
     before = answer.settings.get(name)
     answer.set(name, ours, key)
     if written and before is not None and before.written and before.value != ours:
         for lost in before.sources:
-            answer.tell(Difference.changed, lost, f"{key} holds, which is the same key here", f"{name}={shown(ours)}")
+            answer.changed(lost, f"{key} holds, which is the same key here", f"{name}={shown(ours)}")
     if row.differs:
-        answer.tell(Difference.changed, key, row.note, f"{name}={shown(ours)}")
+        answer.changed(key, row.note, f"{name}={shown(ours)}")
 
 
 def _takes_null(key: str, program: str) -> bool:
@@ -233,18 +222,16 @@ def _tell_of_rules(answer: Answer) -> None:
             continue
         came = [f"{ours}={shown(each.value)}" for ours, each in answer.settings.items() if key in each.sources]
         if came and row.differs:
-            answer.tell(Difference.changed, key, row.note, " ".join(came))
+            answer.changed(key, row.note, " ".join(came))
         elif not came:
-            answer.tell(Difference.dropped, key, row.note or "the default here")
+            answer.dropped(key, row.note or "the default here")
 
 
 def _algorithm(answer: Answer) -> str:
     """The algorithm whose estimator and loss these are: the one of the loss's name, or else of the estimator's."""
-    settings = answer.settings
-    estimator, loss = (
-        settings["algorithm.adv_estimator"].value,
-        settings["actor.loss_mode"].value if "actor.loss_mode" in settings else "ppo_clip",
-    )
+    estimator = answer.settings["algorithm.adv_estimator"].value
+    mode = answer.settings.get("actor.loss_mode")
+    loss = "ppo_clip" if mode is None else mode.value
     both = [name for name, each in algorithms().items() if (each.advantages.name, each.loss.name) == (estimator, loss)]
     for name in (loss, estimator):
         if name in both:
@@ -302,7 +289,8 @@ def _compare_defaults(answer: Answer, run: Any) -> None:
     """Completes the entries of defaults that ours keeps, and leaves out those that are the same."""
     from mcore_rl.config.compose import as_dict
 
-    ours, entries = as_dict(run), list[Entry]()
+    ours = as_dict(run)
+    entries = list[Entry]()
     for each in answer.entries:
         if each.kind is not Difference.default or "=" in each.ours:
             entries.append(each)
@@ -335,7 +323,7 @@ def _refused(answer: Answer, algorithm: str) -> tuple[list[Violation], Any]:
             answer.entries = [entry for entry in answer.entries if not entry.ours.startswith(f"{each.key}=")]
             for key in setting.sources if setting.written else ():
                 if not any(entry.verl == key for entry in answer.entries) and not _came(answer, key):
-                    answer.tell(Difference.dropped, key, f"not read here: {each.problem.removeprefix(NOT_READ)}")
+                    answer.dropped(key, f"not read here: {each.problem.removeprefix(NOT_READ)}")
 
 
 def _came(answer: Answer, key: str) -> bool:

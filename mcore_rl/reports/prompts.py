@@ -13,7 +13,8 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.rollout.protocol import Prompt
 from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
 
-TOKENS, MESSAGES = "prompt_token_ids", "prompt"
+TOKENS = "prompt_token_ids"
+MESSAGES = "prompt"
 KEY = "data"  # the user's option
 
 

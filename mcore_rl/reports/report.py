@@ -22,14 +22,17 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, unread
 from mcore_rl.reports.question import ALL, RoundedScores
 
-VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
+VLLM = "vllm"
+TRANSFORMERS = "transformers"
+MEGATRON = "megatron"
 SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
 PAIRS = ((VLLM, TRANSFORMERS), (MEGATRON, TRANSFORMERS), (VLLM, MEGATRON))
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 RATIO_BOUNDS = (0.8, 1.2)  # PPO's clip range of 0.2 (arXiv:1707.06347)
 ROUNDING = 1e-4  # nats: effect of the order of float32 sums on a log-prob; measured maxima are in docs/logprobs.md
 EXPLAINED = 0.5  # a cause explains the difference if removing it leaves at most this share of the mean
-MAX_WORST, MAX_NAMED = 10, 5
+MAX_WORST = 10
+MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ class Finding:
     evidence: str
 
 
-Outcome = tuple[bool | None, str]  # found and evidence of a ``Finding``
+Examined = tuple[bool | None, str]  # found and evidence of a ``Finding``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +334,7 @@ def verdict(pairs: Sequence[PairStatistics], outcomes: Sequence[Finding]) -> str
     return f"{who}. Cause: {', '.join(causes)}."
 
 
-def _weights(evidence: Evidence) -> Outcome:
+def _weights(evidence: Evidence) -> Examined:
     if evidence.differing_weights is None:
         return None, "not examined"
     wrong = {holder: names for holder, names in evidence.differing_weights.items() if names}
@@ -347,7 +350,7 @@ def _weights(evidence: Evidence) -> Outcome:
     return True, "; ".join(messages)
 
 
-def _configuration(evidence: Evidence) -> Outcome:
+def _configuration(evidence: Evidence) -> Examined:
     if not evidence.configs:
         return None, "not examined"
     lines = config_differences(evidence.configs)
@@ -359,7 +362,7 @@ def _configuration(evidence: Evidence) -> Outcome:
     return bool(lines), words
 
 
-def _sampling(scored: Scored, evidence: Evidence) -> Outcome:
+def _sampling(scored: Scored, evidence: Evidence) -> Examined:
     drawn = scored.logprobs[VLLM]
     before = _mean_abs(drawn, scored.logprobs[TRANSFORMERS])
     others = {name: _mean_abs(drawn, other) for name, other in evidence.sampled_from.items()}
@@ -373,7 +376,7 @@ def _sampling(scored: Scored, evidence: Evidence) -> Outcome:
     return False, words
 
 
-def _routing(scored: Scored, evidence: Evidence) -> Outcome:
+def _routing(scored: Scored, evidence: Evidence) -> Examined:
     if not evidence.replays:
         return None, "the model has no experts"
     is_cause = False
@@ -422,7 +425,7 @@ def _mean_and_max(name: str, d_N: Float64Array) -> dict[str, float]:
     return {f"{name}_mean": float(abs_N.mean()), f"{name}_max": float(abs_N.max())}
 
 
-def _quantisation(parts: RoundingReport | None) -> Outcome:
+def _quantisation(parts: RoundingReport | None) -> Examined:
     if parts is None:
         return False, "vLLM holds plain weights"
     words = f"vllm is {parts.whole_mean:.1e} from transformers in float32; rounding weights and inputs as vllm does "
@@ -430,7 +433,7 @@ def _quantisation(parts: RoundingReport | None) -> Outcome:
     return parts.is_explained, words
 
 
-def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Outcome:
+def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Examined:
     if not evidence.float32:
         words = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
         return False, words
@@ -447,7 +450,7 @@ def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Outcome:
     return after <= EXPLAINED * before and alike, words
 
 
-def _tokenisation(evidence: Evidence) -> Outcome:
+def _tokenisation(evidence: Evidence) -> Examined:
     if not evidence.num_responses:
         return None, "no tokenizer"
     words = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"

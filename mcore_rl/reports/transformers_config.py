@@ -27,7 +27,8 @@ from mcore_rl.proofs.effective_config import (
     routing_fields,
 )
 
-SLIDING, LINEAR = "sliding_attention", "linear_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 ACTIVATIONS = ("act_fn", "activation_fn")  # names of a module's activation
 ROUTERS = {"gate", "router"}  # names of a router beside the experts
 
@@ -35,7 +36,8 @@ ROUTERS = {"gate", "router"}  # names of a router beside the experts
 @torch.no_grad()
 def effective_config(model: Any) -> EffectiveConfig:
     """The configuration of transformers' causal language model ``model``, or of one within it, all layers."""
-    decoder, config = model.get_decoder(), model.config.get_text_config().to_dict()
+    decoder = model.get_decoder()
+    config = model.config.get_text_config().to_dict()
     hidden_size = decoder.embed_tokens.embedding_dim
     scale = decoder.embed_tokens._buffers.get("embed_scale")
     ends: dict[str, Value] = {
@@ -77,16 +79,19 @@ def _mlp_fields(modules: Sequence[Any]) -> dict[str, Value]:
 def _clamped_gate(experts: Any) -> dict[str, Value]:
     """What ``_apply_gate`` of GptOssExperts computes; the shift is what is left of a gate of 1 beside 0."""
     alpha = experts.alpha
-    gate, beside = torch.tensor([1.0, 0.0]), experts._apply_gate(torch.tensor([1.0, 0.0]))
+    gate = torch.tensor([1.0, 0.0])
+    beside = experts._apply_gate(gate)
     return gate_fields(
         lambda x: x * torch.sigmoid(alpha * x), experts.limit, float(beside / torch.sigmoid(alpha * gate[:1]))
     )
 
 
 def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind: str) -> dict[str, Value]:
-    own, buffers = vars(attention), rotary._buffers
+    own = vars(attention)
+    buffers = rotary._buffers
     prefix = "" if "inv_freq" in buffers else f"{kind}_"  # some families rotate by the kind of the layer
-    frequencies, factor = _floats(buffers[f"{prefix}inv_freq"]), vars(rotary)[f"{prefix}attention_scaling"]
+    frequencies = _floats(buffers[f"{prefix}inv_freq"])
+    factor = vars(rotary)[f"{prefix}attention_scaling"]
     if not own.get("use_rope", True):  # a layer without positions (smollm3)
         frequencies = []
     fields = rotary_fields(frequencies, factor, own["scaling"], own.get("qk_head_dim", own.get("head_dim")))
@@ -110,7 +115,8 @@ def _zero_centered(norm: Any) -> bool:
     if "Gated" in type(norm).__name__:
         return False
     ones = torch.ones(1, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
-    made, weight = norm(ones)[0].float(), norm.weight.float()
+    made = norm(ones)[0].float()
+    weight = norm.weight.float()
     return bool((made - (1 + weight)).abs().mean() < (made - weight).abs().mean())
 
 

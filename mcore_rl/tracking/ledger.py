@@ -32,7 +32,9 @@ CONFIG = "config.yaml"
 MAX_STEPS = 5  # steps or numbers that a line names
 COLUMNS = ("step", "prompt_id", "finish", "versions")  # of samples
 SHOWN = 100  # prompts that are missing in one epoch, and named
-LOST, MASKED = "lost", "mask"  # why nothing of a group that was trained is in the loss
+# Why nothing of a group that was trained is in the loss.
+LOST = "lost"
+MASKED = "mask"
 DataPlace = tuple[int, int]  # (epoch, number) of a prompt
 
 
@@ -99,9 +101,10 @@ def _step_violations(steps: Sequence[ScheduledStep], wrong: Sequence[int]) -> It
     present = {step.step for step in steps} | {*wrong}
     end = 0
     for step in sorted(present):
-        if step > end + 1:
-            missing = f"step {end + 1}" if step == end + 2 else f"steps {end + 1} to {step - 1}"
-            yield f"{missing}: {SCHEDULE} has no line of {'it' if step == end + 2 else 'them'}"
+        if step == end + 2:
+            yield f"step {end + 1}: {SCHEDULE} has no line of it"
+        elif step > end + 2:
+            yield f"steps {end + 1} to {step - 1}: {SCHEDULE} has no line of them"
         end = step
     for line in steps:
         yield from _line_violations(line)
@@ -129,7 +132,9 @@ def _line_violations(step: ScheduledStep) -> Iterator[str]:
 def _prompt_violations(steps: Sequence[ScheduledStep]) -> Iterator[str]:
     """Prompts that an epoch has twice or not at all, and those of an epoch that had not begun."""
     seen: dict[DataPlace, list[int]] = defaultdict(list)  # steps
-    ids, told, gap = dict[int, str](), set[DataPlace](), 0  # more prompts that were drawn than are known of
+    ids = dict[int, str]()
+    told = set[DataPlace]()
+    gap = 0  # more prompts that were drawn than are known of
     before: ScheduledStep | None = None
     for step in steps:
         had: list[ScheduledGroup | ScheduledDrop] = [*step.groups, *step.dropped]
@@ -276,10 +281,9 @@ def _samples(run_dir: Path, config: Mapping[str, Any], steps: Sequence[Scheduled
     trainer = trainer if isinstance(trainer, Mapping) else {}
     files = sample_files(run_dir, "rollouts")
     records = sample_files(run_dir, "record")
-    wanted = trainer.get("save_rollouts", bool(files)), trainer.get("record_rollouts", bool(records))
-    for folder, held, asked in (("rollouts", files, wanted[0]), ("record", records, wanted[1])):
+    for folder, held, key in (("rollouts", files, "save_rollouts"), ("record", records, "record_rollouts")):
         absent = [step for step in known if step not in held and step != last]
-        if asked and absent:
+        if absent and trainer.get(key, bool(held)):
             yield f"{_named(absent)}: {folder}/ has no file of {'it' if len(absent) == 1 else 'them'}"
         for step in held:
             if step not in known and not 1 <= step <= last + 1:

@@ -32,7 +32,8 @@ from mcore_rl.tracking.messages import warn
 from mcore_rl.tracking.samples import Kind, Rows
 from mcore_rl.tracking.schedule import ScheduledStep
 
-MAX_PARAMS, MAX_PARAM = 100, 6000  # parameters in a batch and characters of one that mlflow takes
+MAX_PARAMS = 100  # in a batch that mlflow takes
+MAX_PARAM = 6000  # characters of one
 NO_METRIC_NAME = re.compile(r"[^\w\-. /:]")  # what mlflow takes in no name of a metric
 # Seconds that wandb's server has to answer: at the start, and at the end of the run for what is not sent yet.  wandb's
 # own limits are 90, and none.

@@ -366,7 +366,9 @@ PHASES = {
     "save": "the step waits for a checkpoint or an export; of the one before, as a rule",
 }
 
-_OWN_SCORES, _OWN_UPDATE = "{role}_scores", "update_{role}"  # phases of a role that a user's file brings
+# Phases of a role that a user's file brings.
+_OWN_SCORES = "{role}_scores"
+_OWN_UPDATE = "update_{role}"
 _OWN_PHASE = re.compile(r"\w+_scores|update_\w+")
 
 

@@ -57,7 +57,12 @@ PHASE_COLOURS = {  # of the page's palette, and of the tints of its hues; no two
 # Phases of roles of one's own take what is left, in the order of the table.
 _LEFT = [colour for colour in range(NUM_COLOURS) if colour not in {NEUTRAL, *PHASE_COLOURS.values()}]
 PHASE_COLOURS |= dict(zip((phase for phase in PHASES if phase not in PHASE_COLOURS), _LEFT, strict=False))
-WIDTH, ROW, LABEL, RIGHT, FOOT = 420, 20, 112, 52, 26  # of a timeline, in units of its SVG
+# Of a timeline, in units of its SVG.
+WIDTH = 420
+ROW = 20
+LABEL = 112
+RIGHT = 52
+FOOT = 26
 MAX_ROWS = 24  # phases and parts of one step
 
 

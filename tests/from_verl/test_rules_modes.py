@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.from_verl.answer import Difference
-from mcore_rl.from_verl.programs import Launch
 from mcore_rl.from_verl.translate import Translation, translate
-from mcore_rl.from_verl.written import of_launch
+from mcore_rl.from_verl.written import Launch, of_launch
 from tests.from_verl.test_translate import at, listed, translated
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

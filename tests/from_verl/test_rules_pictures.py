@@ -11,10 +11,9 @@ from mcore_rl.cli import main
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.from_verl.answer import Difference, ModelFacts
 from mcore_rl.from_verl.models import model_facts
-from mcore_rl.from_verl.programs import Launch
 from mcore_rl.from_verl.rules_pictures import PIXELS, hints_at_pictures, tower_names
 from mcore_rl.from_verl.translate import Translation, translate
-from mcore_rl.from_verl.written import of_launch, of_tree
+from mcore_rl.from_verl.written import Launch, of_launch, of_tree
 from tests.from_verl.test_translate import A, R, at, listed, translated
 
 MODEL = "actor_rollout_ref.model"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.from_verl import shell
-from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import Expanded, NoCageError, expand, words_of
+from mcore_rl.from_verl.written import launch_of
 
 ENVIRONMENT = {"HOME": "/users/me", "NNODES": "4", "EMPTY": ""}
 SCRIPTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.cli import COMMANDS
-from mcore_rl.from_verl.programs import PROGRAMS, Launch, launch_of
+from mcore_rl.from_verl.written import PROGRAMS, Launch, launch_of
 
 FOUND = {  # a command -> (module, our program, mode, words)
     "python3 -m verl.trainer.main_ppo a=1": ("verl.trainer.main_ppo", "train", "sync", ["a=1"]),
