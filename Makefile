@@ -24,7 +24,7 @@ TRIED := build/resolve
 MEGATRON := $(CURDIR)/.venv/megatron-core-0.19.2
 OF_MEGATRON := tests/parallel/test_cpu.py tests/config/test_megatron_fields.py tests/planning/test_states.py tests/rehearsal \
 	tests/accelerators/test_transformer_engine.py tests/parity/test_transformers.py \
-	$(addprefix tests/training/test_,$(addsuffix .py,checkpoint fusions grouped_experts joint_norm optimizer rotation router routing run_state sandwich))
+	$(addprefix tests/training/test_,$(addsuffix .py,checkpoint fusions grouped_experts norm_joint optimizer rotation router routing run_state sandwich))
 FOR_HELP := numpy pyarrow PyYAML rich
 
 LINT = $(BIN)/ruff check --quiet $(CHECKED)

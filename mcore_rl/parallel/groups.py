@@ -93,13 +93,13 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
         ctx.group = group
-        total = x.clone()
+        total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        grad = grad.clone()
+        grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 

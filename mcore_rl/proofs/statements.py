@@ -154,7 +154,7 @@ GATED_SHARED_EXPERT: dict[str, StatedParameter] = {
 }
 
 # OlmoeAttention and MiniMaxM2Attention norm all heads at once; a rank has the weights of its own
-# (training/joint_norm.py).
+# (training/norm.py).
 JOINT_QK_NORM: dict[str, StatedParameter] = {
     "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": rows("self_attn.k_norm.weight"),

@@ -63,7 +63,7 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list
     from megatron.core.transformer.moe import token_dispatcher
 
     from mcore_rl.parallel import cpu
-    from mcore_rl.training import distillation, engine, local_dispatcher, vision
+    from mcore_rl.training import distillation, engine, grouped_experts, vision
 
     bends = [
         Bend(cpu, "CPU", "Megatron's current device is the rehearsal's", lambda _: DEVICE),  # type: ignore[arg-type, return-value]
@@ -94,7 +94,7 @@ def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list
             lambda real: _selecting(real, meter),
         ),
         Bend(
-            local_dispatcher.LocalDispatcher,
+            grouped_experts.LocalDispatcher,
             "dispatch_postprocess",
             "the router's choices decide how many rows an expert has",
             _counted,

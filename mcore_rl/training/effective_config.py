@@ -31,7 +31,7 @@ from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
 from mcore_rl.training.latent_attention import LatentAttention
 from mcore_rl.training.model import ScaledEmbeddings
 from mcore_rl.training.rope import ScaledKeyPart
-from mcore_rl.training.two_base_attention import TwoBaseAttention
+from mcore_rl.training.rotation import TwoBaseAttention
 
 
 def effective_config(chunks: Sequence[GPTModel], model: ModelConfig, head: Head = Head.lm) -> EffectiveConfig:

@@ -30,18 +30,14 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
 from mcore_rl.parallel.device import Platform, have_transformer_engine
 from mcore_rl.training.attention import PackedAttention
-from mcore_rl.training.expert_bias import ExpertOutputLinear
-from mcore_rl.training.gated_attention import GatedSelfAttention
 from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
-from mcore_rl.training.grouped_experts import GroupedExperts
-from mcore_rl.training.joint_norm import JointHeadNorm
+from mcore_rl.training.grouped_experts import ExpertOutputLinear, GroupedExperts
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
-from mcore_rl.training.norm import RMSNorm
+from mcore_rl.training.norm import JointHeadNorm, RMSNorm
 from mcore_rl.training.rope import ScaledKeyPart
-from mcore_rl.training.rotation import RotatedSelfAttention
+from mcore_rl.training.rotation import GatedSelfAttention, RotatedSelfAttention, TwoBaseAttention
 from mcore_rl.training.router import Router
 from mcore_rl.training.sandwich import NormedRowParallelLinear
-from mcore_rl.training.two_base_attention import TwoBaseAttention
 
 _ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _LATENT_ATTENTION_KEYS = {

@@ -26,9 +26,9 @@ from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.fusions import UNFUSED, Fusions
-from mcore_rl.training.hidden_head import HiddenHead
+from mcore_rl.training.grouped_experts import keep_tokens_local
+from mcore_rl.training.heads import HiddenHead, ValueHead
 from mcore_rl.training.layers import block_spec, has_head_norms
-from mcore_rl.training.local_dispatcher import keep_tokens_local
 from mcore_rl.training.rope import (
     AxesRotaryEmbedding,
     PackedRotaryEmbedding,
@@ -36,7 +36,6 @@ from mcore_rl.training.rope import (
     score_scale,
     set_frequencies,
 )
-from mcore_rl.training.value_head import ValueHead
 from mcore_rl.training.vision import build_tower, set_trained
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
@@ -141,7 +140,7 @@ def _gate(model: ModelConfig) -> dict[str, Any]:
 
 
 def _attention(model: ModelConfig) -> dict[str, Any]:
-    # A joint norm is split over tensor ranks: Megatron must not sum its gradients (``training/joint_norm.py``).
+    # A joint norm is split over tensor ranks: Megatron must not sum its gradients (``JointHeadNorm``).
     settings: dict[str, Any] = {"qk_layernorm": model.qk_norm and not model.joint_qk_norm}
     if model.mla is None:
         settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}

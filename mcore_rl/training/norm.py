@@ -1,10 +1,10 @@
-"""RMSNorm of the local layer spec: computes what Hugging Face's models do, and carries Megatron's gradient marks.
+"""RMSNorms of the local layer spec: compute what Hugging Face's models do, and carry Megatron's gradient marks.
 
 Takes the place of ``WrappedTorchNorm``, which refuses sequence parallelism (megatron-core 0.16.1,
 transformer/torch_norm.py:37).  LayerNorm and biases are deliberately not here.
 
-Invariant: equal to transformers' ``LlamaRMSNorm`` (also Qwen2, Qwen3, Mixtral) bit for bit on the CPU, gradients too;
-with ``config.layernorm_zero_centered_gamma``, to its ``Gemma2RMSNorm``.
+Invariant: ``RMSNorm`` is equal to transformers' ``LlamaRMSNorm`` (also Qwen2, Qwen3, Mixtral) bit for bit on the CPU,
+gradients too; with ``config.layernorm_zero_centered_gamma``, to its ``Gemma2RMSNorm``.
 
 On accelerators quotient and product are one kernel, and so are they in backward, which keeps the input alone: PyTorch
 has a kernel for the quotient, another for the product, and keeps both their inputs.  The roundings are the same, the
@@ -17,9 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from mcore_rl.parallel.groups import sum_over
 from mcore_rl.training.one_kernel import OneKernel, compiles
 
 
@@ -115,3 +119,40 @@ def _quotients(rows_TH: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide_TH = rows_TH.float()
     scales_T1 = torch.rsqrt(wide_TH.square().mean(-1, keepdim=True) + eps)
     return wide_TH * scales_T1, scales_T1
+
+
+class JointHeadNorm(torch.nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` with the mean over all query or key heads of a token (OLMoE).
+
+    Megatron's own query and key norms see one head (megatron-core 0.16.1, transformer/attention.py:1283), so that no
+    rank has to ask another.  Here one float32 per token is summed over the tensor ranks, forward and backward.
+    Invariant: equal to transformers' ``OlmoeRMSNorm`` over the joined heads, bit for bit on one tensor rank, gradients
+    too.
+
+    num_heads: query heads or key heads of the whole model, a multiple of the tensor ranks.  hidden_size: of one head.
+    The weight [num_heads / tp * hidden_size] is that of this rank's heads and starts at 1.  A rank sees all tokens of
+    its heads, also under sequence parallelism, so no gradient is left to sum.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
+        super().__init__()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        assert num_heads % self.tp_group.size() == 0, f"{num_heads} heads over {self.tp_group.size()} tensor ranks"
+        self.eps = eps
+        width = num_heads // self.tp_group.size() * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., heads of this rank, hidden_size]; the result has its shape and dtype."""
+        wide = x.flatten(-2).float()
+        mean = wide.pow(2).mean(-1, keepdim=True) / self.tp_group.size()
+        normalised = (wide * torch.rsqrt(sum_over(mean, self.tp_group) + self.eps)).to(x.dtype)
+        return (self.weight * normalised).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of the weight, whose heads are split over tensor ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)

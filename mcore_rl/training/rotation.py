@@ -1,4 +1,4 @@
-"""The rotation of queries and keys, and Megatron's self-attention with it.
+"""The rotation of queries and keys, and Megatron's self-attention with it: plain, gated, by two sets of frequencies.
 
 Megatron's own (models/common/embeddings/rope_utils.py, ``apply_rotary_pos_emb``) makes cosines and sines of the angles
 once more in each layer, for queries and for keys; cuts those of packed sequences one by one, whose lengths it reads
@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from mcore_rl.training.one_kernel import OneKernel
+from mcore_rl.training.rope import of_set
 
 
 class RotatedSelfAttention(SelfAttention):  # type: ignore[misc]  # Megatron is untyped
@@ -52,6 +53,41 @@ class RotatedSelfAttention(SelfAttention):  # type: ignore[misc]  # Megatron is 
         """Whether the layer rotates at all."""
         skipped = self.config.no_rope_freq
         return not (skipped and skipped[self.layer_number - 1])
+
+
+class GatedSelfAttention(RotatedSelfAttention):
+    """``RotatedSelfAttention`` with ``attention_output_gate`` (Qwen3-Next).
+
+    With more tensor ranks than key/value heads Megatron gives each rank the query heads that are its own, and the gates
+    of all heads that share its key (megatron-core 0.16.1, transformer/attention.py:1470 and :1488): here its own ones.
+    0.19.2 gives it these (:1931), and needs no such class.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Query, key, value and gate of this rank's heads, [s, b, heads, head_dim]; Megatron's arguments."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **options)
+        first = self.pg_collection.tp.rank() * query.shape[2] % gate.shape[2]
+        return query, key, value, gate[:, :, first : first + query.shape[2]]
+
+
+class TwoBaseAttention(RotatedSelfAttention):
+    """``RotatedSelfAttention`` whose layers with a window rotate by other frequencies than those without (Gemma 3).
+
+    The rotary embedding has both sets (``rope.frequency_sets``), the second for layers with a window.
+    """
+
+    @property
+    def frequency_set(self) -> int:
+        """Which set of frequencies the layer rotates by."""
+        return int(self.core_attention.window is not None)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's arguments and results."""
+        own = of_set(rotary_pos_emb, self.frequency_set, 2)
+        out: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, rotary_pos_emb=own, **rest)
+        return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -30,8 +30,8 @@ from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.checkpoint import load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.heads import ValueHead
 from mcore_rl.training.sequences import Deepstack
-from mcore_rl.training.value_head import ValueHead
 from mcore_rl.types import TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table

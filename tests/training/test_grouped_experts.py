@@ -15,7 +15,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning import activations
 from mcore_rl.training import grouped_experts
-from mcore_rl.training.local_dispatcher import LocalDispatcher
 from tests.support import engines, models
 from tests.support.forked import run_ranks
 
@@ -51,7 +50,7 @@ def of_experts(experts: SequentialMLP, counts: list[int]) -> Compared:
 
 def of_dispatchers(layer: MoELayer, model: ModelConfig) -> Compared:
     """(ours, Megatron's): rows, their weights and numbers, sums of tokens, and gradients."""
-    assert model.moe is not None and isinstance(layer.token_dispatcher, LocalDispatcher)
+    assert model.moe is not None and isinstance(layer.token_dispatcher, grouped_experts.LocalDispatcher)
     experts, width, dtype = model.moe.num_experts, model.hidden_size, next(layer.parameters()).dtype
     alltoall = MoEAlltoAllTokenDispatcher(experts, list(range(experts)), layer.config, get_default_pg_collection())
     choices = torch.rand(TOKENS, experts).topk(model.moe.top_k).indices

@@ -1,7 +1,4 @@
-"""The value head: one number per token instead of logits.
-
-Only the last pipeline stage has it; it is never tied to the embedding, and is whole on every tensor rank.
-"""
+"""What takes the place of the output projection in the last pipeline stage: a value head, or nothing."""
 
 from __future__ import annotations
 
@@ -15,17 +12,36 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
-class ValueHead(MegatronModule):
-    """Linear map H -> 1 with the call signature of Megatron's output layer.
+class HiddenHead(MegatronModule):
+    """The identity with the call signature of Megatron's output layer, for a model whose last hidden states are wanted.
 
-    forward: hidden states [s / tp, b, H] to (values [s, b, 1] in float32, None).
+    forward: hidden states [s / tp, b, H] after the final norm to ([s, b, H], None).
     """
+
+    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__(config)
+        self.tp_group = tp_group
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Hidden states of all positions of this context rank."""
+        assert weight is None, "nothing here is tied to the embedding"
+        if self.config.sequence_parallel:
+            # Every tensor rank computes the same loss on all positions, so a part's gradient is its slice, not the sum.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return hidden, None
+
+
+class ValueHead(HiddenHead):
+    """Linear map H -> 1, whole on every tensor rank: forward gives (values [s, b, 1] in float32, None)."""
 
     def __init__(
         self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup, device: torch.device
     ) -> None:
-        super().__init__(config)
-        self.tp_group = tp_group
+        super().__init__(config, tp_group)
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
             config.init_method(self.weight)
@@ -37,14 +53,7 @@ class ValueHead(MegatronModule):
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """Values of all positions of this context rank."""
-        assert weight is None, "a value head is never tied to the embedding"
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
-        if self.config.sequence_parallel:
-            # Every tensor rank computes the same loss on all values, so a part's gradient is its slice, not the sum.
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return values, None
+        return super().forward(torch.nn.functional.linear(hidden.float(), self.weight.float()), weight)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.training.joint_norm import JointHeadNorm
+from mcore_rl.training.norm import JointHeadNorm
 from tests.support.forked import run_ranks
 from tests.training.test_norm import config
 

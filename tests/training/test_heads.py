@@ -19,7 +19,7 @@ from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.value_head import ValueHead
+from mcore_rl.training.heads import ValueHead
 from mcore_rl.types import LossInputs, LossSums, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
