@@ -27,7 +27,8 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.training.divergence import divergence, num_local_columns
+from mcore_rl.training.divergence import divergence
+from mcore_rl.training.logprobs import num_local_columns
 from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.model import DTYPES, padded_vocab_size
 from mcore_rl.types import TAUGHT_BY, TrainBatch
@@ -63,9 +64,21 @@ class Teacher:
         ``groups``.  Raises CheckpointError if the rows cannot be read, or are no numbers.
         """
         _, model = model_of(read_config(directories[0]))
-        dtype = DTYPES[precision]
-        rows = tuple(_rows(directory, model, dtype, policy, groups, platform) for directory in directories)
-        return cls(rows, model.output_soft_cap, numbers)
+        name = (EMBEDDING_TENSOR if model.tie_output else OUTPUT_TENSOR).name
+        own = own_columns(policy, groups)
+        shape = (len(own), model.hidden_size)
+        rows = []
+        for directory in directories:
+            rows_VH = pinned_empty_like(platform, torch.empty(shape, dtype=DTYPES[precision], device="meta"))
+            if own:
+                with open_weights(directory) as checkpoint:
+                    checkpoint.read_into(name, TensorSlice((own.start, 0), shape), rows_VH)
+            check = NanCheck()
+            check.see(name, rows_VH)
+            if problems := check.problems():
+                raise CheckpointError(str(directory), problems)
+            rows.append(rows_VH)
+        return cls(tuple(rows), model.output_soft_cap, numbers)
 
     def for_step(
         self, batch: TrainBatch, microbatches: Sequence[Microbatch], config: DistillConfig, device: torch.device
@@ -104,28 +117,6 @@ def own_columns(policy: ModelConfig, groups: ProcessGroups) -> range:
     tp, rank = groups.layout.tp, groups.coords.tp
     columns = padded_vocab_size(policy.vocab_size, tp) // tp
     return range(rank * columns, rank * columns + num_local_columns(policy.vocab_size, columns, rank))
-
-
-def _rows(
-    directory: Path,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    policy: ModelConfig,
-    groups: ProcessGroups,
-    platform: Platform,
-) -> Tensor:
-    """``Teacher.rows`` of one, whose model is ``model``."""
-    own = own_columns(policy, groups)
-    name = (EMBEDDING_TENSOR if model.tie_output else OUTPUT_TENSOR).name
-    shape, check = (len(own), model.hidden_size), NanCheck()
-    rows_VH = pinned_empty_like(platform, torch.empty(shape, dtype=dtype, device="meta"))
-    if own:
-        with open_weights(directory) as checkpoint:
-            checkpoint.read_into(name, TensorSlice((own.start, 0), shape), rows_VH)
-    check.see(name, rows_VH)
-    if problems := check.problems():
-        raise CheckpointError(str(directory), problems)
-    return rows_VH
 
 
 @dataclass(frozen=True)

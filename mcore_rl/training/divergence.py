@@ -28,7 +28,7 @@ All differences are taken column by column, so that equal logits have a divergen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.config.algorithm import Divergence
+from mcore_rl.training.logprobs import all_reduce, num_local_columns
 
 PRODUCT_ROWS = 512  # so many tokens a product that reading the output rows takes less time than multiplying by them
 _FLOAT_MAX = torch.finfo(torch.float32).max
+# (slice of the M tokens, z, r): float32 copies of this rank's columns without padding.
+Chunk = tuple[slice, Tensor, Tensor]
 
 
 def divergence(
@@ -87,11 +90,6 @@ def divergence(
     return value_M.new_zeros(len(logits_TV)).index_add(0, places_M, value_M)
 
 
-def num_local_columns(vocab_size: int, num_columns: int, rank: int) -> int:
-    """How many of the ``num_columns`` columns of tensor rank ``rank`` are tokens; the rest is padding."""
-    return min(max(vocab_size - rank * num_columns, 0), num_columns)
-
-
 @dataclass(frozen=True)
 class _Settings:
     """The arguments of ``divergence``.  num_valid: this rank's columns without padding.  rows: tokens of a chunk.
@@ -135,7 +133,7 @@ class _Divergence(torch.autograd.Function):
             scale_M1 = scale_M1 * (1 - settings.beta)
         grad_TV = torch.zeros_like(logits_TV)
         for span, z_CV, r_CV in _chunks(settings, *tensors):
-            slope_CV = None if settings.soft_cap is None else _cap_slope(z_CV, settings)
+            slope_CV = cap_slope(z_CV, settings.soft_cap, settings.inverse_temperature)
             z_CV.sub_(log_sums[0, span])
             r_CV.sub_(log_sums[1, span])
             if settings.kind is Divergence.forward_kl:
@@ -153,15 +151,31 @@ class _Divergence(torch.autograd.Function):
 
 
 def _normalisers(settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor) -> tuple[Tensor, Tensor]:
-    """(log sum exp of both models' scaled logits, [2, M, 1]; the KL that ``settings.kind`` asks for, [M, 1]).
+    """(log sum exp of both models' scaled logits, [2, M, 1]; the KL that ``settings.kind`` asks for, [M, 1])."""
+    is_forward = settings.kind is Divergence.forward_kl
+    chunks = _chunks(settings, logits_TV, hidden_MH, places_M)
+    maxima, sums = joined_sums(chunks, len(places_M), logits_TV.device, settings.group, is_forward=is_forward)
+    own, other = (1, 0) if is_forward else (0, 1)
+    logs = sums[:2].log()
+    return maxima + logs, sums[2] / sums[own] - logs[own] + logs[other]
+
+
+def joined_sums(
+    chunks: Iterable[Chunk],
+    num_tokens: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    is_forward: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(maxima of both models' scaled logits, [2, M, 1]; S, R and the sum below, [3, M, 1]), over the whole vocabulary.
 
     With S = sum exp(z), R = sum exp(r), z and r less their maxima: KL(p || q) = sum exp(z) (z - r) / S - log S + log R,
-    and the other one with z and r exchanged.
+    and the other one (``is_forward``) with z and r exchanged.  Overwrites the chunks; a rank of padding alone has none.
     """
-    is_forward = settings.kind is Divergence.forward_kl
-    maxima = logits_TV.new_full((2, len(places_M), 1), -_FLOAT_MAX, dtype=torch.float32)
-    sums = torch.zeros((3, len(places_M), 1), dtype=torch.float32, device=logits_TV.device)
-    for span, z_CV, r_CV in _chunks(settings, logits_TV, hidden_MH, places_M):
+    maxima = torch.full((2, num_tokens, 1), -_FLOAT_MAX, dtype=torch.float32, device=device)
+    sums = torch.zeros((3, num_tokens, 1), dtype=torch.float32, device=device)
+    for span, z_CV, r_CV in chunks:
         for which, x_CV in enumerate((z_CV, r_CV)):
             torch.amax(x_CV, dim=1, keepdim=True, out=maxima[which, span])
             x_CV.sub_(maxima[which, span])
@@ -172,14 +186,12 @@ def _normalisers(settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, plac
         torch.sum(other_CV.exp_(), dim=1, keepdim=True, out=sums[int(not is_forward), span])
     # From this rank's maxima m to the global ones, M: exp(z - M) = exp(z - m) exp(m - M), and z - r shifts too.
     moved = maxima.clone()
-    _all_reduce(maxima, dist.ReduceOp.MAX, settings.group)
-    moved.sub_(maxima)
+    all_reduce(maxima, dist.ReduceOp.MAX, group)
+    moved.sub_(maxima)  # of a rank of padding alone so low that its exp is 0
     own, other = (1, 0) if is_forward else (0, 1)
     sums[2] += (moved[own] - moved[other]) * sums[own]
     sums *= torch.stack([moved[0], moved[1], moved[own]]).exp_()
-    _all_reduce(sums, dist.ReduceOp.SUM, settings.group)
-    logs = sums[:2].log()
-    return maxima + logs, sums[2] / sums[own] - logs[own] + logs[other]
+    return maxima, all_reduce(sums, dist.ReduceOp.SUM, group)
 
 
 def _to_mixture(
@@ -194,7 +206,7 @@ def _to_mixture(
         ratio_CV = _over_mixture(between_CV, settings.beta)
         torch.sum(z_CV.exp_().mul_(ratio_CV), dim=1, keepdim=True, out=sums[0, span])
         torch.sum(r_CV.exp_().mul_(ratio_CV.sub_(between_CV)), dim=1, keepdim=True, out=sums[1, span])
-    return _all_reduce(sums, dist.ReduceOp.SUM, settings.group)
+    return all_reduce(sums, dist.ReduceOp.SUM, settings.group)
 
 
 def _over_mixture(between_CV: Tensor, beta: float) -> Tensor:
@@ -204,13 +216,8 @@ def _over_mixture(between_CV: Tensor, beta: float) -> Tensor:
     return between_CV.clamp(max=0).sub_(inside_CV.log1p_())
 
 
-def _chunks(
-    settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(slice of the M tokens, z, r) a few tokens at a time; z and r are float32 copies without padding columns.
-
-    Yields nothing if all of this rank's columns are padding.
-    """
+def _chunks(settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor) -> Iterator[Chunk]:
+    """A few tokens at a time; nothing if all of this rank's columns are padding."""
     if settings.num_valid == 0:
         return
     last = 0
@@ -221,26 +228,20 @@ def _chunks(
             for start in range(0, len(teacher_BV), settings.rows):
                 end = min(start + settings.rows, len(teacher_BV))
                 span = slice(block + start, block + end)
-                z_CV = _scaled(logits_TV[places_M[span], : settings.num_valid], settings.soft_cap, settings)
-                r_CV = _scaled(teacher_BV[start:end], settings.teacher_soft_cap, settings)
+                logits_CV = logits_TV[places_M[span], : settings.num_valid]
+                z_CV = scaled(logits_CV, settings.soft_cap, settings.inverse_temperature)
+                r_CV = scaled(teacher_BV[start:end], settings.teacher_soft_cap, settings.inverse_temperature)
                 yield span, z_CV, r_CV
 
 
-def _scaled(logits_CV: Tensor, soft_cap: float | None, settings: _Settings) -> Tensor:
+def scaled(logits_CV: Tensor, soft_cap: float | None, inverse_temperature: float) -> Tensor:
     """Float32 logits, capped, divided by the temperature; they may take the place of ``logits_CV``."""
     x_CV = logits_CV.float()
     if soft_cap is not None:
         x_CV.div_(soft_cap).tanh_().mul_(soft_cap)
-    return x_CV.mul_(settings.inverse_temperature)
+    return x_CV.mul_(inverse_temperature)
 
 
-def _cap_slope(z_CV: Tensor, settings: _Settings) -> Tensor:
-    """The derivative of the soft cap, from its output: ``1 - (capped / cap)^2``."""
-    assert settings.soft_cap is not None
-    return z_CV.div(settings.inverse_temperature * settings.soft_cap).square_().neg_().add_(1.0)
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None and tensor.numel() > 0:
-        dist.all_reduce(tensor, op=op, group=group)
-    return tensor
+def cap_slope(z_CV: Tensor, soft_cap: float | None, inverse_temperature: float) -> Tensor | None:
+    """The derivative of the soft cap, from what ``scaled`` gave: ``1 - (capped / cap)^2``; None without a cap."""
+    return None if soft_cap is None else z_CV.div(inverse_temperature * soft_cap).square_().neg_().add_(1.0)

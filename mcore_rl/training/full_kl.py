@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_FLOAT_MAX = torch.finfo(torch.float32).max
+from mcore_rl.training.divergence import Chunk, cap_slope, joined_sums, scaled
+from mcore_rl.training.logprobs import num_local_columns
 
 
 def full_kl(
@@ -60,8 +61,7 @@ def full_kl(
     rows_M = torch.nonzero_static(mask_T, size=len(reference_MV)).squeeze(1)
     assert temperature > 0 and (soft_cap is None or soft_cap > 0)
     num_columns = logits_TV.shape[1]
-    first_column = 0 if group is None else dist.get_rank(group) * num_columns
-    num_valid = min(max(vocab_size - first_column, 0), num_columns)
+    num_valid = num_local_columns(vocab_size, num_columns, 0 if group is None else dist.get_rank(group))
     rows = max(1, round(chunk_bytes / (4 * num_columns)))
     kl_M: Tensor = _FullKl.apply(  # type: ignore[no-untyped-call]  # torch's own
         logits_TV, reference_MV, rows_M, num_valid, 1.0 / temperature, soft_cap, group, rows
@@ -85,26 +85,8 @@ class _FullKl(torch.autograd.Function):
         rows: int,
     ) -> Tensor:
         ctx.num_valid, ctx.inverse_temperature, ctx.soft_cap, ctx.rows = num_valid, inverse_temperature, soft_cap, rows
-        maxima = logits_TV.new_full((2, len(rows_M), 1), -_FLOAT_MAX, dtype=torch.float32)
-        sums = torch.zeros((3, len(rows_M), 1), dtype=torch.float32, device=logits_TV.device)
-        for span, z_CV, r_CV in _chunks(ctx, logits_TV, reference_MV, rows_M):
-            torch.amax(z_CV, dim=1, keepdim=True, out=maxima[0, span])
-            torch.amax(r_CV, dim=1, keepdim=True, out=maxima[1, span])
-            z_CV.sub_(maxima[0, span])
-            r_CV.sub_(maxima[1, span])
-            exp_CV = z_CV.exp()
-            torch.sum(exp_CV, dim=1, keepdim=True, out=sums[0, span])
-            torch.sum(exp_CV.mul_(z_CV.sub_(r_CV)), dim=1, keepdim=True, out=sums[2, span])
-            torch.sum(r_CV.exp_(), dim=1, keepdim=True, out=sums[1, span])
-        # From this rank's maxima m to the global ones, M: exp(z - M) = exp(z - m) exp(m - M), and z - r shifts too.
-        moved = maxima.clone()
-        if group is not None and len(rows_M):
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        moved.sub_(maxima)  # of a rank of padding alone so low that its exp is 0
-        sums[2] += (moved[0] - moved[1]) * sums[0]
-        sums *= torch.stack([moved[0], moved[1], moved[0]]).exp_()
-        if group is not None and len(rows_M):
-            dist.all_reduce(sums, group=group)
+        chunks = _chunks(ctx, logits_TV, reference_MV, rows_M)
+        maxima, sums = joined_sums(chunks, len(rows_M), logits_TV.device, group)
         mean_M1 = sums[2] / sums[0]
         ctx.save_for_backward(logits_TV, reference_MV, rows_M, maxima, sums[0], mean_M1)
         return (mean_M1 - sums[0].log() + sums[1].log()).squeeze(1)
@@ -116,7 +98,7 @@ class _FullKl(torch.autograd.Function):
         scale_M1 = grad_M.unsqueeze(1) * ctx.inverse_temperature / sum_M1
         grad_TV = torch.zeros_like(logits_TV)
         for span, z_CV, r_CV in _chunks(ctx, logits_TV, reference_MV, rows_M):
-            slope_CV = None if ctx.soft_cap is None else _cap_slope(z_CV, ctx)
+            slope_CV = cap_slope(z_CV, ctx.soft_cap, ctx.inverse_temperature)
             z_CV.sub_(maxima[0, span])
             r_CV.sub_(maxima[1, span])
             grad_CV = torch.sub(z_CV, r_CV).sub_(mean_M1[span]).mul_(z_CV.exp_()).mul_(scale_M1[span])
@@ -126,26 +108,13 @@ class _FullKl(torch.autograd.Function):
         return grad_TV, None, None, None, None, None, None, None
 
 
-def _chunks(
-    ctx: Any, logits_TV: Tensor, reference_MV: Tensor, rows_M: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(slice of the M tokens, z, r) a few tokens at a time; z and r are float32 copies without padding columns.
-
-    Yields nothing if all of this rank's columns are padding.
-    """
+def _chunks(ctx: Any, logits_TV: Tensor, reference_MV: Tensor, rows_M: Tensor) -> Iterator[Chunk]:
+    """A few tokens at a time; nothing if all of this rank's columns are padding."""
     if ctx.num_valid == 0:
         return
     for start in range(0, len(rows_M), ctx.rows):
         span = slice(start, start + ctx.rows)
-        z_CV = logits_TV[rows_M[span], : ctx.num_valid].float()
-        r_CV = reference_MV[span, : ctx.num_valid].to(z_CV.device, torch.float32, copy=True)
-        for x_CV in (z_CV, r_CV):
-            if ctx.soft_cap is not None:
-                x_CV.div_(ctx.soft_cap).tanh_().mul_(ctx.soft_cap)
-            x_CV.mul_(ctx.inverse_temperature)
+        reference_CV = reference_MV[span, : ctx.num_valid].to(logits_TV.device, torch.float32, copy=True)
+        z_CV = scaled(logits_TV[rows_M[span], : ctx.num_valid], ctx.soft_cap, ctx.inverse_temperature)
+        r_CV = scaled(reference_CV, ctx.soft_cap, ctx.inverse_temperature)
         yield span, z_CV, r_CV
-
-
-def _cap_slope(z_CV: Tensor, ctx: Any) -> Tensor:
-    """The derivative of the soft cap, from its output: ``1 - (capped / cap)^2``."""
-    return z_CV.div(ctx.inverse_temperature * ctx.soft_cap).square_().neg_().add_(1.0)

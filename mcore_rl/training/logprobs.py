@@ -125,16 +125,16 @@ class _TokenLogprobs(torch.autograd.Function):
         skips_untrained: bool,
     ) -> tuple[Tensor, Tensor | None]:
         num_columns = logits_TV.shape[1]
-        first_column = 0 if group is None else dist.get_rank(group) * num_columns
-        num_valid = min(max(vocab_size - first_column, 0), num_columns)
-        local_T1 = targets_T.unsqueeze(1) - first_column
+        rank = 0 if group is None else dist.get_rank(group)
+        num_valid = num_local_columns(vocab_size, num_columns, rank)
+        local_T1 = targets_T.unsqueeze(1) - rank * num_columns
         owned_T1 = (local_T1 >= 0) & (local_T1 < num_valid)
         local_T1 = local_T1.masked_fill(~owned_T1, 0)
 
         max_T1, sum_T1, weighted_T1 = _local_sums(
             logits_TV[:, :num_valid], inverse_temperature, soft_cap, with_entropy, rows
         )
-        global_max_T1 = _all_reduce(max_T1.clone(), dist.ReduceOp.MAX, group)
+        global_max_T1 = all_reduce(max_T1.clone(), dist.ReduceOp.MAX, group)
         target_T1 = logits_TV.gather(1, local_T1).float()
         if soft_cap is not None:
             _cap(target_T1, soft_cap, out=target_T1)
@@ -146,7 +146,7 @@ class _TokenLogprobs(torch.autograd.Function):
         parts = [sum_T1 * scale_T1, target_z_T1]
         if with_entropy:
             parts.append((weighted_T1 + moved_T1 * sum_T1) * scale_T1)
-        sums = _all_reduce(torch.stack(parts), dist.ReduceOp.SUM, group)
+        sums = all_reduce(torch.stack(parts), dist.ReduceOp.SUM, group)
         sum_T1, target_z_T1 = sums[0], sums[1]
         mean_T1 = sums[2] / sum_T1 if with_entropy else None
         log_sum_T1 = sum_T1.log()
@@ -315,7 +315,13 @@ def _column(grad_T: Tensor | None, like_T1: Tensor) -> Tensor:
     return torch.zeros_like(like_T1) if grad_T is None else grad_T.unsqueeze(1)
 
 
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+def num_local_columns(vocab_size: int, num_columns: int, rank: int) -> int:
+    """How many of the ``num_columns`` columns of tensor rank ``rank`` are tokens; the rest is padding."""
+    return min(max(vocab_size - rank * num_columns, 0), num_columns)
+
+
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+    """``tensor``, joined over the ranks of ``group`` in place; as it is without a group or without numbers."""
     if group is not None and tensor.numel() > 0:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor

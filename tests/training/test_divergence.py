@@ -20,8 +20,8 @@ from torch import Tensor
 from mcore_rl.config.algorithm import Divergence
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training import divergence as module
-from mcore_rl.training.divergence import divergence, num_local_columns
-from mcore_rl.training.logprobs import token_logprobs
+from mcore_rl.training.divergence import divergence
+from mcore_rl.training.logprobs import num_local_columns, token_logprobs
 from tests.support.engines import world
 from tests.support.forked import run_ranks
 
