@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.shared_prompts import why_not_shared
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, pinned_empty_like
-from mcore_rl.parallel.groups import ProcessGroups
+from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.parallel.weight_gradient import take_apexs_place
@@ -49,7 +49,6 @@ from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
-from mcore_rl.training.loss_inputs import loss_inputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
@@ -359,7 +358,8 @@ class Engine:
             on_output(microbatch, output)
             return torch.zeros((), device=self.groups.device)
 
-        with torch.no_grad(), self._weights(snapshot):
+        weights = nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
+        with torch.no_grad(), weights:
             for model in self.models:
                 model.eval()
             if self.routing is not None:
@@ -390,9 +390,6 @@ class Engine:
         with phase("reference"):
             self._forward(batch, microbatches, keep, snapshot, replay=False)
         return kept
-
-    def _weights(self, snapshot: str | None) -> AbstractContextManager[None]:
-        return nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
 
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         if batch.images_S is not None:
@@ -440,6 +437,7 @@ class Engine:
     def _loss_inputs(
         self, batch: TrainBatch, microbatch: Microbatch, output_NV: Tensor, temperature: float, with_entropy: bool
     ) -> LossInputs:
+        """What this forward pass made of the microbatch's rows, and the batch's fields at the tokens they predict."""
         nothing_N = microbatch.targets_N == NOWHERE
         logprobs_N = entropy_N = values_N = None
         if self.head is Head.value:
@@ -448,6 +446,25 @@ class Engine:
             logprobs_N, entropy_N = self._logprobs(microbatch, output_NV, temperature, with_entropy)
             logprobs_N = logprobs_N.masked_fill(nothing_N, 0)
             entropy_N = None if entropy_N is None else entropy_N.masked_fill(nothing_N, 0)
-        return loss_inputs(
-            batch, microbatch, self.groups, logprobs_N=logprobs_N, entropy_N=entropy_N, values_N=values_N
+        at_targets, mask_N = microbatch.at_targets, microbatch.at_targets(batch.mask_T)
+        assert mask_N is not None
+        return LossInputs(
+            mask_N=mask_N,
+            sequence_N=microbatch.sequence_N,
+            num_sequences=len(microbatch.lengths),
+            sum_over_context=lambda x: sum_over(x, self.groups.cp),
+            logprobs_N=logprobs_N,
+            entropy_N=entropy_N,
+            values_N=values_N,
+            old_logprobs_N=at_targets(batch.old_logprobs_T),
+            ref_logprobs_N=at_targets(batch.ref_logprobs_T),
+            rollout_logprobs_N=at_targets(batch.rollout_logprobs_T),
+            advantages_N=at_targets(batch.advantages_T),
+            returns_N=at_targets(batch.returns_T),
+            old_values_N=at_targets(batch.old_values_T),
+            weights_N=at_targets(batch.weights_T),
+            selection_N=at_targets(batch.selection_T),
+            extra_N=microbatch.extra_at_targets(batch.extra_T),
+            extra_S=microbatch.extra_of_sequences(batch.extra_S),
+            pairs_P2=microbatch.pairs(batch.pairs_S),
         )

@@ -47,27 +47,22 @@ def resolve_fusions(
 ) -> tuple[Fusions, list[Violation]]:
     """(what is used, violations).  layer_spec: resolved, not ``auto``."""
     violations = []
-    why_not = {
-        "gradient_accumulation_fusion": _no_accumulation(platform),
-        "moe.permute_fusion": _no_permutation(model, platform),
-    }
-    wanted = {
-        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
-        "moe.permute_fusion": config.moe.permute_fusion,
-    }
-    for key, problem in why_not.items():
-        if wanted[key] and problem is not None:
+    accumulates, permutes = config.gradient_accumulation_fusion, config.moe.permute_fusion
+    no_accumulation, no_permutation = _no_accumulation(platform), _no_permutation(model, platform)
+    for key, wanted, problem in (
+        ("gradient_accumulation_fusion", accumulates, no_accumulation),
+        ("moe.permute_fusion", permutes, no_permutation),
+    ):
+        if wanted and problem is not None:
             violations.append(Violation(key, True, problem, f"Write {key}=null, which uses it where it is there"))
     if config.moe.dispatcher is Dispatcher.flex and model.moe is not None:
         violations += _flex_violations(config.moe.flex_backend, layout, platform)
     if config.tp_comm_overlap:
         violations += _overlap_violations(config, model, layout, layer_spec)
-    permutes = wanted["moe.permute_fusion"]
     if permutes is None:
-        permutes = layer_spec is LayerSpec.transformer_engine and why_not["moe.permute_fusion"] is None
-    accumulates = wanted["gradient_accumulation_fusion"]
+        permutes = layer_spec is LayerSpec.transformer_engine and no_permutation is None
     if accumulates is None:
-        accumulates = why_not["gradient_accumulation_fusion"] is None
+        accumulates = no_accumulation is None
     fusions = Fusions(
         overlap_grad_reduce=config.overlaps_reduction(accelerator=platform.is_accelerator),
         gradient_accumulation_fusion=accumulates,

@@ -150,7 +150,9 @@ class Offload:
         self._release_all()
         empty_cache(self._platform)  # waits for all copies: before those that nobody is to wait for
         self._start_leaving([away for part, held in going.items() if part in behind for away in held])
-        return Moved({part: sum(away.num_bytes for away in held) for part, held in going.items()}, _since(begin))
+        return Moved(
+            {part: sum(away.num_bytes for away in held) for part, held in going.items()}, time.perf_counter() - begin
+        )
 
     def onload(
         self, parts: Iterable[OffloadPart] = tuple(OffloadPart), *, behind: Container[OffloadPart] = ()
@@ -168,7 +170,7 @@ class Offload:
         for part in wanted & self._arriving.keys():
             if part not in behind:
                 self._arriving.pop(part).wait()
-        return Moved(moved, _since(begin))
+        return Moved(moved, time.perf_counter() - begin)
 
     def _storages(self, part: OffloadPart) -> list[torch.UntypedStorage]:
         storages = [tensor.untyped_storage() for tensor in self._tensors(part)]
@@ -242,7 +244,3 @@ class Offload:
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """The memory of ``storage``, as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
-
-
-def _since(begin: float) -> float:
-    return time.perf_counter() - begin

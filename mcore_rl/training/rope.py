@@ -114,6 +114,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         new.dtype = dtype
         new.padded_lengths = ()
         new.first_positions = ()
+        new.positions_3N = None
         return new
 
     def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
@@ -122,6 +123,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
         packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
         self.padded_lengths = (length,) if packed is None else packed.padded_lengths
         self.first_positions = () if packed is None else packed.first_positions
+        self.positions_3N = None if packed is None else packed.positions_3N
         return length
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
@@ -148,14 +150,6 @@ class AxesRotaryEmbedding(PackedRotaryEmbedding):
                 for place in range(axis, min(3 * mrope.sections[axis], len(axes)), 3):
                     axes[place] = axis
         self.axis_F = torch.tensor(axes, device=self.inv_freq.device)
-        self.positions_3N: Tensor | None = None
-
-    def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
-        """See ``PackedRotaryEmbedding``; notes their positions, too."""
-        length = super().get_rotary_seq_len(*args, **options)
-        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedSequences)), None)
-        self.positions_3N = None if packed is None else packed.positions_3N
-        return length
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Cosines, then sines, as ``PackedRotaryEmbedding`` gives them."""
