@@ -178,19 +178,13 @@ LEVELS: dict[CorrectionLevel, ResponseReduction | None] = {
     CorrectionLevel.sequence: sequence_sums,
     CorrectionLevel.geometric: _mean,
 }
-# (the estimate of a token, how a response reduces those of its tokens); None: each token is judged by itself.
-REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
-    Rejection.token_k1: (_k1, None),
-    Rejection.token_k2: (_k2, None),
-    Rejection.token_k3: (_k3, None),
-    Rejection.seq_sum_k1: (_k1, sequence_sums),
-    Rejection.seq_sum_k2: (_k2, sequence_sums),
-    Rejection.seq_sum_k3: (_k3, sequence_sums),
-    Rejection.seq_mean_k1: (_k1, _mean),
-    Rejection.seq_mean_k2: (_k2, _mean),
-    Rejection.seq_mean_k3: (_k3, _mean),
-    Rejection.seq_max_k2: (_k2, _largest),
-    Rejection.seq_max_k3: (_k3, _largest),
+ESTIMATES: dict[str, TokenEstimate] = {"k1": _k1, "k2": _k2, "k3": _k3}
+# How a response reduces the estimates of its tokens; None: each token is judged by itself.
+REDUCTIONS: dict[str, ResponseReduction | None] = {
+    "token": None,
+    "seq_sum": sequence_sums,
+    "seq_mean": _mean,
+    "seq_max": _largest,
 }
 
 
@@ -198,8 +192,9 @@ def _rejected(log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionCo
     """Bool [M]: the tokens that ``config.reject`` rejects."""
     if config.reject is Rejection.none:
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
-    estimate, reduce = REJECTIONS[config.reject]
-    x = estimate(log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    reduction, _, estimate = config.reject.value.rpartition("_")
+    reduce = REDUCTIONS[reduction]
+    x = ESTIMATES[estimate](log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     x = x if reduce is None else reduce(x, counts_S)
     assert config.reject_upper is not None, "a rejection needs its bound"
     kept = x <= config.reject_upper

@@ -67,6 +67,7 @@ def straight_through(value: KlEstimate) -> KlEstimate:
     return estimate
 
 
+# Without ``full``, which is no estimate from one token.
 PENALTIES: dict[KlPenalty, KlEstimate] = {
     KlPenalty.k1: kl_k1,
     KlPenalty.k2: kl_k2,
@@ -75,11 +76,6 @@ PENALTIES: dict[KlPenalty, KlEstimate] = {
     KlPenalty.k1_plus: straight_through(kl_k1),
     KlPenalty.k3_plus: straight_through(kl_k3),
 }
-
-
-def penalty(kind: KlPenalty) -> KlEstimate:
-    """The estimate called ``kind``.  KeyError for ``full``, which is not an estimate from one token."""
-    return PENALTIES[kind]
 
 
 class KlController:

@@ -25,11 +25,10 @@ from math import exp
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.drawn_pairs import PREFIX
-from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
+from mcore_rl.algorithms.kl import PENALTIES, kl_k1, kl_k3
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum, trained_rows
-from mcore_rl.algorithms.preference import means
+from mcore_rl.algorithms.preference import PREFIX, means
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
 from mcore_rl.config.algorithm import DistillConfig
@@ -165,7 +164,7 @@ class ActorLoss(RoleLoss):
             assert inputs.full_kl_N is not None, "this KL is the engine's to compute (train_step's kl_to)"
             return inputs.full_kl_N
         assert inputs.logprobs_N is not None and inputs.ref_logprobs_N is not None, "a KL loss needs the reference's"
-        return penalty(self.config.kl_loss_type)(inputs.logprobs_N, inputs.ref_logprobs_N)
+        return PENALTIES[self.config.kl_loss_type](inputs.logprobs_N, inputs.ref_logprobs_N)
 
 
 def policy_loss(config: ActorConfig) -> ActorLoss:

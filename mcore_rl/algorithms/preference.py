@@ -1,4 +1,4 @@
-"""The policy's loss of preferences in an engine: sums over tokens, and each rank's share of the losses of pairs.
+"""Losses of preferences in an engine (DPO, arXiv:2305.18290, and its relatives), of a data set or of a run's own pairs.
 
 Every number of a pair is computed from sums over its two whole sequences, which all context ranks have; each rank adds
 its share of it (``LossInputs.own_shares``), so that the ranks' sum has it once.
@@ -16,14 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.losses.token_losses import trained_rows
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, trained_rows
 from mcore_rl.algorithms.preference_losses import Responses, kto, pair_losses, rewards
 from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.pairs import PairsConfig
 from mcore_rl.config.prefer import PreferredConfig
 from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.types import LossInputs, LossSums
 
 MARGIN, WEIGHT, LABEL = "margin_S", "weight_S", "label_S"
+PREFIX = "pairs/"  # of the metrics of pairs that a run draws itself
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,22 @@ class PreferencesLoss(RoleLoss):
 def preferences_loss(config: PreferredConfig) -> PreferencesLoss:
     """The loss of a policy that learns from preferences."""
     return PreferencesLoss(config.preference)
+
+
+def preference(inputs: LossInputs, config: PairsConfig) -> TokenLosses:
+    """The policy loss of pairs that a run draws itself: the one that ``config.preference`` names, of each pair.
+
+    Both responses of a pair have a trained token, and each has the whole loss of its pair, spread evenly over its
+    trained tokens.  With ``loss_agg_mode=seq_mean_token_sum``, whose divisor counts responses, the sum is the mean over
+    pairs.
+    """
+    assert inputs.logprobs_N is not None and inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
+    counts_S = inputs.sequence_sums(inputs.mask_N.to(inputs.logprobs_N.dtype))
+    share_S = inputs.own_shares(inputs.logprobs_N.dtype)
+    loss_P, metrics = losses_of_pairs(inputs, config.preference, share_S)
+    loss_S = torch.zeros_like(counts_S).index_add(0, inputs.pairs_P2.flatten(), loss_P.repeat_interleave(2))
+    loss_N = inputs.expand(loss_S / counts_S.clamp(min=1))
+    return TokenLosses(loss_N=loss_N, metrics={f"{PREFIX}{name}": value for name, value in metrics.items()})
 
 
 def losses_of_pairs(inputs: LossInputs, config: PreferenceConfig, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_rl.algorithms.advantages.estimation import final_advantages
-from mcore_rl.algorithms.advantages.whiten import Whitening
+from mcore_rl.algorithms.advantages.estimation import Whitening, final_advantages
 from mcore_rl.types import TrainBatch
 
 

@@ -7,7 +7,7 @@ to the controller (``SequenceStats``), which computes everything that spans sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.advantages.ragged import Spreads, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct, drawn_tokens
-from mcore_rl.algorithms.kl import kl_k1, penalty
+from mcore_rl.algorithms.kl import PENALTIES, kl_k1
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.config.stages import TOKEN_REWARDS
@@ -46,15 +46,8 @@ class Outcomes(SentAsArrays):
     def of(self, members: Sequence[int]) -> Outcomes:
         """The outcomes of the responses at the places ``members``, in this order."""
         chosen = list(members)
-        greedy_S = None if self.greedy_S is None else self.greedy_S[chosen]
-        parts_SK = None if self.parts_SK is None else self.parts_SK[chosen]
-        return Outcomes(
-            scores_S=self.scores_S[chosen],
-            truncated_S=self.truncated_S[chosen],
-            greedy_S=greedy_S,
-            parts_SK=parts_SK,
-            compared_S=None if self.compared_S is None else self.compared_S[chosen],
-        )
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Outcomes(**{name: None if value is None else value[chosen] for name, value in given.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +118,7 @@ def compute_advantages(
     kl_T, process_T = None, batch.turn_rewards_T
     if algorithm.use_kl_in_reward:
         assert old_T is not None and batch.ref_logprobs_T is not None, "the KL in the reward needs both"
-        kl_T = penalty(algorithm.kl_penalty)(old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
+        kl_T = PENALTIES[algorithm.kl_penalty](old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
     if (rewards_T := batch.extra_T.get(TOKEN_REWARDS)) is not None:
@@ -181,8 +174,8 @@ def estimate_tokens(
 ) -> dict[str, Any]:
     """``compute_advantages`` as ranks run it: fields of tokens, their names, and ``stats`` for the controller."""
     of_tokens, stats = compute_advantages(batch, outcomes, algorithm, kl_coef)
-    fields = {name: x_T for name, x_T in vars(of_tokens).items() if x_T is not None}
-    return {**fields, "fields": tuple(fields), "stats": stats}
+    made = {name: x_T for name, x_T in vars(of_tokens).items() if x_T is not None}
+    return {**made, "fields": tuple(made), "stats": stats}
 
 
 def _counted(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig) -> Tensor:

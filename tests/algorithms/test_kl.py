@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KlController, kl_k1, kl_k2, kl_k3, kl_low_var, penalty
+from mcore_rl.algorithms.kl import MAX_LOG_RATIO, PENALTIES, KlController, kl_k1, kl_k2, kl_k3, kl_low_var
 from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty, KlUnit
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -26,8 +26,8 @@ def test_values() -> None:
     assert float(kl_k3(p, q)) == pytest.approx(0.5 - 1 + math.log(2))
     assert float(kl_low_var(p, q)) == pytest.approx(0.5 - 1 + math.log(2))
     named = (KlPenalty.k1, KlPenalty.k2, KlPenalty.k3, KlPenalty.low_var_kl)
-    assert [penalty(kind) for kind in named] == [kl_k1, kl_k2, kl_k3, kl_low_var]
-    assert penalty(KlPenalty.k1_plus)(p, q) == kl_k1(p, q) and penalty(KlPenalty.k3_plus)(p, q) == kl_k3(p, q)
+    assert [PENALTIES[kind] for kind in named] == [kl_k1, kl_k2, kl_k3, kl_low_var]
+    assert PENALTIES[KlPenalty.k1_plus](p, q) == kl_k1(p, q) and PENALTIES[KlPenalty.k3_plus](p, q) == kl_k3(p, q)
 
 
 @pytest.mark.parametrize("kl", [kl_k1, kl_k3])
@@ -53,7 +53,7 @@ def test_gradients_in_expectation_are_what_the_module_says() -> None:
     torch.testing.assert_close(expected_gradient(kl_k2), exact(forward=True))
     torch.testing.assert_close(expected_gradient(kl_k3), exact(forward=False))
     for kind in (KlPenalty.k1_plus, KlPenalty.k3_plus):
-        torch.testing.assert_close(expected_gradient(penalty(kind)), exact(forward=True))
+        torch.testing.assert_close(expected_gradient(PENALTIES[kind]), exact(forward=True))
 
 
 def test_verl_s_low_var_kl_lets_go_of_what_is_furthest_away() -> None:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.algorithms.advantages.estimation import estimate_advantages
 from mcore_rl.algorithms.advantages.ragged import sequence_counts
 from mcore_rl.algorithms.correction import correct, correction_metrics, mean_weight
-from mcore_rl.algorithms.kl import KlController, penalty
+from mcore_rl.algorithms.kl import PENALTIES, KlController
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.algorithm import (
@@ -318,7 +318,7 @@ def test_kl_estimates_are_verl_s(core: Any, kind: KlPenalty, name: str) -> None:
     scale = 0.7 if kind is KlPenalty.k3_plus else 8.0
     moved = (scale * torch.randn(400, generator=draw, dtype=torch.float64)).clamp(-2.5 if scale < 1 else -40, 40)
     logprobs = (reference + moved).requires_grad_()
-    mine, theirs = penalty(kind)(logprobs, reference), core.kl_penalty(logprobs, reference, name)
+    mine, theirs = PENALTIES[kind](logprobs, reference), core.kl_penalty(logprobs, reference, name)
     torch.testing.assert_close(mine, theirs, **TIGHT)
     gradients = [torch.autograd.grad(x.sum(), logprobs)[0] for x in (mine, theirs)]
     torch.testing.assert_close(*gradients, **TIGHT)

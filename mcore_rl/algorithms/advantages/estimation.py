@@ -9,6 +9,7 @@ ranks, each for its own sequences (``token_advantages``).  ``Scope.pair`` makes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,10 +19,45 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.advantages.ragged import Spread, Spreads, at_tokens
-from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import CRITIC, Scope
 from mcore_rl.config.algorithm_registry import estimator
+
+EPSILON = 1e-8  # added to the variance, as in verl
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """``(x - mean) / deviation``, elementwise: mean and deviation of the global batch, computed once."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, spread: Spread | None) -> Whitening:
+        """The whitening by the mean and ``sqrt(variance + 1e-8)`` of all advantages.  spread: None if there are none.
+
+        The variance is unbiased (Bessel's correction), as in verl; OpenAI's baselines divide by the count.  A single
+        value becomes 0, and so do equal values.
+        """
+        if spread is None:
+            return cls(0.0, 1.0)
+        unbiased = spread.variance * spread.count / max(spread.count - 1, 1)
+        return cls(spread.mean, math.sqrt(unbiased + EPSILON))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` whitened, elementwise, in the dtype of ``x``."""
+        return (x - self.mean) / self.deviation
+
+    def of_spread(self, spread: Spread) -> Spread:
+        """The statistics after whitening of values whose statistics were ``spread``."""
+        return Spread(
+            count=spread.count,
+            mean=(spread.mean - self.mean) / self.deviation,
+            variance=spread.variance / self.deviation**2,
+            low=(spread.low - self.mean) / self.deviation,
+            high=(spread.high - self.mean) / self.deviation,
+        )
 
 
 def token_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages | None:

@@ -20,7 +20,7 @@ BEST_WORST = Estimator(
 
 PREFERENCE = PolicyLoss(
     name="preference",
-    function="mcore_rl.algorithms.drawn_pairs:preference",
+    function="mcore_rl.algorithms.preference:preference",
     formula="that of `actor.preference.loss` ([preferences](preferences.md#losses)), of each pair",
     paper="arXiv:2305.18290 and others",
     needs_old=False,

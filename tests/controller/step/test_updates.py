@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
+from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, Whitening
 from mcore_rl.algorithms.advantages.ragged import Spreads, sequence_counts
-from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish

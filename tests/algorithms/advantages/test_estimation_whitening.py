@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.estimation import Whitening
 from mcore_rl.algorithms.advantages.ragged import Spreads
-from mcore_rl.algorithms.advantages.whiten import Whitening
 
 
 def whiten(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
