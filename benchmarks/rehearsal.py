@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.launch import load_recipe, recipe_names
-from mcore_rl.rehearsal.stages import ranks_of_stages
+from mcore_rl.rehearsal.rank import ranks_of_stages
 
 ROOT = Path(__file__).parents[1]
 HEAD = ("recipe, role", "stage", "peak GiB", "plan GiB", "difference", "microbatches", "s of a core", "MiB")

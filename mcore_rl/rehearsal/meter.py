@@ -35,8 +35,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import mcore_rl
-from mcore_rl.rehearsal.ledger import Collective, Ledger, MemoryBlock, MemoryKind, Read, RehearsalPhase
-from mcore_rl.rehearsal.wire import Collect, collective, group_name, wire_bytes
+from mcore_rl.rehearsal.ledger import (
+    Collect,
+    Collective,
+    Ledger,
+    MemoryBlock,
+    MemoryKind,
+    Read,
+    RehearsalPhase,
+    collective,
+    group_name,
+    wire_bytes,
+)
 
 DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
@@ -49,8 +59,6 @@ aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 _GROUPED_PRODUCT = aten._grouped_mm.default  # torch's table of operations lacks it
 _READS_ONE = aten._local_scalar_dense.default
-# Their results have as many elements as the data say: the host waits to know how many.
-_SIZED_BY_DATA = (aten.nonzero.default, aten.masked_select.default)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # In place, but not of the elements.
 _CHANGE_SHAPES = (
@@ -76,7 +84,6 @@ class DeviceMeter(TorchDispatchMode):
         self.per_step = True
         self._phase = ""
         self._blocks: dict[int, MemoryBlock] = {}
-        self._kernels = 0
         self._remembered: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     # ---- what the ledger is told of the course of things ----
@@ -91,20 +98,6 @@ class DeviceMeter(TorchDispatchMode):
             self.ledger.phases.append(RehearsalPhase(name, begin, self.ledger.now + 1))
             self.ledger.now += 1
             self._phase = ""
-
-    @contextmanager
-    def kernel(self) -> Iterator[None]:
-        """Within: one kernel of the device, whose inside takes no memory; its caller passes the result to ``track``."""
-        self._kernels += 1
-        try:
-            yield
-        finally:
-            self._kernels -= 1
-
-    @property
-    def in_kernel(self) -> bool:
-        """Whether a kernel of the device is running."""
-        return self._kernels > 0
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
         """A tensor of the host that has no data: what is large there, and of which copies alone are rehearsed."""
@@ -161,7 +154,8 @@ class DeviceMeter(TorchDispatchMode):
             return self._item(args[0])
         if func is aten.add.Tensor and _backward_adds_up():
             return args[0]
-        if func in _SIZED_BY_DATA and func is not aten.nonzero.default:
+        # Their results have as many elements as the data say: the host waits to know how many.
+        if func is aten.masked_select.default:
             return self._masked_select(args)
         if func is aten.nonzero.default:
             self._waits(args[0], "nonzero")
@@ -178,8 +172,7 @@ class DeviceMeter(TorchDispatchMode):
             result = _grouped(*args, **kwargs)
         else:
             result = self._run(func, args, kwargs)
-        if not self._kernels:
-            self.track(result, func.__name__)
+        self.track(result, func.__name__)
         if func is _GROUPED_PRODUCT:
             self.compute(2 * args[0].numel() * args[1].shape[-1], func.__name__)
         if func._overloadpacket in flop_registry:
@@ -258,8 +251,7 @@ class DeviceMeter(TorchDispatchMode):
         values, mask = args
         self._waits(mask, "masked_select")
         result: Tensor = values.new_empty((mask.numel() if self.num_selected is None else self.num_selected,))
-        if not self._kernels:
-            self.track(result, "masked_select")
+        self.track(result, "masked_select")
         return result
 
     def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

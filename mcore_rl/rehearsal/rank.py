@@ -165,6 +165,16 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
     )
 
 
+def ranks_of_stages(parallel: ParallelConfig, world_size: int) -> list[int]:
+    """Ranks worth a rehearsal: the lowest of the first, the middle and the last stage; fewer where there are fewer.
+
+    Raises ConfigError if the layout does not divide the world.
+    """
+    layout = Layout.of(parallel, world_size)
+    stages = sorted({0, layout.pp // 2, layout.pp - 1})
+    return [layout.rank_of(tp=0, cp=0, dp=0, pp=stage) for stage in stages]
+
+
 def rehearsed_microbatches(layout: Layout, stage: int, there_are: int) -> int:
     """Enough microbatches for the most that a stage keeps at once; more of them would only repeat.
 

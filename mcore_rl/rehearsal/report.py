@@ -15,7 +15,7 @@ from mcore_rl.planning.tables import gib
 from mcore_rl.rehearsal.host_reads import reason_of
 from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
 from mcore_rl.rehearsal.part import Planned
-from mcore_rl.rehearsal.rank import SCORE, TRAIN, TRAIN_AGAIN, Rehearsal
+from mcore_rl.rehearsal.rank import SCORE, TRAIN, TRAIN_AGAIN, Rehearsal, microbatch_lengths
 from mcore_rl.tracking.charts import BarSeries, stacked_bars
 from mcore_rl.tracking.page import page, table, text
 
@@ -59,11 +59,11 @@ def difference(planned: int, counted: int) -> str:
 def memory_rows(rehearsal: Rehearsal, planned: Planned) -> list[list[str]]:
     """For each phase the greatest memory, by kind, beside the planner's figure."""
     rows = []
-    of_phase = {TRAIN_AGAIN: planned.peak}
     for phase in rehearsal.ledger.phases:
         peak = rehearsal.ledger.peak(phase)
-        plan = of_phase.get(phase.name)
-        last = ["", ""] if plan is None else [gib(plan), difference(plan, peak.num_bytes)]
+        last = ["", ""]
+        if phase.name == TRAIN_AGAIN:
+            last = [gib(planned.peak), difference(planned.peak, peak.num_bytes)]
         rows.append([phase.name, *(gib(peak.by_kind[kind]) for kind in MemoryKind), gib(peak.num_bytes), *last])
     state, step = planned.state, planned.train
     parts = [state.weights, state.gradients, state.optimizer, step.activations + step.logits, step.working]
@@ -103,8 +103,7 @@ def operations(rehearsal: Rehearsal) -> dict[str, float]:
     """Floating-point operations of one microbatch: of this rank, and its share of those that MFU counts."""
     part, ledger = rehearsal.part, rehearsal.ledger
     counted = ledger.flops(TRAIN_AGAIN) / rehearsal.num_microbatches
-    whole, rest = divmod(part.tokens, part.longest)
-    lengths = [part.longest] * whole + ([rest] if rest > 1 else [])
+    lengths = microbatch_lengths(part.tokens, part.longest, 1)
     shares = part.parallel.tp * part.parallel.pp * part.parallel.cp
     needed = train_flops(part.model, lengths, head=part.head)
     needed += tower_flops(part.model, part.pictures, train=part.learns_to_see)

@@ -14,7 +14,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.launch import recipe_names
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.rehearsal.stages import ranks_of_stages
+from mcore_rl.rehearsal.rank import ranks_of_stages
 from tests.house.source import ROOT
 from tests.support import composed
 

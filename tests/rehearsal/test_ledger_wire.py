@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.rehearsal.wire import Collect, collective, wire_bytes
+from mcore_rl.rehearsal.ledger import Collect, collective, wire_bytes
 
 
 @pytest.mark.parametrize(
