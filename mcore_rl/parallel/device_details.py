@@ -15,17 +15,14 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor as rebuild_device_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.pinned import inherited_settings
 
-__all__ = [
-    "UNWATCHED", "current_device", "device_uuids", "driver_version", "interface_to", "interfaces", "is_accelerators",
-    "pinned_bytes", "rebuild_device_tensor", "without_expandable_segments", "work_queues",
-]  # fmt: skip
+rebuild_device_tensor = rebuild_cuda_tensor
 DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
