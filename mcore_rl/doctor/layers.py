@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.types import TrainBatch
 
+if TYPE_CHECKING:
+    from mcore_rl.training.engine import Engine
+
 LAYOUTS = ("tp=2", "cp=2", "ep=2")  # of two processes; tp is with sequence parallelism
 # Mean and largest difference of log-probs in nats, as tests/gpu/test_parity.py has them: rounding of activations to
 # bfloat16's 8 bits some ten times a layer; in float32 another order of sums.
@@ -46,6 +49,37 @@ def sample_batch(vocab_size: int) -> TrainBatch:
     return TrainBatch(lengths_S=lengths, tokens_T=tokens_T, mask_T=mask_T)
 
 
+def loaded_engine(
+    rank: int,
+    num_ranks: int,
+    platform: Platform,
+    directory: Path,
+    layout: str,
+    precision: Precision,
+    spec: LayerSpec,
+    *,
+    trainable: bool,
+) -> Engine:
+    """An engine over Megatron's groups for ``layout``, with the weights of the model in ``directory``."""
+    # Megatron, in the ranks alone: whoever starts them need not wait for it.
+    from mcore_rl.checkpoints.convert import open_hf
+    from mcore_rl.checkpoints.load import load_hf
+    from mcore_rl.parallel.groups import init_groups
+    from mcore_rl.training.engine import Engine
+    from mcore_rl.weights.table import Table
+
+    warnings.simplefilter("ignore")  # Megatron's advice about layouts that are meant so
+    parallel = parse_layout(layout)
+    groups = init_groups(Layout.of(parallel, num_ranks), platform, device_of(platform, rank), seed=0)
+    config = EngineConfig(device=platform.kind, precision=precision, layer_spec=spec, microbatch_tokens=512)
+    checkpoint, plain = open_hf(directory)
+    with checkpoint:
+        engine = Engine("actor", plain.model, parallel, config, groups, platform, trainable=trainable)
+        table = Table(plain.family, plain.model, parallel, num_ranks)
+        engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))
+    return engine
+
+
 def score_under(
     rank: Rank,
     platform: Platform,
@@ -59,33 +93,21 @@ def score_under(
 
     routing_TLK: the experts to take; None: the router's choice.  Rounding alone would send some tokens elsewhere.
     """
-    # Megatron, in the ranks alone: whoever starts them need not wait for it.
-    from mcore_rl.checkpoints.convert import open_hf
-    from mcore_rl.checkpoints.load import load_hf
-    from mcore_rl.parallel.groups import destroy_groups, init_groups
-    from mcore_rl.training.engine import Engine
-    from mcore_rl.weights.table import Table
+    from mcore_rl.parallel.groups import destroy_groups
 
-    warnings.simplefilter("ignore")  # Megatron's advice about layouts that are meant so
     rank.init_process_group(platform, timeout_s=120.0)
-    checkpoint, plain = open_hf(directory)
     scores = []
-    with checkpoint:
-        for layout in layouts:
-            with phase("layers", spec=spec.value, layout=layout or "one process"):
-                parallel = parse_layout(layout)
-                shape = Layout.of(parallel, rank.world_size)
-                groups = init_groups(shape, platform, device_of(platform, rank.rank), seed=0)
-                config = EngineConfig(device=platform.kind, precision=precision, layer_spec=spec, microbatch_tokens=512)
-                engine = Engine("actor", plain.model, parallel, config, groups, platform, trainable=False)
-                table = Table(plain.family, plain.model, parallel, rank.world_size)
-                engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank.rank))
-                batch = replace(sample_batch(plain.model.vocab_size), routing_TLK=routing_TLK)
-                result = engine.score(batch, with_entropy=False, record_routing=True)
-                assert result.logprobs_T is not None and result.routing_TLK is not None
-                scores.append((result.logprobs_T.cpu(), result.routing_TLK.cpu()))
-                del engine
-                destroy_groups()
+    for layout in layouts:
+        with phase("layers", spec=spec.value, layout=layout or "one process"):
+            engine = loaded_engine(
+                rank.rank, rank.world_size, platform, directory, layout, precision, spec, trainable=False
+            )
+            batch = replace(sample_batch(engine.model.vocab_size), routing_TLK=routing_TLK)
+            result = engine.score(batch, with_entropy=False, record_routing=True)
+            assert result.logprobs_T is not None and result.routing_TLK is not None
+            scores.append((result.logprobs_T.cpu(), result.routing_TLK.cpu()))
+            del engine
+            destroy_groups()
     return scores
 
 

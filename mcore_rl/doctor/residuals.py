@@ -8,23 +8,19 @@ call, seen from outside.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
-from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision
-from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.engine import LayerSpec, Precision
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
-from mcore_rl.doctor.layers import sample_batch
+from mcore_rl.doctor.layers import loaded_engine, sample_batch
 from mcore_rl.doctor.tiny_task import write_model
 from mcore_rl.parallel.device import Platform, empty_cache, memory, set_device, synchronize, trim_heap
 from mcore_rl.parallel.launch import Rank, run_ranks
-from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import phase
 from mcore_rl.parallel.secret_store import SecretStore
@@ -112,24 +108,11 @@ def _context(platform: Platform, local_rank: int, free: int | None) -> int:
 
 def _train(platform: Platform, directory: Path, num_ranks: int, rank: int) -> int:
     """One step of the tiny model.  Returns the bytes of its tensors, which live on."""
-    from mcore_rl.checkpoints.convert import open_hf
-    from mcore_rl.checkpoints.load import load_hf
-    from mcore_rl.parallel.device import device_of
-    from mcore_rl.parallel.groups import init_groups
-    from mcore_rl.training.engine import Engine
-    from mcore_rl.weights.table import Table
-
-    warnings.simplefilter("ignore")  # Megatron's advice about layouts that are meant so
-    parallel = parse_layout(layout_of(num_ranks))
-    groups = init_groups(Layout.of(parallel, num_ranks), platform, device_of(platform, rank), seed=0)
     precision = Precision.bfloat16 if platform.is_accelerator else Precision.float32
-    config = EngineConfig(device=platform.kind, precision=precision, layer_spec=LayerSpec.local, microbatch_tokens=512)
-    checkpoint, plain = open_hf(directory)
-    with checkpoint:
-        engine = Engine("actor", plain.model, parallel, config, groups, platform)
-        table = Table(plain.family, plain.model, parallel, num_ranks)
-        engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))
-    batch = sample_batch(plain.model.vocab_size)
+    engine = loaded_engine(
+        rank, num_ranks, platform, directory, layout_of(num_ranks), precision, LayerSpec.local, trainable=True
+    )
+    batch = sample_batch(engine.model.vocab_size)
     num_tokens = int(batch.mask_T.sum())
     engine.train_step(batch, _likelihood, Denominators(loss=float(num_tokens), tokens=num_tokens, sequences=6))
     counted = sum(engine.memory.offload().num_bytes.values())
